@@ -1,0 +1,34 @@
+"""Algorithms: pure functions of tensors from rewards and logprobs to one loss a token."""
+
+from __future__ import annotations
+
+from relax_hpc.algorithms.base import Algorithm, LossInputs
+from relax_hpc.algorithms.grpo import GrpoAlgorithm
+from relax_hpc.recipe.schema import AnyAlgorithm, Grpo
+from relax_hpc.registry import RegistryError, check_call, resolve
+
+__all__ = ["COLUMNS", "Algorithm", "LossInputs", "make_algorithm"]
+
+COLUMNS = frozenset({"reference"})
+"""What an algorithm may ask for in `needs`."""
+
+
+def make_algorithm(config: AnyAlgorithm) -> Algorithm:
+    """The recipe's algorithm. Raises RegistryError for one of the user's own that cannot fill the protocol."""
+    if isinstance(config, Grpo):
+        return GrpoAlgorithm(clip=config.clip, normalise_std=config.normalise_std, kl_coef=config.kl_coef)
+    factory = resolve("algorithm", config.factory, {})
+    check_call("algorithm", config.factory, factory, **config.options)
+    algorithm: Algorithm = factory(**config.options)
+    missing = [name for name in ("needs", "advantages", "loss") if not hasattr(algorithm, name)]
+    if missing:
+        raise RegistryError(
+            f"algorithm '{config.factory}' returned a {type(algorithm).__name__} without {missing}: "
+            "relax_hpc.algorithms.Algorithm says what it needs to have"
+        )
+    check_call("algorithm", f"{config.factory}.advantages", algorithm.advantages, "rollouts")
+    check_call("algorithm", f"{config.factory}.loss", algorithm.loss, "inputs")
+    unknown = sorted(set(algorithm.needs) - COLUMNS)
+    if unknown:
+        raise RegistryError(f"algorithm '{config.factory}' needs columns {unknown}; there are {sorted(COLUMNS)}")
+    return algorithm

@@ -1,0 +1,32 @@
+"""Filters: groups that are generated and kept, but not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from relax_hpc.records import Group
+from relax_hpc.registry import check_call, resolve
+
+Filter = Callable[[Group], str | None]
+"""filter(group) -> why the group is kept out of training, or None."""
+
+
+def zero_std(group: Group) -> str | None:
+    """Every sample has the same reward, so that every group-relative advantage is 0 (DAPO, arXiv 2503.14476, section 3.2)."""
+    rewards = {sample.reward for sample in group.samples}
+    if len(rewards) > 1:
+        return None
+    return f"all {len(group.samples)} rewards are {rewards.pop()}" if rewards else "no samples"
+
+
+BUILTIN: dict[str, Filter] = {"zero_std": zero_std}
+
+
+def make_filters(names: Sequence[str]) -> list[Filter]:
+    """The recipe's filters, in its order. Raises RegistryError for one that is unknown or takes other arguments."""
+    filters: list[Filter] = []
+    for name in names:
+        function = resolve("filter", name, BUILTIN)
+        check_call("filter", name, function, "group")
+        filters.append(function)
+    return filters

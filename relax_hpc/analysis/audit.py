@@ -1,0 +1,99 @@
+"""The auditor: was every order trained exactly once? Counted from the samples that entered the loss, not from the ledger.
+
+metrics/trainer-0.trained.jsonl   which samples each incarnation put into the loss of which step
+shards                            which samples there are
+the newest checkpoint             which orders are still outstanding
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc import checkpoint
+from relax_hpc.run_dir import RunError, open_existing
+from relax_hpc.spool.ledger import Ledger
+from relax_hpc.spool.shard import Shard
+from relax_hpc.telemetry import read_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What became of a run's orders and samples. All lists are empty in a sound run."""
+
+    steps: int
+    trained: int
+    """Samples that entered the loss, replays not counted."""
+    lost: list[str]
+    """Orders that were released and are neither trained, given up with a replacement, nor outstanding; samples likewise."""
+    twice: list[str]
+    """Samples in the loss of two steps, or of one step in one incarnation and not in its replay by another."""
+    torn: list[str]
+    """Published shards that do not open or do not match their checksums."""
+    over_bound: list[str]
+    """Orders with a token that was older than the bound when it was trained."""
+    mean_lengths: list[float]
+    """Mean length in tokens of each trained group, in the order of training: kills must not bias it."""
+
+
+def audit(path: str | Path) -> Audit:
+    """Audit the run at `path`, from its files. The run must have been checkpointed at its last step."""
+    run = open_existing(path)
+    found = checkpoint.newest(run)
+    if found is None:
+        raise RunError(f"'{path}' has no checkpoint: nothing was trained yet")
+    state = found[1]
+    records, _ = read_metrics(run.metrics / "trainer-0.trained.jsonl")
+    by_step: dict[int, list[dict[str, list[int]]]] = {}
+    for record in records:
+        by_step.setdefault(record["step"], []).append(record["samples"])
+    by_step = {step: times for step, times in by_step.items() if step < state["step"]}
+    twice = [
+        f"step {step}: replayed with other samples"
+        for step, times in by_step.items()
+        if any(t != times[0] for t in times)
+    ]
+    counts = Counter(
+        f"{order}/{i}" for times in by_step.values() for order, indices in times[0].items() for i in indices
+    )
+    twice += [name for name, count in counts.items() if count > 1]
+
+    ledger, settled, excused, over, torn, lost, lengths = Ledger(run), set[str](), set[str](), [], [], [], []
+    for step in range(state["step"]):
+        entry = ledger.find(step)
+        if entry is None or (step not in by_step and len(entry.filtered) == 0):
+            lost.append(f"step {step}")
+            continue
+        settled |= {d.order for d in entry.dropped}
+        excused |= set(entry.filtered)
+        for order in (t.order for t in entry.take):
+            settled.add(order)
+            try:
+                with Shard(run.shard(order)) as shard:
+                    shard.validate()
+                    groups, sizes, oldest = (
+                        shard.samples["group"].tolist(),
+                        shard.offsets[1:] - shard.offsets[:-1],
+                        shard.first_version,
+                    )
+            except RunError as error:
+                torn.append(str(error))
+                continue
+            if step - oldest > state["max_staleness"]:
+                over.append(order)
+            lost += [
+                f"{order}/{i}"
+                for i, g in enumerate(groups)
+                if f"{order}/{i}" not in counts and f"{order}/{g}" not in excused
+            ]
+            by_group: dict[int, list[int]] = {}
+            for group, size in zip(groups, sizes.tolist(), strict=True):
+                by_group.setdefault(group, []).append(size)
+            lengths += [sum(s) / len(s) for s in by_group.values()]
+    outstanding = {o["id"] for o in state["book"]["outstanding"]}
+    released = {
+        f"o{batch:06d}-{k:03d}" for batch in range(state["book"]["next_batch"]) for k in range(state["orders_per_step"])
+    }
+    lost += sorted(released - settled - outstanding)
+    return Audit(state["step"], len(counts), lost, twice, torn, over, lengths)

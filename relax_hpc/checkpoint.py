@@ -1,0 +1,71 @@
+"""Checkpoints: a folder that is renamed into place when everything in it is on disk; the DONE marker is its last file.
+
+CHECKPOINTS/step-00000100/
+  model.safetensors optimizer.safetensors rng.safetensors   the trainer's (no pickle: the directory is shared)
+  state.json                                                step, lineage, the book of orders, the prompt cursor
+  DONE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.run_dir import RunDir, read_json, sync_folder, to_json, write_file
+
+
+def begin(via: Path, step: int) -> Path:
+    """An empty folder to write the checkpoint of `step` into, in the incarnation's own folder."""
+    folder = via / f"checkpoint-{step}"
+    shutil.rmtree(folder, ignore_errors=True)  # what an attempt left that found the disk full
+    folder.mkdir()
+    return folder
+
+
+def commit(run: RunDir, folder: Path, step: int, state: dict[str, Any]) -> None:
+    """Make `folder` the checkpoint of `step`. One that is there already is kept. Raises FileNotFoundError if fenced."""
+    write_file(folder / "state.json", to_json({"step": step, **state}))
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    write_file(folder / "DONE", b"")
+    sync_folder(folder)
+    final = run.checkpoint(step)
+    if final.exists():
+        shutil.rmtree(folder)
+        return
+    os.rename(folder, final)
+    sync_folder(final.parent)
+
+
+def steps(run: RunDir) -> list[int]:
+    """Steps of all complete checkpoints, ascending."""
+    return sorted(int(p.name[5:]) for p in run.checkpoints.glob("step-*") if (p / "DONE").exists())
+
+
+def newest(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
+    """The newest complete checkpoint and its state; None before the first."""
+    done = steps(run)
+    if not done:
+        return None
+    folder = run.checkpoint(done[-1])
+    return folder, json.loads((folder / "state.json").read_bytes())
+
+
+def state(run: RunDir, step: int) -> dict[str, Any] | None:
+    """What state.json of a checkpoint says."""
+    value: dict[str, Any] | None = read_json(run.checkpoint(step) / "state.json")
+    return value
+
+
+def rotate(run: RunDir, via: Path, keep: int) -> int:
+    """Remove all but the newest `keep`; the step of the oldest that is left. Moved away first: half a checkpoint is none."""
+    done = steps(run)
+    for step in done[:-keep]:
+        gone = via / f"old-{step}"
+        os.rename(run.checkpoint(step), gone)
+        shutil.rmtree(gone)
+    return done[-keep:][0]

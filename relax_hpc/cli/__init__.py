@@ -1,0 +1,46 @@
+"""The command line: `relax-hpc COMMAND --help` says what each one does. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from relax_hpc import __version__
+from relax_hpc.cli import report, run, shards, status
+
+app = typer.Typer(
+    name="relax-hpc",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_show_locals=False,
+    help="""Reinforcement-learning post-training where a run is a directory.
+
+    A [bold]recipe[/bold] (TOML) says all of a run. Begin with [bold]relax-hpc run recipes/quickstart.toml[/bold].
+    """,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"relax-hpc {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("run")(run.run)
+app.command("status")(status.status)
+app.command("stop")(status.stop)
+app.command("recipe")(status.recipe)
+app.add_typer(shards.app)
+app.command("report")(report.report)
+app.command("export")(status.export)

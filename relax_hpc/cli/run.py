@@ -1,0 +1,78 @@
+"""`relax-hpc run`: begin a run, or go on with one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from relax_hpc.cli.errors import fail, friendly
+
+Sets = Annotated[
+    list[str],
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a recipe key, such as run.steps=500. Repeatable."),
+]
+
+
+def run(
+    target: Annotated[Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False)],
+    sets: Sets = [],  # noqa: B006
+    fork: Annotated[
+        Optional[str],
+        typer.Option(
+            help="Start a new run of this name from the newest checkpoint of the run TARGET; any key may be --set.",
+            show_default=False,
+        ),
+    ] = None,
+    debug: Annotated[
+        Optional[str],
+        typer.Option(
+            help="'rollout-only': generate with the first weights, train nothing. 'train-only': train on old shards.",
+            show_default=False,
+        ),
+    ] = None,
+    shards_from: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--from", help="With --debug train-only: the run whose shards are trained on again.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Begin a run from a recipe, or go on with one, on this machine.
+
+    The run is a directory, ROOT/NAME. The same command goes on with a run that was stopped, killed or has more steps to
+    make; a finished one says so. [bold]Ctrl-C[/bold] once: checkpoint and stop; twice: stop at once (nothing is lost either
+    way).
+
+    [dim]relax-hpc run recipes/quickstart.toml[/dim]
+    [dim]relax-hpc run recipes/quickstart.toml --set async.max_staleness=0 --set run.name=on-policy[/dim]
+    [dim]relax-hpc run runs/quickstart --set run.steps=600[/dim]
+    [dim]relax-hpc run runs/quickstart --fork slower --set trainer.learning_rate=1e-4[/dim]
+    """
+    from rich.console import Console
+
+    from relax_hpc.launch.local import open_or_create, run_here
+
+    with friendly():
+        opened = open_or_create(target, sets, fork=fork, debug=debug, shards_from=shards_from)
+        console = Console()
+        if opened.finished:
+            console.print(
+                f"[green]done[/green] already: {opened.finished} steps in [bold]{opened.run.root}[/bold]; --set run.steps=… makes more"
+            )
+            return
+        console.print(f"[bold]{opened.run.root}[/bold]", soft_wrap=True)
+        outcome = run_here(opened.run, opened.recipe, console)
+    if outcome["outcome"] == "failed":
+        fail(outcome["reason"])
+    if outcome["outcome"] == "stopped":
+        console.print(
+            f"stopped at step {outcome['step']}; go on with [bold]relax-hpc run {opened.run.root}[/bold]",
+            soft_wrap=True,
+        )
+        raise typer.Exit(0)
+    console.print(
+        f"look closer: [bold]relax-hpc report {opened.run.root}[/bold]  ·  relax-hpc shards stats {opened.run.root}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,196 @@
+"""`relax-hpc shards …`: what was generated, and what became of it, from the files of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from relax_hpc.cli.errors import friendly
+from relax_hpc.run_dir import RunError
+
+if TYPE_CHECKING:
+    from relax_hpc.analysis import RunView
+
+app = typer.Typer(
+    name="shards",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="""Look at what a run generated. Works on a run that is going on, too.
+
+    A [bold]shard[/bold] is one HDF5 file: all answers to one [bold]order[/bold], which is a handful of prompts with several
+    answers (a [bold]group[/bold]) each. Every group that was generated is kept, with what became of it:
+
+    [green]trained[/green]  in the loss · [yellow]filtered[/yellow]  a filter kept it out · [red]failed[/red]  could not be
+    played or scored · [magenta]late[/magenta]  dropped, too old · [blue]unused[/blue]  not taken by a step (yet) ·
+    [cyan]evaluation[/cyan]  held out
+    """,
+)
+
+Run = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False)]
+FATE_HELP = "Only this fate: trained, filtered, failed, late, unused or evaluation."
+
+
+@app.command("ls")
+def ls(
+    run: Run,
+    last: Annotated[int, typer.Option("--last", "-n", help="Show this many, the newest.", min=1)] = 30,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Show all of them.")] = False,
+    fate: Annotated[Optional[str], typer.Option(help=FATE_HELP, show_default=False)] = None,
+    step: Annotated[Optional[int], typer.Option(help="Only what this step took.", show_default=False)] = None,
+) -> None:
+    """List shards: one line an order.
+
+    AGE is in versions: how far the weights had moved on when the order's oldest token was trained on.
+
+    [dim]relax-hpc shards ls runs/countdown --fate late[/dim]
+    """
+    from relax_hpc.cli import shard_tables
+
+    with friendly():
+        view, fate = _open(run), _fate(fate)
+        fates = view.fates()
+        paths = sorted((p for p in view.shard_paths() if _matches(fates.of(p), fate, step)), key=_age)
+        # Only a shard itself knows of failed groups: for them all have to be opened.
+        opened = paths if everything or fate == "failed" else paths[-last:]
+        broken: list[RunError] = []
+        rows = [r for r in view.order_rows(opened, broken) if fate != "failed" or r["failed_groups"]]
+        shown = rows if everything else rows[-last:]
+        hidden = len(paths) - len(opened) + len(rows) - len(shown)
+        shard_tables.show_orders(shown, hidden, broken)
+
+
+@app.command("show")
+def show(
+    run: Run,
+    order: Annotated[str, typer.Argument(help="An order's id as `ls` prints it, or ORDER/SAMPLE.", show_default=False)],
+    group: Annotated[Optional[int], typer.Option("--group", "-g", help="Only this group.", show_default=False)] = None,
+    full: Annotated[bool, typer.Option("--full", help="Do not shorten texts.")] = False,
+) -> None:
+    """Print one order: its prompts, every answer with its reward, and why groups failed or were filtered.
+
+    [dim]relax-hpc shards show runs/countdown o000012-003 --group 2 --full[/dim]
+    """
+    from relax_hpc.cli import shard_tables
+    from relax_hpc.spool.shard import Shard
+
+    with friendly():
+        view = _open(run)
+        order_id, _, sample = order.removeprefix("aside/").partition("/")
+        path = _find(view, order_id)
+        with Shard(path) as shard:
+            shard_tables.show_order(
+                view, shard, view.fates().of(path), group, int(sample) if sample.isdigit() else None, full
+            )
+
+
+@app.command("stats")
+def stats(run: Run) -> None:
+    """Count everything: groups, samples, tokens and bytes by fate, with rewards, lengths and ages.
+
+    Reads every shard's small columns; damaged shards are left out and named.
+    """
+    from relax_hpc.analysis.counts import count
+    from relax_hpc.cli import shard_tables
+
+    with friendly():
+        view = _open(run)
+        shard_tables.show_stats(count(view))
+
+
+@app.command("validate")
+def validate(run: Run) -> None:
+    """Read every shard whole and compare all checksums. Exit code 1, and a list, if any is damaged."""
+    from rich.console import Console
+    from rich.progress import track
+
+    from relax_hpc.spool.shard import Shard
+
+    with friendly():
+        view, size = _open(run), 0
+        broken: list[RunError] = []
+        paths = view.shard_paths()
+        for path in track(paths, "validating", console=Console(stderr=True), transient=True, disable=not paths):
+            try:
+                with Shard(path) as shard:
+                    shard.validate()
+                    size += shard.bytes
+            except RunError as error:
+                if path.exists():  # else retention removed it meanwhile
+                    broken.append(error)
+    for damage in broken:
+        typer.secho("damaged: ", fg="red", bold=True, nl=False)
+        typer.echo(str(damage))
+    typer.echo(f"{len(paths) - len(broken)} of {len(paths)} shards are whole ({size / 1e6:.1f} MB read)")
+    if broken:
+        raise typer.Exit(1)
+
+
+@app.command("export")
+def export(
+    run: Run,
+    output: Annotated[
+        Path, typer.Argument(help="The Parquet file to write; one that exists is replaced.", show_default=False)
+    ],
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Token ids, loss mask, logprobs and versions too, a list a row.")
+    ] = False,
+    text: Annotated[bool, typer.Option("--text/--no-text", help="Prompts, answers and completions as text.")] = True,
+    fate: Annotated[Optional[str], typer.Option(help=FATE_HELP, show_default=False)] = None,
+) -> None:
+    """Write all samples as one Parquet file, a row each, for pandas, polars, DuckDB or Spark.
+
+    Streams: memory does not grow with the run.
+
+    [dim]relax-hpc shards export runs/countdown countdown.parquet[/dim]
+    """
+    from relax_hpc.analysis.export import export_parquet
+
+    with friendly():
+        view, fate = _open(run), _fate(fate)
+        rows = export_parquet(view, output, text=text, tokens=tokens, fates=[fate] if fate else None)
+        typer.echo(f"{output}: {rows} samples, {output.stat().st_size / 1e6:.1f} MB")
+
+
+def _age(path: Path) -> tuple[int, str]:
+    try:
+        return path.stat().st_mtime_ns, path.name
+    except FileNotFoundError:  # removed by retention meanwhile
+        return 0, path.name
+
+
+def _open(run: Path) -> RunView:
+    from relax_hpc.analysis import RunView
+
+    return RunView(run)
+
+
+def _fate(fate: str | None) -> str | None:
+    from relax_hpc.analysis import FATES
+
+    if fate is not None and fate not in FATES:
+        raise RunError(f"--fate {fate!r}: use one of {list(FATES)}")
+    return fate
+
+
+def _matches(of: Any, fate: str | None, step: int | None) -> bool:
+    """Whether an order may hold groups of this fate: groups of a taken order may have been filtered, of any, failed."""
+    if step is not None and of.step != step:
+        return False
+    if fate == "filtered":
+        return bool(of.filtered)
+    return fate in (None, "failed", of.fate)
+
+
+def _find(view: RunView, order: str) -> Path:
+    """The shard called `order`. Raises RunError naming some that there are."""
+
+    paths = view.shard_paths()
+    for path in paths:
+        if path.stem == order:
+            return path
+    some = [p.stem for p in paths[-5:]]
+    raise RunError(
+        f"no shard of order '{order}' in '{view.run.root}'; there are {len(paths)}, the last: {some} (`relax-hpc shards ls`)"
+    )

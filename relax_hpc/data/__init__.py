@@ -1,0 +1,26 @@
+"""Prompts: where they come from, in which order, which are held out. And samples packed into micro-batches.
+
+    [[source]] ──► PromptSources ──(index ──► Prompt)──► rollout
+                        ▲
+    PromptCursor ───────┴──(which index next)──► orders
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.data.sources import PromptSources
+
+if TYPE_CHECKING:
+    from relax_hpc.data.cursor import PromptCursor, PromptRef
+
+__all__ = ["PromptCursor", "PromptRef", "PromptSources"]
+
+
+def __getattr__(name: str) -> Any:
+    # The cursor needs torch, through torchdata; rewards use this package and run in processes that do without.
+    if name not in ("PromptCursor", "PromptRef"):
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    from relax_hpc.data import cursor
+
+    return getattr(cursor, name)

@@ -1,0 +1,126 @@
+"""Which prompt comes next: an endless, seeded, shuffled stream of (source, index, epoch) that resumes exactly.
+
+    position ──next_source──► source ──order(seed, source, epoch)──► index ──held out? the next one──► PromptRef
+
+The stream depends on the seed and the position alone. Its state is two counters a source, so resuming costs the same
+wherever the stream stands.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from relax_hpc.data.shuffle import order
+from relax_hpc.data.sources import PromptSources, next_source
+from relax_hpc.run_dir import RunError
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRef:
+    """A prompt by its name; `epoch` counts how often its source was gone through before."""
+
+    source: int
+    index: int
+    epoch: int
+
+
+class PromptCursor:
+    """A checkpointable stream of prompts. Held-out ones never come up.
+
+    `stream` names an order of its own for the same seed ("train", "warmup").
+    """
+
+    def __init__(self, sources: PromptSources, seed: int, stream: str = "train") -> None:
+        self._sampler = _Stream(sources, seed, stream)
+        with warnings.catch_warnings():  # torchdata 0.11 calls what later torch deprecates; a log need not say so
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            # A generator of its own: the loader would draw from torch's, and the run would depend on how often.
+            self._loader: StatefulDataLoader[PromptRef] = StatefulDataLoader(
+                _Names(), sampler=self._sampler, batch_size=None, generator=torch.Generator()
+            )
+        self._refs = iter(self._loader)
+
+    @property
+    def position(self) -> int:
+        """Prompts taken since the beginning."""
+        return sum(self._sampler.taken)
+
+    def take(self, count: int) -> list[PromptRef]:
+        """The next `count` prompts. Raises RunError where a source holds all of its prompts out."""
+        return [next(self._refs) for _ in range(count)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-like; what `load_state_dict` of a cursor over the same sources and seed goes on from."""
+        state: dict[str, Any] = self._loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken. Raises RunError for the state of another seed or of other sources."""
+        self._loader.load_state_dict(state)
+        self._refs = iter(self._loader)
+
+
+class _Names(Dataset[PromptRef]):
+    """The loader's data set: a reference stands for itself, prompts are tokenized where they are played."""
+
+    def __getitem__(self, ref: PromptRef) -> PromptRef:
+        return ref
+
+
+class _Stream(Sampler[PromptRef]):
+    """The stream as torchdata's stateful sampler: an iterator with counters."""
+
+    def __init__(self, sources: PromptSources, seed: int, stream: str) -> None:
+        self._sources, self._name = sources, (seed, stream)
+        self.taken = [0] * len(sources.sizes)
+        """Prompts given so far, by source."""
+        self._drawn = [0] * len(sources.sizes)
+        """The same with those that were skipped: the position in the source's shuffled epochs."""
+        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+
+    def __iter__(self) -> Iterator[PromptRef]:
+        return self
+
+    def __next__(self) -> PromptRef:
+        source = next_source(self.taken, self._sources.weights, range(len(self.taken)))
+        ref = self._draw(source)
+        self.taken[source] += 1
+        return ref
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": list(self._name), "sizes": self._sources.sizes, "taken": [*self.taken], "drawn": [*self._drawn]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for key, now, fix in (
+            ("name", list(self._name), "the run's seed and the stream's name cannot change"),
+            ("sizes", self._sources.sizes, "the prompt files were changed since; give the run the ones it began with"),
+        ):
+            if state[key] != now:
+                raise RunError(f"the prompt cursor was saved with {key} = {state[key]}, now it is {now}: {fix}")
+        self.taken, self._drawn = [*state["taken"]], [*state["drawn"]]
+
+    def _draw(self, source: int) -> PromptRef:
+        size = self._sources.sizes[source]
+        for _ in range(2 * size):  # from anywhere in an epoch, this goes through the whole of the next one
+            epoch, place = divmod(self._drawn[source], size)
+            self._drawn[source] += 1
+            index = int(self._order(source, epoch)[place])
+            if not self._sources.is_held_out(source, index):
+                return PromptRef(source, index, epoch)
+        raise RunError(f"source {source} has {size} prompts, and all of them are held out: lower evaluation.holdout")
+
+    def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
+        at, permutation = self._orders.get(source, (-1, np.empty(0, np.int64)))
+        if at != epoch:
+            permutation = order(self._sources.sizes[source], *self._name, source, epoch)
+            self._orders[source] = (epoch, permutation)
+        return permutation

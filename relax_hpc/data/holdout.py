@@ -1,0 +1,17 @@
+"""Which prompts are held out: a share of the distinct texts, by a hash of the text alone.
+
+The same text is on the same side in every source, process, run and machine, however often it comes up; so a held-out
+text is never learned from under another index.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+_HASH_BYTES = 8
+
+
+def falls_in(text: str, share: float) -> bool:
+    """Whether the hash of `text`, as a fraction of its range, lies below `share`."""
+    digest = blake2b(text.encode(), digest_size=_HASH_BYTES, person=b"relax-holdout").digest()
+    return int.from_bytes(digest, "big") / 256.0**_HASH_BYTES < share

@@ -1,0 +1,41 @@
+"""Content ──chat template──► text ──tokenizer──► tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ContentError(Exception):
+    """A prompt's content cannot become text; the message says why, the caller where it stands."""
+
+
+def render(content: Any, tokenizer: Any) -> tuple[str, bool]:
+    """(text, whether it went through the chat template and thus brings its own special tokens).
+
+    Raises ContentError for content that is neither text nor chat messages of text, and where there is no chat template.
+    """
+    if isinstance(content, str):
+        return content, False
+    if not isinstance(content, list) or not content or not all(isinstance(m, dict) for m in content):
+        raise ContentError(f"a prompt is text or a list of chat messages, found {str(content)[:80]!r}")
+    if not getattr(tokenizer, "chat_template", None):
+        raise ContentError(
+            "the prompt is a list of chat messages, but the model's tokenizer has no chat template: "
+            "give the prompt as text, or use a model with a chat template"
+        )
+    messages = [_message(message) for message in content]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), True
+
+
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    """A chat message with its content as one text; fields that a Parquet struct holds as null are left out."""
+    if "role" not in message or message.get("content") is None:
+        raise ContentError(f"a chat message needs 'role' and 'content', found {sorted(message)}")
+    content = message["content"]
+    if isinstance(content, list):
+        other = [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]
+        if other:
+            kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in other})
+            raise ContentError(f"only text is supported in prompts yet, this one has parts of type {kinds}")
+        content = "".join(str(part["text"]) for part in content)
+    return {**{k: v for k, v in message.items() if v is not None}, "content": content}

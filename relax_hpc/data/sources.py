@@ -1,0 +1,145 @@
+"""The recipe's [[source]] tables as prompts that are looked up by (source, index).
+
+item (file row or procedural) ──► text (chat template) ──► tokens ──► Prompt
+                                    └──► hash ──► held out or not
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_hpc.data.files import FileItems
+from relax_hpc.data.holdout import falls_in
+from relax_hpc.data.items import Item, Items
+from relax_hpc.data.render import ContentError, render
+from relax_hpc.data.shuffle import order
+from relax_hpc.data.tasks import TaskItems
+from relax_hpc.recipe.schema import AnySource, FileSource
+from relax_hpc.records import Prompt
+from relax_hpc.run_dir import RunError
+
+CHECKED_AT_ONCE = 512
+"""Rows that `check` tokenizes in one call."""
+
+
+class PromptSources:
+    """All sources of a recipe. The same (source, index) is the same prompt in every process.
+
+    `tokenizer`: a Hugging Face tokenizer. `context`: the model's longest sequence in tokens. `holdout`: the share of
+    distinct texts that is held out (0: none). Building it reads no prompt; call `check` once before a run starts.
+    """
+
+    def __init__(self, sources: Sequence[AnySource], tokenizer: Any, context: int, holdout: float = 0.0) -> None:
+        self._sources, self._tokenizer, self._context, self._holdout = sources, tokenizer, context, holdout
+        self._items: list[Items] = [FileItems(s) if isinstance(s, FileSource) else TaskItems(s) for s in sources]
+        self._side: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
+        """What `is_held_out` found: 0 not asked yet, 1 no, 2 yes."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Items of each source."""
+        return [len(items) for items in self._items]
+
+    @property
+    def weights(self) -> list[float]:
+        """How much of the prompts each source gives, against the others."""
+        return [source.weight for source in self._sources]
+
+    def prompt(self, source: int, index: int) -> Prompt:
+        """The prompt with its tokens. Raises RunError where it cannot be used (too long, a broken row, media)."""
+        item = self._items[source][index]
+        text, is_chat = self._render(source, index, item)
+        tokens = self._tokenizer.encode(text, add_special_tokens=not is_chat)
+        self._check_length(source, index, len(tokens))
+        return Prompt(source, index, text, np.asarray(tokens, np.int32), item.answer, item.metadata)
+
+    def text(self, source: int, index: int) -> str:
+        """The prompt's text, not tokenized."""
+        return self._render(source, index, self._items[source][index])[0]
+
+    def check(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Look at every row of the file sources, and at the first item of the others. Raises RunError.
+
+        Columns, chat messages, and the length in tokens; the cost is about one tokenization of the files.
+        """
+        for source, items in enumerate(self._items):
+            rows = 1 if items.procedural else len(items)
+            for begin in range(0, rows, CHECKED_AT_ONCE):
+                self._check_rows(source, range(begin, min(begin + CHECKED_AT_ONCE, rows)))
+                progress()
+
+    def is_held_out(self, source: int, index: int) -> bool:
+        """Whether the prompt belongs to the evaluation, by the hash of its text. Found once, then remembered."""
+        if not self._holdout:
+            return False
+        side = self._side[source]
+        if not side[index]:
+            side[index] = 1 + falls_in(self.text(source, index), self._holdout)
+        return bool(side[index] == 2)
+
+    def held_out(self, count: int) -> list[tuple[int, int]]:
+        """(source, index) of up to `count` held-out prompts of distinct texts, shared among sources by weight.
+
+        They depend on the sources alone, not on the run's seed. Raises RunError where nothing is held out.
+        """
+        found: list[tuple[int, int]] = []
+        texts: set[str] = set()
+        streams = {source: self._held_out_of(source) for source in range(len(self._items))}
+        taken = [0] * len(streams)
+        while streams and len(found) < count:
+            source = next_source(taken, self.weights, streams)
+            index = next(streams[source], None)
+            if index is None:
+                del streams[source]
+            elif (text := self.text(source, index)) not in texts:
+                texts.add(text)
+                found.append((source, index))
+                taken[source] += 1
+        if not found:
+            raise RunError(
+                f"evaluation.holdout = {self._holdout} of {sum(self.sizes)} prompts holds none out: "
+                "raise it, give more prompts, or remove [evaluation]"
+            )
+        return found
+
+    def _held_out_of(self, source: int) -> Iterator[int]:
+        return (int(i) for i in order(self.sizes[source], "held out", source) if self.is_held_out(source, int(i)))
+
+    def _render(self, source: int, index: int, item: Item) -> tuple[str, bool]:
+        try:
+            return render(item.content, self._tokenizer)
+        except ContentError as error:
+            raise RunError(f"{self._where(source, index)}: {error}") from None
+
+    def _check_rows(self, source: int, rows: range) -> None:
+        rendered = [self._render(source, index, self._items[source][index]) for index in rows]
+        for is_chat in (False, True):
+            chosen = [(row, text) for row, (text, chat) in zip(rows, rendered, strict=True) if chat == is_chat]
+            if not chosen:
+                continue
+            encoded = self._tokenizer([text for _, text in chosen], add_special_tokens=not is_chat)["input_ids"]
+            for (row, _), tokens in zip(chosen, encoded, strict=True):
+                self._check_length(source, row, len(tokens))
+
+    def _check_length(self, source: int, index: int, length: int) -> None:
+        if not 0 < length < self._context:
+            raise RunError(
+                f"{self._where(source, index)}: the prompt has {length} tokens; it needs at least 1 and at most "
+                f"{self._context - 1}, which leaves room for an answer in the model's context of {self._context}: "
+                "shorten it or take it out"
+            )
+
+    def _where(self, source: int, index: int) -> str:
+        return f"source {source}, prompt {index} ({self._items[source].where(index)})"
+
+
+def next_source(taken: Sequence[int], weights: Sequence[float], among: Iterable[int]) -> int:
+    """Whose turn it is after `taken` prompts of each: the source that is furthest behind its share.
+
+    The highest-averages method of Webster: every prefix of the stream follows the weights, and no random state is kept.
+    """
+    return min(among, key=lambda source: ((taken[source] + 0.5) / weights[source], source))

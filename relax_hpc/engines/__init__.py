@@ -1,0 +1,18 @@
+"""Engines: prompts in, tokens with logprobs out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_hpc.engines.base import Completion, Engine, Sampling
+from relax_hpc.engines.torch import TorchEngine
+from relax_hpc.recipe.schema import Recipe
+
+__all__ = ["ENGINES", "Completion", "Engine", "Sampling", "make_engine"]
+
+ENGINES = {"torch": TorchEngine}
+
+
+def make_engine(recipe: Recipe, model_dir: Path) -> Engine:
+    """The recipe's engine, without weights: `load` brings them."""
+    return ENGINES[recipe.rollout.engine](recipe, model_dir)

@@ -1,0 +1,64 @@
+"""What an engine is: token sequences in, tokens with logprobs and versions out, under weights it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_hpc.records import Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """0 takes the likeliest token; its logprobs are of the distribution at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one sequence went on with."""
+
+    tokens: NDArray[np.int32]  # [T] the end-of-sequence token, where one was drawn, is the last
+    logprobs: NDArray[np.float32]  # [T] of the tempered distribution before top-p and top-k
+    spans: list[tuple[int, int]]  # (start, version), the first start is 0
+    finish: Finish
+
+
+class Engine(Protocol):
+    """Fill this to add an engine; the contract suite in tests/contract/test_engines.py runs over all of them."""
+
+    version: int
+    """The weights it generates with; -1 before the first."""
+    context: int
+    """Tokens that a sequence may have, prompt and answer together."""
+
+    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        copies: int,
+        sampling: Sampling,
+        seed: int,
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> list[Completion]:
+        """Go on with every prompt `copies` times, as one batch: prompt-major, len(prompts) * copies completions.
+
+        The same prompts, copies, sampling, seed and weights give the same completions, bit for bit, on the same machine.
+        `progress` is called with the number of tokens generated so far, at least once a second (it is the heartbeat).
+        Raises ValueError when a prompt leaves no room in the context.
+        """
+        ...

@@ -1,0 +1,47 @@
+"""Logits -> tokens and their logprobs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relax_hpc.engines.base import Sampling
+
+
+def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """([B] int64 tokens, [B] float32 logprobs under softmax(logits / temperature), before top-p and top-k).
+
+    logits: [B, V]. Temperature 0 takes the likeliest token, the first of equals.
+    """
+    scaled = logits.float()
+    if sampling.temperature not in (0.0, 1.0):
+        scaled = scaled / sampling.temperature
+    probabilities = scaled.softmax(-1)
+    if sampling.temperature == 0:
+        tokens = probabilities.argmax(-1, keepdim=True)
+    else:
+        tokens = _sample(_truncate(probabilities, sampling.top_p, sampling.top_k), generator)
+    return tokens.squeeze(1), probabilities.gather(1, tokens).log_().squeeze(1)
+
+
+def _truncate(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Probabilities, not normalised, of the k likeliest tokens and among them the smallest set that holds top_p of the whole."""
+    if top_p >= 1 and not 0 < top_k < probabilities.shape[1]:
+        return probabilities
+    count = top_k if 0 < top_k < probabilities.shape[1] else probabilities.shape[1]
+    values, indices = probabilities.topk(count, sorted=True)
+    if top_p < 1:
+        before = values.cumsum(-1) - values
+        values = values.masked_fill(before >= top_p, 0.0)
+    return torch.zeros_like(probabilities).scatter_(1, indices, values)
+
+
+def _sample(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """[B, 1] one token a row, with probability proportional to its weight."""
+    if weights.is_cuda:  # its cumulative sums differ from run to run; its multinomial does not
+        return torch.multinomial(weights, 1, generator=generator)
+    # One uniform number a row. multinomial draws an exponential one for every token of the vocabulary: a fifth of a step.
+    # In float64, as 2^-24 is no resolution for the tail of a large vocabulary.
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand(len(weights), 1, dtype=torch.float64, generator=generator)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)

@@ -1,0 +1,270 @@
+"""The torch engine: batched generation with transformers, in the worker's own process.
+
+    prompts ──each distinct one once──► prefill ──cache rows repeated──► copies
+    copies ──forward one position, draw──► tokens ──ended?──► the cache is compacted to the rows that go on
+
+Prompts are padded on the left, so that all rows write the same position of the cache, and one call does for all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from relax_hpc.engines.base import Completion, Sampling
+from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
+from relax_hpc.engines.sampling import draw
+from relax_hpc.engines.stops import StopStrings
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Finish
+
+PREFILL_TOKENS = 16384
+"""Tokens of prompts, padding included, in one forward."""
+COMPACT_AT = 0.75
+"""When no more than this share of the batch's rows goes on, the others leave it."""
+LOOK_EVERY = {"cpu": 1, "cuda": 16}
+"""Steps between two looks at how many rows go on; on a GPU each one waits for all that was queued."""
+PROGRESS_EVERY_S = 0.2
+SHOWN = 3
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The rows that are being generated; B shrinks when the batch is compacted."""
+
+    rows: Tensor  # [B] which completion each row is
+    alive: Tensor  # [B] bool
+    room: Tensor  # [B] tokens that the row may have
+    position: Tensor  # [B, 1] of the next token that is fed
+    visible: Tensor  # [B, 1, 1, S] bool: not the padding on the left
+
+    def keep(self, index: Tensor) -> None:
+        for name in ("rows", "alive", "room", "position", "visible"):
+            setattr(self, name, getattr(self, name)[index])
+
+
+@dataclass(slots=True)
+class _Output:
+    """What N completions have so far."""
+
+    tokens: Tensor  # [N, T] int64
+    logprobs: Tensor  # [N, T] float32
+    lengths: Tensor  # [N] int64
+    stopped: Tensor  # [N] bool
+
+
+class TorchEngine:
+    """See relax_hpc.engines.base.Engine."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        self.device = _device(recipe.rollout.device)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, recipe.trainer.dtype)
+        )
+        self.model = self.model.to(self.device).eval().requires_grad_(False)
+        use_grouped_attention(self.model)
+        text = config.get_text_config()
+        # Within its window, sliding attention is full attention; beyond it, this engine's masks would be wrong
+        self.context = min(
+            text.max_position_embeddings, getattr(text, "sliding_window", None) or text.max_position_embeddings
+        )
+        self.layers: int = text.num_hidden_layers
+        self.ends = torch.zeros(
+            self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=self.device
+        )
+        self.ends[_end_tokens(model_dir, config, self.tokenizer)] = True
+        self.version = -1
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
+
+    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        own = self.model.state_dict()
+        aliases = (
+            set(own) - {name for name, _ in self.model.named_parameters()} - {n for n, _ in self.model.named_buffers()}
+        )
+        given = dict(tensors)
+        differences = [f"'{n}' is missing" for n in own if n not in given and n not in aliases]
+        differences += [f"'{n}' is unknown" for n in given if n not in own]
+        differences += [
+            f"'{n}' is {list(given[n].shape)}, expected {list(t.shape)}"
+            for n, t in own.items()
+            if n in given and given[n].shape != t.shape
+        ]
+        if differences:
+            raise ValueError(
+                f"version {version} is of another model: {'; '.join(differences[:SHOWN])} ({len(differences)} differences)"
+            )
+        with torch.no_grad():
+            for name, tensor in given.items():
+                own[name].copy_(tensor)
+        self.version = version
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        copies: int,
+        sampling: Sampling,
+        seed: int,
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> list[Completion]:
+        if not len(prompts) * copies:
+            return []
+        room = self._room(prompts, sampling.max_new_tokens)
+        steps = max(room)
+        cache, logits, batch = self._prefill(prompts, copies, room, progress)
+        count = len(batch.rows)
+        out = _Output(
+            tokens=torch.zeros(count, steps, dtype=torch.long, device=self.device),
+            logprobs=torch.zeros(count, steps, device=self.device),
+            lengths=torch.zeros(count, dtype=torch.long, device=self.device),
+            stopped=torch.zeros(count, dtype=torch.bool, device=self.device),
+        )
+        self._decode(cache, logits, batch, out, steps, sampling, seed, progress)
+        return self._completions(out)
+
+    def _decode(
+        self, cache: InPlaceCache, logits: Tensor, batch: _Batch, out: _Output, steps: int, sampling: Sampling, seed: int,
+        progress: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        """Draw, look who ended, feed what was drawn; until nobody goes on."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        stops = self._stop_strings(sampling.stop)
+        look_every, said, generated = LOOK_EVERY[self.device.type], time.monotonic(), 0
+        for step in range(steps):
+            tokens, logprobs = draw(logits, sampling, generator)
+            out.tokens[batch.rows, step] = tokens
+            out.logprobs[batch.rows, step] = logprobs
+            out.lengths[batch.rows] += batch.alive
+            ended = self.ends[tokens]
+            if stops is not None:
+                ended = ended | stops.ended(out.tokens[batch.rows, : step + 1], tokens)
+            out.stopped[batch.rows] |= ended & batch.alive
+            batch.alive &= ~ended & (batch.room > step + 1)
+            if step % look_every == look_every - 1 or step == steps - 1:
+                going = int(batch.alive.sum())
+                generated = int(out.lengths.sum())
+                if going == 0:
+                    break
+                if going <= COMPACT_AT * len(batch.rows):
+                    index = batch.alive.nonzero().flatten()
+                    cache.select(index)
+                    batch.keep(index)
+                    tokens = tokens[index]
+            logits = self._forward(
+                cache, tokens[:, None], batch.position, batch.visible[..., : cache.get_seq_length() + 1]
+            )
+            batch.position.add_(1).clamp_(max=self.context - 1)  # rows that ended stay until the batch is compacted
+            if time.monotonic() - said > PROGRESS_EVERY_S:
+                said = time.monotonic()
+                progress(generated)
+        progress(int(out.lengths.sum()))
+
+    def _forward(self, cache: InPlaceCache, tokens: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+        """[B, V] logits of the last position. tokens, position: [B, L]; mask: [B, 1, L, S]."""
+        output = self.model(
+            input_ids=tokens,
+            position_ids=position,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _prefill(
+        self, prompts: Sequence[NDArray[np.int32]], copies: int, room: list[int], progress: Callable[[int], None]
+    ) -> tuple[InPlaceCache, Tensor, _Batch]:
+        """Run each distinct prompt once, then repeat its cache row, its last logits and its padding for every copy."""
+        distinct = {prompt.tobytes(): prompt for prompt in prompts}
+        place = {key: i for i, key in enumerate(distinct)}
+        of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=self.device).repeat_interleave(copies)
+        width = max(len(prompt) for prompt in prompts)
+        padded = np.zeros((len(distinct), width), np.int64)
+        for i, prompt in enumerate(distinct.values()):
+            padded[i, width - len(prompt) :] = prompt
+        lengths = torch.tensor([len(prompt) for prompt in distinct.values()], device=self.device)
+        limit = width + max(room) - 1
+        visible = torch.arange(limit, device=self.device) >= width - lengths[:, None]  # [distinct, limit]
+        cache = InPlaceCache(self.layers, len(distinct), limit)
+        logits = []
+        for rows in _parts(len(distinct), max(1, PREFILL_TOKENS // width)):
+            progress(0)
+            cache.write_to(rows)
+            logits.append(
+                self._prefill_part(cache, torch.from_numpy(padded[rows]).to(self.device), visible[rows, :width])
+            )
+        cache.select(of)
+        batch = _Batch(
+            rows=torch.arange(len(of), device=self.device),
+            alive=torch.ones(len(of), dtype=torch.bool, device=self.device),
+            room=torch.tensor(room, device=self.device).repeat_interleave(copies),
+            position=lengths[of][:, None],
+            visible=visible[of][:, None, None],
+        )
+        return cache, torch.cat(logits)[of], batch
+
+    def _prefill_part(self, cache: InPlaceCache, tokens: Tensor, real: Tensor) -> Tensor:
+        """tokens: [B, L]; real: [B, L] bool, False on padding. Padding sees itself alone: a query must see something."""
+        width = tokens.shape[1]
+        causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
+        mask = (causal & real[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
+        position = (real.cumsum(-1) - 1).clamp(min=0)
+        return self._forward(cache, tokens, position, mask[:, None])
+
+    def _room(self, prompts: Sequence[NDArray[np.int32]], max_new_tokens: int) -> list[int]:
+        """Tokens that each prompt may go on with. Raises ValueError where there is none."""
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) < self.context:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens: the model's context of {self.context} asks for 1 to {self.context - 1}, "
+                    f"so that one of {max_new_tokens} new tokens fits; shorten the prompt"
+                )
+        return [min(max_new_tokens, self.context - len(prompt)) for prompt in prompts]
+
+    def _stop_strings(self, stops: tuple[str, ...]) -> StopStrings | None:
+        if stops and stops not in self._stops:
+            self._stops[stops] = StopStrings(self.tokenizer, stops, self.device)
+        return self._stops.get(stops)
+
+    def _completions(self, out: _Output) -> list[Completion]:
+        tokens, logprobs = out.tokens.to("cpu", torch.int32).numpy(), out.logprobs.cpu().numpy()
+        return [
+            Completion(
+                tokens=tokens[i, :length].copy(),
+                logprobs=logprobs[i, :length].copy(),
+                spans=[(0, self.version)],
+                finish=Finish.STOP if stopped else Finish.LENGTH,
+            )
+            for i, (length, stopped) in enumerate(zip(out.lengths.tolist(), out.stopped.tolist(), strict=True))
+        ]
+
+
+def _device(choice: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice)
+
+
+def _parts(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:
+    """Every token that ends an answer: the tokenizer's, the model's, and those of its generation settings."""
+    places = [tokenizer, config]
+    if (model_dir / "generation_config.json").is_file():
+        places.append(GenerationConfig.from_pretrained(model_dir, local_files_only=True))
+    ends: set[int] = set()
+    for place in places:
+        value = getattr(place, "eos_token_id", None)
+        ends.update([value] if isinstance(value, int) else value or [])
+    return sorted(ends)

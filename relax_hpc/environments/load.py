@@ -1,0 +1,34 @@
+"""From a recipe's `environment = NAME` to something that makes environments, checked before anything starts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+from relax_hpc.environments.base import Environment
+from relax_hpc.environments.single_turn import SingleTurn
+from relax_hpc.recipe.schema import AnySource
+from relax_hpc.registry import RegistryError, check_call, resolve
+
+BUILT_IN = {"single_turn": SingleTurn}
+METHODS: dict[str, tuple[str, ...]] = {"reset": ("prompt",), "step": ("answer",), "close": ()}
+
+
+def make_environments(sources: Sequence[AnySource]) -> list[Callable[[], Environment]]:
+    """For every source a function that makes an environment; each plays one sample.
+
+    Raises RegistryError for a class that does not load, lacks a method, or takes other arguments.
+    """
+    return [_load(source) for source in sources]
+
+
+def _load(source: AnySource) -> Callable[[], Environment]:
+    name, options = source.environment, source.environment_options
+    made_by = resolve("environment", name, BUILT_IN)
+    check_call("environment", name, made_by, **options)
+    if isinstance(made_by, type):  # a function that returns environments is as good, but shows its methods too late
+        for method, arguments in METHODS.items():
+            if not callable(getattr(made_by, method, None)):
+                raise RegistryError(f"environment '{name}' has no method '{method}'; it needs {', '.join(METHODS)}")
+            check_call("environment", f"{name}.{method}", getattr(made_by, method), "self", *arguments)
+    return functools.partial(made_by, **options)

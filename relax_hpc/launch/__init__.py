@@ -1,0 +1,1 @@
+"""Launch: how a run gets its directory, its lease and its processes. Knows roles by their command line only."""

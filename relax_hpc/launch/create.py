@@ -1,0 +1,162 @@
+"""A new run: its directory is prepared under a hidden name and appears whole, or not at all.
+
+recipe ► checks ► ROOT/.NAME.new/ (model, snapshot, recipe.toml, run.json) ──rename──► ROOT/NAME
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any, Literal
+
+import relax_hpc
+from relax_hpc import checkpoint
+from relax_hpc.launch.members import role_environment
+from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir, RunError, read_json, replace, sync_folder, to_json, write_file
+from relax_hpc.telemetry import read_beat
+
+Debug = Literal["rollout-only", "train-only"]
+USER_FILE = re.compile(r"^(?P<file>/.+\.py):(?P<name>\w+)$")
+"""A reference to the user's own code in a recipe."""
+
+
+def create(
+    recipe: Recipe, debug: Debug | None = None, shards_from: Path | None = None, fork_of: RunDir | None = None
+) -> RunDir:
+    """Make the run of `recipe`. `fork_of`: begin at that run's newest checkpoint. Raises RunError; leaves nothing behind then."""
+    final = recipe.run.root / recipe.run.name
+    try:
+        recipe.run.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"run.root = '{recipe.run.root}' cannot be made: {error}; choose another with --set run.root=DIR"
+        ) from error
+    draft = RunDir(recipe.run.root / f".{recipe.run.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        draft.create()
+        recipe = _snapshot(draft, recipe)
+        write_file(draft.recipe, dump_recipe(recipe).encode())
+        _prepare(draft)
+        about = {
+            "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
+            "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
+        }  # fmt: skip
+        if fork_of is not None:
+            about["fork_step"] = _fork(fork_of, draft)
+        write_file(draft.identity, to_json(about))
+        os.rename(draft.root, final)
+        sync_folder(final.parent)
+    except FileExistsError:
+        raise RunError(f"'{final}' exists already") from None
+    except OSError as error:
+        if final.exists():
+            raise RunError(
+                f"'{final}' exists and is no run of this recipe: choose another with --set run.name=NAME"
+            ) from error
+        raise
+    finally:
+        shutil.rmtree(draft.root, ignore_errors=True)
+    return RunDir(final)
+
+
+def resume(run: RunDir, overrides: list[str]) -> Recipe:
+    """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step."""
+    old = load_recipe(run.recipe)
+    new = change_on_resume(old, overrides)
+    changes = differences(old, new)
+    if changes:
+        step = (read_beat(run, "trainer-0") or {}).get("step", 0)
+        before = run.changes.read_bytes() if run.changes.exists() else b""
+        lines = [
+            to_json({"step": step, "time": time.time(), **change._asdict()}).replace(b"\n", b"") + b"\n"
+            for change in changes
+        ]
+        replace(run.changes, before + b"".join(lines))
+        replace(run.recipe, dump_recipe(new).encode())
+    return new
+
+
+def existing(recipe: Recipe) -> RunDir | None:
+    """The run that this recipe made before, when there is one. Raises RunError when the one of that name differs."""
+    run = RunDir(recipe.run.root / recipe.run.name)
+    if not run.exists:
+        return None
+    changes = [c for c in differences(load_recipe(run.recipe), recipe) if not USER_FILE.match(str(c.old))]
+    if changes:
+        listed = "; ".join(f"{c.key}: {c.old!r} there, {c.new!r} here" for c in changes[:5])
+        raise RunError(
+            f"'{run.root}' is a run of another recipe ({listed}): go on with it by `relax-hpc run {run.root}`, "
+            "or start a new one with --set run.name=NAME"
+        )
+    return run
+
+
+def identity(run: RunDir) -> dict[str, Any]:
+    about: dict[str, Any] = read_json(run.identity)
+    return about
+
+
+def _prepare(run: RunDir) -> None:
+    """Build the model's folder and check everything that needs torch, in a process of its own: ours stays small."""
+    command = [sys.executable, "-P", "-m", "relax_hpc.launch.prepare", str(run.root)]
+    done = subprocess.run(command, env=role_environment(run), capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return
+    error = read_json(run.root / "error.json")
+    raise RunError(error["message"] if error else f"the run could not be prepared:\n{done.stderr}")
+
+
+def _snapshot(run: RunDir, recipe: Recipe) -> Recipe:
+    """Keep versions, git state, our code where it is a source tree, and the user's files; the recipe that refers to the copies."""
+    run.snapshot.mkdir()
+    versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    write_file(
+        run.snapshot / "versions.json", to_json({"python": sys.version, "packages": dict(sorted(versions.items()))})
+    )
+    package = Path(relax_hpc.__file__).parent
+    if (package.parent / "setup.cfg").exists():
+        shutil.copytree(package, run.snapshot / "code" / "relax_hpc", ignore=shutil.ignore_patterns("__pycache__"))
+        for name, *command in (("git-commit", "rev-parse", "HEAD"), ("git-diff", "diff", "HEAD")):
+            git = subprocess.run(["git", "-C", str(package.parent), *command], capture_output=True, check=False)
+            if git.returncode == 0:
+                write_file(run.snapshot / name, git.stdout)
+    final = recipe.run.root / recipe.run.name / "snapshot" / "user"
+    data = _copy_user_files(
+        recipe.model_dump(mode="json", by_alias=True, exclude_none=True), run.snapshot / "user", final
+    )
+    return Recipe.model_validate(data)
+
+
+def _copy_user_files(value: Any, folder: Path, final: Path) -> Any:
+    """`value` with every FILE.py:NAME replaced by its copy's future name under `final`; the copies are made in `folder`."""
+    if isinstance(value, dict):
+        return {k: _copy_user_files(v, folder, final) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_copy_user_files(v, folder, final) for v in value]
+    match = USER_FILE.match(value) if isinstance(value, str) else None
+    if match is None or not Path(match["file"]).is_file():
+        return value
+    folder.mkdir(exist_ok=True)
+    shutil.copy2(match["file"], folder)
+    return f"{final / Path(match['file']).name}:{match['name']}"
+
+
+def _fork(old: RunDir, new: RunDir) -> int:
+    """Copy the newest checkpoint of `old` into `new`; its step."""
+    found = checkpoint.newest(old)
+    if found is None:
+        raise RunError(
+            f"'{old.root}' has no checkpoint to fork from: let it train until one is written (run.checkpoint_every)"
+        )
+    folder, state = found
+    shutil.copytree(folder, new.checkpoint(state["step"]))
+    return int(state["step"])

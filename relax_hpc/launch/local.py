@@ -1,0 +1,92 @@
+"""The local launcher: a run's roles as processes of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from rich.console import Console
+
+from relax_hpc import checkpoint
+from relax_hpc.launch.create import Debug, create, existing, resume
+from relax_hpc.launch.lease import acquire
+from relax_hpc.launch.status import Status
+from relax_hpc.launch.supervisor import Supervisor, outcome_of
+from relax_hpc.launch.view import live, render
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir, RunError, open_existing
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run that is ready to go on."""
+
+    run: RunDir
+    recipe: Recipe
+    finished: int = 0
+    """Steps it made, when there is nothing left to do."""
+
+
+def open_or_create(
+    target: Path,
+    overrides: list[str],
+    *,
+    fork: str | None = None,
+    debug: str | None = None,
+    shards_from: Path | None = None,
+) -> Opened:
+    """The run that `target` (a recipe or a run directory) means. Raises RunError or RecipeError."""
+    if debug is not None and debug not in get_args(Debug):
+        raise RunError(f"--debug {debug}: use one of {list(get_args(Debug))}")
+    if (debug == "train-only") != (shards_from is not None):
+        raise RunError("--debug train-only and --from RUN go together: it trains on the shards of that run")
+    if target.is_dir():
+        run = open_existing(target)
+        if fork is not None:
+            return _fork(run, fork, overrides)
+        return _go_on(run, overrides)
+    if fork is not None:
+        raise RunError(f"--fork starts from a checkpoint of a run, and '{target}' is no run directory")
+    if not target.exists():
+        raise RunError(f"no recipe and no run at '{target}' (seen from {Path.cwd()})")
+    recipe = load_recipe(target, overrides)
+    found = existing(recipe)
+    if found is not None:
+        return _go_on(found, [])
+    source = open_existing(shards_from) if shards_from else None
+    run = create(recipe, cast(Debug | None, debug), source.root if source else None)
+    return Opened(run, load_recipe(run.recipe))
+
+
+def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
+    """Supervise the run until it ends; its outcome."""
+    lease = acquire(run)
+    try:
+        with live(run, console) as look:
+            outcome = Supervisor(run, recipe, lease, look).supervise()
+    finally:
+        lease.release()
+    console.print(render(Status.of(run)))
+    return outcome
+
+
+def _go_on(run: RunDir, overrides: list[str]) -> Opened:
+    recipe = resume(run, overrides)
+    done = checkpoint.steps(run)
+    outcome = outcome_of(run)
+    finished = (
+        done[-1]
+        if done and done[-1] >= recipe.run.steps and outcome is not None and outcome["outcome"] == "done"
+        else 0
+    )
+    return Opened(run, recipe, finished)
+
+
+def _fork(old: RunDir, name: str, overrides: list[str]) -> Opened:
+    recipe = load_recipe(old.recipe, [*overrides, f"run.name={name}"])
+    if (recipe.run.root / name).exists():
+        raise RunError(f"'{recipe.run.root / name}' exists: choose another name for --fork")
+    run = create(recipe, fork_of=old)
+    return Opened(run, load_recipe(run.recipe))

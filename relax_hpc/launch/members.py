@@ -1,0 +1,121 @@
+"""Processes of a run as their supervisor sees them: started, alive or silent, ended, started again after a while."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.recipe.schema import Supervision
+from relax_hpc.run_dir import RunDir
+from relax_hpc.telemetry import read_beat
+
+LONGEST_BACKOFF_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One process of a role, over all its attempts."""
+
+    run: RunDir
+    role: str
+    name: str
+    attempt: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    workplace: str = ""
+
+    def start(self, arguments: list[str]) -> None:
+        """Start it, with a log of its own, in a session of its own: Ctrl-C is the supervisor's to decide on."""
+        command = [
+            sys.executable, "-P", "-m", "relax_hpc.roles", self.role, str(self.run.root), "--name", self.name,
+            "--attempt", str(self.attempt), "--supervisor", str(os.getpid()), *arguments,
+        ]  # fmt: skip
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=role_environment(self.run),
+                start_new_session=True,
+            )
+        self.started_at = time.time()
+
+    @property
+    def log(self) -> Path:
+        return self.run.logs / f"{self.name}.{self.attempt:04d}.log"
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def beat(self) -> dict[str, Any] | None:
+        """The heartbeat of this attempt; None before its first."""
+        beat = read_beat(self.run, self.name)
+        return beat if beat is not None and self.process is not None and beat["pid"] == self.process.pid else None
+
+    def silent_for(self, limits: Supervision) -> float | None:
+        """Seconds without a heartbeat, when they are more than the recipe allows."""
+        beat = self.beat()
+        since = beat["time"] if beat else self.started_at
+        limit = limits.start_s if beat is None or beat.get("state") == "starting" else limits.hang_s
+        silent = time.time() - since
+        return silent if silent > limit else None
+
+    def end(self, grace_s: float) -> None:
+        """Ask it to stop, and kill it when it does not within `grace_s`."""
+        if self.process is None:
+            return
+        if self.process.poll() is None and grace_s > 0:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace_s)
+        if self.process.poll() is None:
+            self.process.kill()  # a stopped process (SIGSTOP) dies of this too
+            self.process.wait()
+
+
+@dataclass(slots=True)
+class Patience:
+    """How often something was started again without progress, and when it may be the next time."""
+
+    limits: Supervision
+    failures: int = 0
+    last_progress: Any = None
+    not_before: float = 0.0
+    reasons: list[str] = field(default_factory=list)
+
+    def failed(self, reason: str, progress: Any) -> bool:
+        """Note a failure; False when the recipe's patience is at its end. `progress`: anything that changes as work is done."""
+        if progress != self.last_progress:
+            self.failures, self.last_progress = 0, progress
+        self.failures += 1
+        self.reasons.append(reason)
+        wait_s = min(self.limits.backoff_s * 2 ** (self.failures - 1), LONGEST_BACKOFF_S)
+        self.not_before = time.time() + (wait_s if self.failures > 1 else 0.0)
+        return self.failures <= self.limits.max_restarts
+
+
+def role_environment(run: RunDir) -> dict[str, str]:
+    """The environment of a role: the run's own snapshot of the code comes first, so that a restart runs what was submitted."""
+    environment = dict(os.environ)
+    snapshot = run.snapshot / "code"
+    if snapshot.is_dir():
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(snapshot), environment.get("PYTHONPATH")]))
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment.setdefault(
+        "HF_HUB_OFFLINE", "1"
+    )  # compute nodes have no internet; nothing here looks a model up by name
+    return environment
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

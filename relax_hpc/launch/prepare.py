@@ -1,0 +1,50 @@
+"""`python -m relax_hpc.launch.prepare RUN`: build the model's folder, and check all of a recipe that needs heavy imports.
+
+A process of its own, so that the supervisor, which lives as long as the run, never imports torch. What is wrong goes to
+RUN/error.json in words.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import AutoConfig, AutoTokenizer
+
+from relax_hpc.algorithms import make_algorithm
+from relax_hpc.algorithms.filters import make_filters
+from relax_hpc.data import PromptSources
+from relax_hpc.environments import make_environments
+from relax_hpc.recipe import RecipeError, load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.registry import RegistryError
+from relax_hpc.rewards import make_rewards
+from relax_hpc.run_dir import RunDir, RunError, to_json, write_file
+from relax_hpc.trainers.build import materialise
+
+
+def prepare(run: RunDir, recipe: Recipe) -> None:
+    """Build RUN/model and check algorithm, filters, rewards, environments and prompts. Raises RunError or RegistryError."""
+    make_algorithm(recipe.algorithm)
+    make_filters(recipe.algorithm.filters)
+    make_rewards(recipe.source)
+    make_environments(recipe.source)
+    materialise(recipe.model, run.model, recipe.run.seed)
+    context = int(AutoConfig.from_pretrained(run.model).max_position_embeddings)
+    holdout = recipe.evaluation.holdout if recipe.evaluation else 0.0
+    sources = PromptSources(recipe.source, AutoTokenizer.from_pretrained(run.model), context, holdout)
+    sources.check()
+    if recipe.evaluation:
+        sources.held_out(recipe.evaluation.prompts)
+
+
+def main() -> None:
+    run = RunDir(sys.argv[1])
+    try:
+        prepare(run, load_recipe(run.recipe))
+    except (RunError, RegistryError, RecipeError) as error:
+        write_file(run.root / "error.json", to_json({"message": str(error)}))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

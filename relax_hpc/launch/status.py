@@ -1,0 +1,109 @@
+"""What a run is doing, from its files alone: for the live view, and for `relax-hpc status` from anywhere."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_hpc.launch.lease import holder
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.telemetry import read_beat, read_metrics
+
+RECENT = 20
+"""Steps and orders over which rates are averaged."""
+
+
+@dataclass(slots=True)
+class Status:
+    """A run at one moment; `refresh` reads only what was added since."""
+
+    run: RunDir
+    recipe: Recipe
+    beats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    evals: dict[int, float] = field(default_factory=dict)
+    warmup: dict[str, Any] | None = None
+    orders: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    restarts: int = 0
+    outcome: dict[str, Any] | None = None
+    holder: dict[str, Any] | None = None
+    _offsets: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: RunDir) -> Status:
+        status = cls(run, load_recipe(run.recipe))
+        status.refresh()
+        return status
+
+    def refresh(self) -> None:
+        """Read heartbeats and new lines of metrics."""
+        for record in self._new("trainer-0"):
+            if record["kind"] == "step":
+                self.steps = [*self.steps, record][-RECENT:]
+            elif record["kind"] == "eval":
+                self.evals[record["version"]] = record["score"]
+            elif record["kind"] == "warmup":
+                self.warmup = record
+        for i in range(self.recipe.rollout.workers):
+            name = f"rollout-{i}"
+            self.orders[name] = [*self.orders.get(name, []), *self._new(name)][-RECENT:]
+        for record in self._new("supervisor"):
+            self.events = [*self.events, record][-RECENT:]
+            self.restarts += record["kind"] == "lost"
+        for name in self.roles():
+            beat = read_beat(self.run, name)
+            if beat is not None:
+                self.beats[name] = beat
+        self.outcome = read_json(self.run.outcome)
+        self.holder = holder(self.run)
+
+    def roles(self) -> list[str]:
+        return [
+            *(f"trainer-{i}" for i in range(self.recipe.trainer.processes)),
+            *(f"rollout-{i}" for i in range(self.recipe.rollout.workers)),
+        ]
+
+    @property
+    def state(self) -> str:
+        """One word: running, or how it ended, or that nobody holds it."""
+        if self.holder is not None:
+            return "running"
+        return str(self.outcome["outcome"]) if self.outcome else "interrupted"
+
+    @property
+    def step(self) -> int:
+        return int(self.beats.get("trainer-0", {}).get("step", 0))
+
+    @property
+    def train_rate(self) -> float:
+        """Samples a second that the trainer consumed lately."""
+        seconds = sum(s["step_s"] for s in self.steps)
+        return sum(s["samples"] for s in self.steps) / seconds if seconds else 0.0
+
+    @property
+    def rollout_rate(self) -> float:
+        """Samples a second that all workers made lately."""
+        return sum(self.worker_rate(name) for name in self.orders)
+
+    def worker_rate(self, name: str) -> float:
+        orders = [o for o in self.orders.get(name, []) if o["kind"] == "order"]
+        if len(orders) < 2 or time.time() - orders[-1]["time"] > 60:
+            return 0.0
+        seconds = orders[-1]["time"] - orders[0]["time"]
+        return float(sum(o["samples"] for o in orders[1:]) / seconds) if seconds > 0 else 0.0
+
+    def waiting(self) -> tuple[float, float]:
+        """Shares of time that the trainer and the workers waited lately."""
+        trainer = sum(s["wait_s"] for s in self.steps) / max(sum(s["step_s"] for s in self.steps), 1e-9)
+        orders = [o for name in self.orders for o in self.orders[name] if o["kind"] == "order"]
+        busy = sum(o["generate_s"] + o["publish_s"] for o in orders)
+        waited = sum(o["wait_s"] for o in orders)
+        return min(trainer, 1.0), waited / max(busy + waited, 1e-9)
+
+    def _new(self, name: str) -> list[dict[str, Any]]:
+        records, self._offsets[name] = read_metrics(self.run.metrics / f"{name}.jsonl", self._offsets.get(name, 0))
+        return records

@@ -1,0 +1,184 @@
+"""The view of a run: one panel, live while it runs, plain lines where there is no terminal, printed once by `status`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from relax_hpc.launch.status import Status
+from relax_hpc.run_dir import RunDir
+
+REFRESH_S = 0.5
+PLAIN_EVERY_S = 5.0
+"""How often a line is printed where there is no terminal."""
+STATE_COLOURS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red"}
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def render(status: Status) -> RenderableType:
+    """The panel."""
+    colour = STATE_COLOURS.get(status.state, "white")
+    title = f"[bold]{status.recipe.run.name}[/bold] [{colour}]{status.state}[/{colour}]"
+    parts: list[RenderableType] = [_progress(status), _numbers(status), _roles(status)]
+    if status.outcome and status.outcome.get("reason"):
+        parts.append(Text(str(status.outcome["reason"]), style=colour))
+    return Panel(Group(*parts), title=title, subtitle=str(status.run.root), border_style=colour, padding=(0, 1))
+
+
+def line(status: Status) -> str:
+    """The same in one line."""
+    if not status.steps:
+        beat = status.beats.get("trainer-0", {})
+        warm = (
+            f" {beat['warmup_step']}/{beat['warmup_steps']} loss {beat['warmup_loss']:.3f}"
+            if beat.get("state") == "warming up"
+            else ""
+        )
+        return f"{beat.get('state', 'starting')}{warm}{': ' + beat['error'] if 'error' in beat else ''}"
+    last = status.steps[-1]
+    waits = status.waiting()
+    score = f" held-out {_last_score(status)}" if status.evals else ""
+    return (
+        f"step {status.step}/{status.recipe.run.steps} reward {_mean(status, 'raw_reward'):.3f}{score} age {last['age_mean']:.2f} "
+        f"train {status.train_rate:.0f}/s rollout {status.rollout_rate:.0f}/s waiting: trainer {waits[0]:.0%} rollout {waits[1]:.0%} "
+        f"spool {last['spool_depth']} lost {status.restarts}"
+    )
+
+
+@contextmanager
+def live(run: RunDir, console: Console) -> Iterator[Callable[[], None]]:
+    """A live view; the function it gives is to be called often, and looks at the run's files as often as people can read."""
+    status = Status.of(run)
+    last, said = 0.0, ""
+    if not console.is_terminal:
+
+        def plain() -> None:
+            nonlocal last, said
+            if time.time() - last > PLAIN_EVERY_S:
+                last = time.time()
+                status.refresh()
+                if (now := line(status)) != said:
+                    console.print(said := now, highlight=False, soft_wrap=True, markup=False)
+
+        yield plain
+        return
+    with Live(render(status), console=console, auto_refresh=False, transient=True) as display:
+
+        def draw() -> None:
+            nonlocal last
+            if time.time() - last > REFRESH_S:
+                last = time.time()
+                status.refresh()
+                display.update(render(status), refresh=True)
+
+        yield draw
+
+
+def _progress(status: Status) -> RenderableType:
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    beat = status.beats.get("trainer-0", {})
+    if beat.get("state") == "warming up":
+        done, total = beat["warmup_step"], beat["warmup_steps"]
+        grid.add_row(f"warm-up {done}/{total}", ProgressBar(total, done), f"loss {beat['warmup_loss']:.3f}")
+        return grid
+    total = status.recipe.run.steps
+    pace = [s["step_s"] for s in status.steps]
+    each = sum(pace) / len(pace) if pace else 0.0
+    left = (
+        f"{each:.2f} s a step, {_duration(each * (total - status.step))} left"
+        if each and status.state == "running"
+        else ""
+    )
+    grid.add_row(f"step {status.step}/{total}", ProgressBar(total, status.step), left)
+    return grid
+
+
+def _numbers(status: Status) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(6):
+        grid.add_column()
+    last = status.steps[-1] if status.steps else {}
+    waits = status.waiting()
+
+    def key(text: str) -> Text:
+        return Text(text, style="dim")
+
+    grid.add_row(
+        key("reward"), f"{_mean(status, 'raw_reward'):.3f} {_spark([s['raw_reward'] for s in status.steps])}",
+        key("held-out"), _last_score(status), key("age"), f"{last.get('age_mean', 0):.2f} (max {last.get('age_max', 0)} of {status.recipe.async_.max_staleness})",
+    )  # fmt: skip
+    grid.add_row(
+        key("trained"), f"{status.train_rate:.0f} samples/s", key("generated"), f"{status.rollout_rate:.0f} samples/s",
+        key("spool"), f"{last.get('spool_depth', 0)} orders ready",
+    )  # fmt: skip
+    grid.add_row(
+        key("trainer waits"), f"{waits[0]:.0%}", key("rollout waits"), f"{waits[1]:.0%}", key("lost"), f"{status.restarts} processes",
+    )  # fmt: skip
+    return grid
+
+
+def _roles(status: Status) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("role", "state", "beat", "attempt", "pid", "doing"):
+        table.add_column(column)
+    for name in status.roles():
+        beat = status.beats.get(name)
+        if beat is None:
+            table.add_row(name, "not started", "", "", "", "")
+            continue
+        age = time.time() - beat["time"]
+        stale = status.state == "running" and age > status.recipe.supervision.hang_s / 2
+        doing = (
+            f"{status.worker_rate(name):.0f} samples/s, {beat.get('orders', 0)} orders"
+            if name.startswith("rollout")
+            else f"step {beat.get('step', 0)}"
+        )
+        table.add_row(
+            name,
+            beat.get("state", ""),
+            Text(f"{_duration(age)} ago", style="red" if stale else ""),
+            str(beat["attempt"]),
+            str(beat["pid"]),
+            doing,
+        )
+    return table
+
+
+def _last_score(status: Status) -> str:
+    if not status.evals:
+        return "–"
+    versions = sorted(status.evals)
+    first, last = versions[0], versions[-1]
+    return (
+        f"{status.evals[first]:.3f} → {status.evals[last]:.3f} (v{last})"
+        if first != last
+        else f"{status.evals[last]:.3f} (v{last})"
+    )
+
+
+def _mean(status: Status, name: str) -> float:
+    return float(sum(s[name] for s in status.steps) / max(len(status.steps), 1))
+
+
+def _spark(values: list[float]) -> str:
+    if len(values) < 2:
+        return ""
+    low, high = min(values), max(values)
+    return "".join(SPARKS[int((v - low) / ((high - low) or 1) * (len(SPARKS) - 1))] for v in values)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

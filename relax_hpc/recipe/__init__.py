@@ -1,0 +1,27 @@
+"""The recipe: one TOML file that says all of a run. `schema` is what it may say, `load` reads and writes it."""
+
+from relax_hpc.recipe.load import (
+    Change,
+    Row,
+    change_on_resume,
+    differences,
+    dump_recipe,
+    load_recipe,
+    resumable,
+    sources,
+)
+from relax_hpc.recipe.problems import RecipeError
+from relax_hpc.recipe.schema import Recipe
+
+__all__ = [
+    "Change",
+    "Recipe",
+    "RecipeError",
+    "Row",
+    "change_on_resume",
+    "differences",
+    "dump_recipe",
+    "load_recipe",
+    "resumable",
+    "sources",
+]

@@ -1,0 +1,230 @@
+"""Recipes in and out: a TOML file and `--set a.b=c` become a checked Recipe, and a Recipe becomes TOML again.
+
+    TOML file ──► + overrides ──► strict models ──► paths made absolute ──► Recipe ──► dump_recipe ──► RUN/recipe.toml
+
+A run is resumed from anywhere, so no relative path is kept. What must be there already (prompt files, model.path,
+FILE.py:NAME) is looked up in the recipe's folder first, then in the working directory; a value from `--set` the other
+way round. What the run makes (run.root, spool.front) is seen from the working directory. `~` is the home directory.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import tomli_w
+from pydantic import ValidationError
+
+from relax_hpc.recipe.describe import alias, mark, toml
+from relax_hpc.recipe.problems import RecipeError, explain
+from relax_hpc.recipe.schema import Recipe, Table
+
+
+class Row(NamedTuple):
+    """One key of a resolved recipe."""
+
+    key: str
+    value: str
+    """In TOML; "(absent)" for a key or table that is not there."""
+    where: Literal["default", "file", "--set"]
+
+
+class Change(NamedTuple):
+    """A key that differs between two recipes; None where it is absent."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in the TOML file at `path`, with overrides "a.b=c". Raises RecipeError."""
+    data = _read(Path(path))
+    given = _override(data, overrides)
+    return _check(data, str(path), Path(path).parent.resolve(), given)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """TOML text that loads back to an equal recipe."""
+    return tomli_w.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
+
+
+def sources(recipe: Recipe, path: str | Path, overrides: Sequence[str] = ()) -> list[Row]:
+    """Every key of a recipe that was loaded from `path` with `overrides`: its value, and where that comes from."""
+    data = _read(Path(path))
+    given = _override(data, overrides)
+    in_file = dict(_leaves(data))
+
+    def where(key: str) -> Literal["default", "file", "--set"]:
+        if key in given:
+            return "--set"
+        return "file" if key in in_file else "default"
+
+    return [Row(key, toml(value), where(key)) for key, value in _leaves(_plain(recipe))]
+
+
+def differences(old: Recipe, new: Recipe) -> list[Change]:
+    """The keys in which two recipes differ."""
+    before, after = dict(_leaves(_plain(old))), dict(_leaves(_plain(new)))
+    return [Change(k, before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)]
+
+
+def change_on_resume(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """A run's recipe with what a person changes when resuming it. Repeating a value that is in force changes nothing.
+
+    Raises RecipeError for a change of a key that makes another run of it; the message names the keys that may change.
+    """
+    data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    given = _override(data, overrides)
+    changed = _check(data, "--set", Path.cwd(), given)
+    allowed = resumable(recipe)
+    refused = [change for change in differences(recipe, changed) if change.key not in allowed]
+    if refused:
+        shown = ", ".join(f"{c.key} ({toml(c.old)} -> {toml(c.new)})" for c in refused)
+        raise RecipeError(
+            f"a resumed run cannot change {shown}: it would be another run; start one from a checkpoint with --fork. "
+            f"What can change on resume: {', '.join(allowed)}"
+        )
+    return changed
+
+
+def resumable(recipe: Recipe) -> list[str]:
+    """The keys of this recipe that a resumed run may change."""
+    return [key for key, field_is_resumable in _marked(recipe, "") if field_is_resumable]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
+    except OSError as error:
+        raise RecipeError(f"recipe '{path}' cannot be read: {error.strerror} (seen from {Path.cwd()})") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: not UTF-8 text (byte {error.start}): a recipe is a TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        problem = str(error).replace("at end of document", f"at the end, line {len(text.splitlines())}")
+        raise RecipeError(f"{path}: not TOML: {problem}") from error
+
+
+def _check(data: dict[str, Any], where: str, folder: Path, given: set[str]) -> Recipe:
+    """The strict models, through JSON: no number is made from text, no integer from `true`."""
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(data, default=str), strict=True, by_alias=True, by_name=False)
+    except ValidationError as error:
+        raise explain(error, where) from None
+    resolved = _absolute(recipe, "", folder, given)
+    assert isinstance(resolved, Recipe)
+    return resolved
+
+
+# --- overrides ---------------------------------------------------------------------------------------------------
+
+
+def _override(data: dict[str, Any], overrides: Sequence[str]) -> set[str]:
+    """Apply "a.b=c" to `data` in place; the keys that were given so."""
+    given: set[str] = set()
+    for text in overrides:
+        key, equals, value_text = text.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise RecipeError(f"--set '{text}': expected KEY=VALUE, such as run.steps=200 or source.0.task=chain_sum")
+        value = _value(value_text.strip())
+        _assign(data, parts, value, text)
+        given |= {leaf for leaf, _ in _leaves({key.strip(): value})} | {key.strip()}
+    return given
+
+
+def _value(text: str) -> Any:
+    """A TOML value, else the text itself."""
+    try:
+        parsed = tomllib.loads(f"v = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["v"] if set(parsed) == {"v"} else text
+
+
+def _assign(data: dict[str, Any], parts: list[str], value: Any, text: str) -> None:
+    here: Any = data
+    for depth, part in enumerate(parts):
+        last, position = depth == len(parts) - 1, ".".join(parts[:depth])
+        if isinstance(here, list):
+            if not part.isdecimal() or int(part) >= len(here):
+                raise RecipeError(f"--set '{text}': no '{part}' in {position}, which has 0 … {len(here) - 1}")
+            if last:
+                here[int(part)] = value
+            else:
+                here = here[int(part)]
+        elif isinstance(here, dict):
+            if last:
+                here[part] = value
+            else:
+                here = here.setdefault(part, {})
+        else:
+            raise RecipeError(f"--set '{text}': {position} is {toml(here)}, not a table")
+
+
+# --- walking -----------------------------------------------------------------------------------------------------
+
+
+def _plain(recipe: Recipe) -> dict[str, Any]:
+    plain: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
+    return plain
+
+
+def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is not a table; an empty table is a value."""
+    for name, value in data.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for index, item in enumerate(value):
+                yield from _leaves(item, f"{prefix}{name}.{index}.")
+        else:
+            yield prefix + name, value
+
+
+def _marked(table: Table, prefix: str) -> Iterator[tuple[str, bool]]:
+    for name, field in type(table).model_fields.items():
+        value, key = getattr(table, name), prefix + alias(name, field)
+        if isinstance(value, Table):
+            yield from _marked(value, key + ".")
+        elif isinstance(value, list) and value and isinstance(value[0], Table):
+            for index, item in enumerate(value):
+                yield from _marked(item, f"{key}.{index}.")
+        else:
+            yield key, mark(field, "resume")
+
+
+def _absolute(table: Table, prefix: str, folder: Path, given: set[str]) -> Table:
+    """`table` with absolute paths."""
+    update: dict[str, Any] = {}
+    for name, field in type(table).model_fields.items():
+        value, key = getattr(table, name), prefix + alias(name, field)
+        if isinstance(value, Table):
+            update[name] = _absolute(value, key + ".", folder, given)
+        elif isinstance(value, list) and value and isinstance(value[0], Table):
+            update[name] = [_absolute(item, f"{key}.{i}.", folder, given) for i, item in enumerate(value)]
+        elif mark(field, "looked_up"):
+            update[name] = _looked_up(value, [Path.cwd(), folder] if key in given else [folder, Path.cwd()])
+        elif isinstance(value, Path):
+            update[name] = value.expanduser().absolute()
+    return table.model_copy(update=update)
+
+
+def _looked_up(value: Any, folders: list[Path]) -> Any:
+    if isinstance(value, list):
+        return [_looked_up(item, folders) for item in value]
+    if isinstance(value, Path):
+        return _find(value, folders)
+    file, colon, attribute = value.rpartition(":")
+    return f"{_find(Path(file), folders)}:{attribute}" if colon and file.endswith(".py") else value
+
+
+def _find(path: Path, folders: list[Path]) -> Path:
+    """The absolute path in the first folder that has it; in the working directory where none has."""
+    path = path.expanduser()
+    found = next((folder / path for folder in folders if (folder / path).exists()), Path.cwd() / path)
+    return Path(found.absolute())

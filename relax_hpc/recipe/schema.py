@@ -1,0 +1,315 @@
+"""The recipe: one TOML file that says all of a run, as strict pydantic models.
+
+Every key has a sentence (it becomes docs/recipes.md), a default where one is sane, and says whether a resumed run may
+change it (`resume=True`). What fits together is checked here, before anything starts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+
+def Key(default: Any = ..., help: str = "", *, resume: bool = False, looked_up: bool = False, **constraints: Any) -> Any:
+    """A recipe key: its default, its sentence, and whether a resumed run may change it.
+
+    `looked_up`: a path or FILE.py:NAME that must be there; a relative one is looked up beside the recipe first.
+    """
+    return Field(default, description=help, json_schema_extra={"resume": resume, "looked_up": looked_up}, **constraints)
+
+
+def conflict(message: str) -> PydanticCustomError:
+    """An error about keys that do not fit together; `message` names every number and the fix."""
+    return PydanticCustomError("conflict", "{message}", {"message": message})
+
+
+class Table(BaseModel):
+    """A table of the recipe: unknown keys are refused, values do not change after they were checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+class Run(Table):
+    """What the run is called, where it lives, how long it lasts."""
+
+    name: str = Key("run", "The run's name: its directory is ROOT/NAME.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    root: Path = Key("runs", "The directory that holds runs; on a cluster, on the shared file system.")
+    seed: int = Key(0, "Order ids, prompts and sampling seeds depend on this and the prompt cursor alone.", ge=0)
+    steps: PositiveInt = Key(100, "Training steps until the run is done.", resume=True)
+    checkpoint_every: PositiveInt = Key(50, "Steps between two checkpoints.", resume=True)
+    keep_checkpoints: PositiveInt = Key(2, "Checkpoints kept; the oldest one decides how far back a run can restart.", resume=True)
+
+
+class PathModel(Table):
+    """A Hugging Face causal language model on disk."""
+
+    name: Literal["path"] = Key("path", "A model directory that `from_pretrained` loads.")
+    path: Path = Key(help="The directory with config.json, the tokenizer and safetensors weights.", looked_up=True)
+
+
+class TinyModel(Table):
+    """A small model built from its configuration, with a tokenizer of single characters: nothing is downloaded."""
+
+    name: Literal["tiny"] = Key("tiny", "Build a Qwen3-architecture model in code, randomly initialised from the run's seed.")
+    hidden_size: PositiveInt = Key(128, "Width of the residual stream.")
+    intermediate_size: PositiveInt = Key(384, "Width of the gated MLP.")
+    layers: PositiveInt = Key(3, "Transformer layers.")
+    heads: PositiveInt = Key(4, "Attention heads; must divide hidden_size.")
+    kv_heads: PositiveInt = Key(2, "Key/value heads; must divide heads.")
+    context: PositiveInt = Key(256, "Longest sequence in tokens, prompt and answer together.")
+    alphabet: str = Key("0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> TinyModel:
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise conflict(
+                f"model.heads = {self.heads} must divide hidden_size = {self.hidden_size}, "
+                f"and model.kv_heads = {self.kv_heads} must divide heads"
+            )
+        if len(set(self.alphabet)) != len(self.alphabet):
+            raise conflict("model.alphabet names a character twice")
+        return self
+
+
+def _named(*, default: Any) -> Discriminator:
+    """Pick a union's member by `name`; where it is not given, `default(table)` says which."""
+
+    def pick(value: Any) -> str:
+        if isinstance(value, Table):
+            return str(getattr(value, "name"))  # noqa: B009
+        if not isinstance(value, dict):
+            return "?"
+        return str(value.get("name", default(value)))
+
+    return Discriminator(pick)
+
+
+Model = Annotated[
+    Union[Annotated[PathModel, Tag("path")], Annotated[TinyModel, Tag("tiny")]],
+    _named(default=lambda v: "path" if "path" in v else "tiny"),
+]
+
+
+class Warmup(Table):
+    """A short supervised phase on the sources' own answers before step 0, for models that know nothing yet."""
+
+    steps: PositiveInt = Key(400, "Supervised steps.")
+    batch_size: PositiveInt = Key(128, "Examples a step, over all trainer processes.")
+    learning_rate: PositiveFloat = Key(1e-3, "Peak learning rate; it rises over the first eighth, then falls linearly to a tenth.")
+
+
+class Algorithm(Table):
+    """What all algorithms have: the size of a group and filters."""
+
+    group_size: PositiveInt = Key(8, "Samples drawn for each prompt.")
+    filters: list[str] = Key(
+        [], "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.", looked_up=True
+    )
+
+
+class Grpo(Algorithm):
+    """GRPO (arXiv 2402.03300) with clip-higher (arXiv 2503.14476)."""
+
+    name: Literal["grpo"] = Key("grpo", "Group-relative policy optimisation.")
+    clip: tuple[float, float] = Key((0.2, 0.28), "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]].")
+    normalise_std: bool = Key(True, "Divide the advantage by the group's standard deviation of rewards.")
+    kl_coef: float = Key(0.0, "Weight of the KL to the reference (version 0), estimator k3, in the loss; 0 holds no reference.", ge=0)
+
+    @model_validator(mode="after")
+    def _group(self) -> Grpo:
+        if self.group_size < 2:
+            raise conflict(f"algorithm.group_size = {self.group_size}: grpo compares samples of one prompt, use 2 or more")
+        if not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
+            raise conflict(f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0")
+        return self
+
+
+class OwnAlgorithm(Algorithm):
+    """An algorithm of the user's own."""
+
+    name: Literal["own"] = Key("own", "An algorithm of your own.")
+    factory: str = Key(
+        help="MODULE:FUNCTION or FILE.py:FUNCTION, called with `options`; returns a relax_hpc.algorithms.Algorithm.", looked_up=True
+    )
+    options: dict[str, Any] = Key({}, "Keyword arguments for the factory.")
+
+
+AnyAlgorithm = Annotated[
+    Union[Annotated[Grpo, Tag("grpo")], Annotated[OwnAlgorithm, Tag("own")]],
+    _named(default=lambda v: "own" if "factory" in v else "grpo"),
+]
+
+
+class Async(Table):
+    """How far generation may run ahead of training."""
+
+    max_staleness: int = Key(1, "At step s no token in the loss is older than version s - max_staleness; 0 is on-policy.", ge=0)
+    late: Literal["wait", "drop"] = Key(
+        "wait", "What would miss its deadline: `wait` holds the trainer (no bias), `drop` orders the prompts again (favours short answers)."
+    )
+
+
+class Trainer(Table):
+    """The trainer role."""
+
+    backend: Literal["torch"] = Key("torch", "Hugging Face transformers on torch, data parallel.")
+    processes: PositiveInt = Key(1, "Data-parallel processes.")
+    threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
+    device: Literal["auto", "cpu", "cuda"] = Key("auto", "Where the model lives; `auto` takes a GPU where there is one.")
+    prompts_per_step: PositiveInt = Key(32, "Prompts (groups) a training step consumes.")
+    learning_rate: PositiveFloat = Key(1e-6, "Peak learning rate of AdamW.")
+    betas: tuple[float, float] = Key((0.9, 0.95), "AdamW's moment decays.")
+    eps: PositiveFloat = Key(1e-8, "AdamW's epsilon.")
+    weight_decay: float = Key(0.0, "AdamW's decoupled weight decay.", ge=0)
+    clip_grad_norm: PositiveFloat = Key(1.0, "Global gradient norm above which gradients are scaled down.")
+    schedule: Literal["constant", "linear", "cosine"] = Key("constant", "How the learning rate falls to min_learning_rate over run.steps.")
+    min_learning_rate: float = Key(0.0, "Where `linear` and `cosine` end.", ge=0)
+    lr_warmup_steps: int = Key(0, "Steps over which the learning rate rises from 0.", ge=0)
+    dtype: Literal["float32", "bfloat16"] = Key(
+        "float32", "Arithmetic of forward and backward, and type of published weights; master weights are float32."
+    )
+    tokens_per_micro_batch: PositiveInt = Key(16384, "Token budget of one forward and backward on one process.", resume=True)
+
+
+class Rollout(Table):
+    """The rollout role."""
+
+    engine: Literal["torch"] = Key("torch", "Batched generation with transformers in the worker's process.")
+    workers: PositiveInt = Key(1, "Worker processes; each plays one order at a time.", resume=True)
+    threads: PositiveInt = Key(1, "CPU threads of each worker.", resume=True)
+    device: Literal["auto", "cpu", "cuda"] = Key("auto", "Where the engine lives; `auto` takes a GPU where there is one.")
+    groups_per_order: PositiveInt = Key(8, "Groups in one order, generated as one batch; must divide trainer.prompts_per_step.")
+    temperature: PositiveFloat = Key(1.0, "Sampling temperature; logprobs are of the tempered distribution.")
+    top_p: float = Key(1.0, "Nucleus: smallest set of tokens with this probability.", gt=0, le=1)
+    top_k: int = Key(0, "Sample among the k likeliest tokens; 0 is all.", ge=0)
+    max_new_tokens: PositiveInt = Key(256, "Generated tokens a turn at most.")
+    max_turns: PositiveInt = Key(1, "Turns an environment may take.")
+    stop: list[str] = Key([], "Strings that end an answer, besides the end-of-sequence token.")
+    reward_time_limit_s: PositiveFloat = Key(30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True)
+    max_failed_fraction: float = Key(
+        0.5,
+        "The run stops when more than this share of a step's groups failed (reward raised, timed out, order poisoned).",
+        ge=0,
+        le=1,
+        resume=True,
+    )
+    max_attempts: PositiveInt = Key(8, "Workers that may die on one order before its groups are kept as failed.", resume=True)
+
+
+class Weights(Table):
+    """How new versions reach the rollout workers."""
+
+    transport: Literal["file"] = Key("file", "Safetensors files in the run directory, checksummed, published like a shard.")
+
+
+class Source(Table):
+    """What all prompt sources have."""
+
+    weight: PositiveFloat = Key(1.0, "Share of prompts drawn from this source, against the other sources' weights.")
+    environment: str = Key("single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True)
+    environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
+
+
+class FileSource(Source):
+    """Prompts from a JSONL or Parquet file."""
+
+    name: Literal["file"] = Key("file", "A .jsonl or .parquet file, one prompt a row.")
+    prompts: Path = Key(help="The file.", looked_up=True)
+    prompt_key: str = Key(
+        "prompt", "Column with the prompt (a.b for nested ones): text, or a list of chat messages for the tokenizer's chat template."
+    )
+    answer_key: str = Key("answer", "Column with the reference answer that the reward compares with; empty where there is none.")
+    reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
+    reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
+
+
+class ReasoningGymSource(Source):
+    """Prompts and verifier of a reasoning-gym task."""
+
+    name: Literal["reasoning_gym"] = Key("reasoning_gym", "Procedural tasks with their own verifiers.")
+    task: str = Key(help="The task's name, such as 'chain_sum'.")
+    size: PositiveInt = Key(10000, "How many items the task makes; an epoch goes through them once.")
+    seed: int = Key(0, "The task's own seed: which items it makes.", ge=0)
+    config: dict[str, Any] = Key({}, "The task's own options.")
+    template: str | None = Key(None, "The prompt, from the item's fields, such as '{metadata[expression]}='; none takes its question.")
+    reward: str = Key("reasoning_gym", "`reasoning_gym` is the task's verifier; or any other reward.", looked_up=True)
+    reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
+
+
+AnySource = Annotated[
+    Union[Annotated[FileSource, Tag("file")], Annotated[ReasoningGymSource, Tag("reasoning_gym")]],
+    _named(default=lambda v: "reasoning_gym" if "task" in v else "file"),
+]
+
+
+class Evaluation(Table):
+    """A held-out score, played by the rollout workers between orders."""
+
+    every: PositiveInt = Key(50, "Steps between two evaluations; the first and the last version are always scored.", resume=True)
+    prompts: PositiveInt = Key(256, "Held-out prompts that are played, one greedy answer each.")
+    holdout: float = Key(0.1, "Share of each source's distinct prompts that neither warm-up nor training ever sees.", gt=0, lt=1)
+
+
+class Spool(Table):
+    """Where shards live, how they are stored, how long they stay."""
+
+    front: Path | None = Key(None, "A directory in memory (such as /dev/shm) that holds a second copy for readers on the same node.")
+    compression: Literal["none", "lz4", "zstd"] = Key("none", "Blosc2 over token columns; `none` stores them contiguous, to be mapped.")
+    keep: Literal["all", "needed"] = Key(
+        "all", "`all` keeps every shard for analysis; `needed` those that the oldest checkpoint replays.", resume=True
+    )
+    quota_gb: PositiveFloat | None = Key(None, "Most gigabytes of shards; reserved when an order is released.", resume=True)
+    full_disk_wait_s: float = Key(300.0, "How long a role waits for room on a full disk before it stops the run.", ge=0, resume=True)
+
+
+class Supervision(Table):
+    """When a role counts as lost, and how often it is started again."""
+
+    hang_s: PositiveFloat = Key(120.0, "A role without a heartbeat for this long is killed and started again.", resume=True)
+    start_s: PositiveFloat = Key(600.0, "The same, before a role's first progress (loading, warm-up).", resume=True)
+    max_restarts: int = Key(10, "Restarts of one role without progress in between before the run fails.", ge=0, resume=True)
+    backoff_s: PositiveFloat = Key(0.5, "Wait before a restart; doubles with each one that made no progress, to 60 s.", resume=True)
+
+
+class Recipe(Table):
+    """All of a run."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    run: Run = Run()
+    model: Model
+    warmup: Warmup | None = None
+    algorithm: AnyAlgorithm = Grpo()
+    async_: Async = Field(Async(), alias="async")
+    trainer: Trainer = Trainer()
+    rollout: Rollout = Rollout()
+    weights: Weights = Weights()
+    source: list[AnySource] = Key(help="Where prompts come from: one table or more.", min_length=1)
+    evaluation: Evaluation | None = None
+    spool: Spool = Spool()
+    supervision: Supervision = Supervision()
+
+    @property
+    def orders_per_step(self) -> int:
+        """Orders that one training step consumes."""
+        return self.trainer.prompts_per_step // self.rollout.groups_per_order
+
+    @model_validator(mode="after")
+    def _fits(self) -> Recipe:
+        groups, prompts = self.rollout.groups_per_order, self.trainer.prompts_per_step
+        if prompts % groups:
+            divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+            raise conflict(
+                f"rollout.groups_per_order = {groups} must divide trainer.prompts_per_step = {prompts}: use one of {divisors}"
+            )
+        if isinstance(self.model, TinyModel) and self.rollout.max_new_tokens >= self.model.context:
+            raise conflict(
+                f"rollout.max_new_tokens = {self.rollout.max_new_tokens} leaves no room for a prompt in "
+                f"model.context = {self.model.context}: lower the one or raise the other"
+            )
+        if self.warmup and any(isinstance(s, FileSource) and not s.answer_key for s in self.source):
+            raise conflict("[warmup] learns the sources' answers, but a source has an empty answer_key")
+        return self

@@ -1,0 +1,102 @@
+"""The words of the data flow as records: Prompt -> Sample -> Group; every array says its shape and unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Finish(IntEnum):
+    """Why a sample ended."""
+
+    STOP = 0
+    """The end-of-sequence token or a stop string was generated, or the environment said done."""
+    LENGTH = 1
+    """max_new_tokens or the context was reached."""
+    FAILED = 2
+    """The sample could not be played; its group says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A task: what the model sees, and what a reward needs to judge an answer."""
+
+    source: int
+    """Which [[source]] of the recipe, by position."""
+    index: int
+    """Which item of the source."""
+    text: str
+    """What was asked, as text (chat messages after the chat template)."""
+    tokens: NDArray[np.int32]  # [P]
+    answer: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """Whatever else the source's row or item says; JSON-like."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One attempt at a prompt: everything after the prompt, turns and observations together."""
+
+    tokens: NDArray[np.int32]  # [T]
+    loss_mask: NDArray[np.uint8]  # [T] 1 on the model's own tokens, 0 on observations
+    logprobs: NDArray[
+        np.float32
+    ]  # [T] of the tempered distribution it was drawn from (before top-p, top-k); 0 where the mask is 0
+    spans: list[tuple[int, int]]
+    """(start, version): from token `start` on, the weights were `version`; starts rise, the first is 0."""
+    finish: Finish
+    reward: float = 0.0
+    """What the algorithm trains on, after shaping."""
+    raw_reward: float = 0.0
+    """What the verifier said."""
+    turns: int = 1
+    extra: dict[str, float] = field(default_factory=dict)
+    """Numbers that an environment or a reward adds; a column of the shard each."""
+
+    def text(self, tokenizer: Any) -> str:
+        """The model's own words."""
+        return str(tokenizer.decode(self.tokens[self.loss_mask == 1].tolist(), skip_special_tokens=True))
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one prompt. A failed group has a reason and is kept, not trained on."""
+
+    prompt: Prompt
+    samples: list[Sample]
+    reason: str = ""
+    """Why the group failed; empty when it did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Samples on their way into the loss, flat: token arrays are concatenated over samples, offsets say where each begins.
+
+    N samples, T tokens in all; `prompt_*` arrays are per sample too, so that sample i is a sequence of its own:
+    prompt_tokens[prompt_offsets[i]:prompt_offsets[i+1]] + tokens[offsets[i]:offsets[i+1]].
+    """
+
+    ids: list[str]  # [N] "ORDER/sample", unique in the run
+    group: NDArray[np.int64]  # [N] which group of the step a sample belongs to
+    rewards: NDArray[np.float32]  # [N] what the algorithm trains on
+    raw_rewards: NDArray[np.float32]  # [N] what the verifier said
+    prompt_tokens: NDArray[np.int32]
+    prompt_offsets: NDArray[np.int64]  # [N + 1]
+    tokens: NDArray[np.int32]  # [T]
+    offsets: NDArray[np.int64]  # [N + 1]
+    loss_mask: NDArray[np.uint8]  # [T]
+    logprobs: NDArray[np.float32]  # [T] the behaviour policy's
+    versions: NDArray[np.int32]  # [T] of the weights that made each token
+    finish: NDArray[np.uint8]  # [N]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def lengths(self) -> NDArray[np.int64]:
+        """[N] tokens of each whole sequence, prompt included."""
+        lengths: NDArray[np.int64] = np.diff(self.offsets) + np.diff(self.prompt_offsets)
+        return lengths

@@ -1,0 +1,76 @@
+"""Names in recipes -> objects: built-ins by their short name, a user's own by MODULE:NAME or FILE.py:NAME."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class RegistryError(Exception):
+    """A name in the recipe does not lead to a usable object; the message says what would."""
+
+
+def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
+    """The object called `name`: a built-in, or `MODULE:NAME`, or `FILE.py:NAME`.
+
+    Raises RegistryError naming the built-ins, or the module, file or attribute that is missing.
+    """
+    if name in builtin:
+        return builtin[name]
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise RegistryError(f"unknown {kind} '{name}': use one of {sorted(builtin)}, or MODULE:NAME, or FILE.py:NAME")
+    module = _from_file(kind, Path(where)) if where.endswith(".py") else _from_module(kind, where)
+    if not hasattr(module, attribute):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise RegistryError(f"{kind} '{name}': {where} has no '{attribute}'; it has {public}")
+    return getattr(module, attribute)
+
+
+def check_call(kind: str, name: str, function: Callable[..., Any], *args: str, **options: Any) -> None:
+    """Check, before anything starts, that `function` takes these positional arguments and options.
+
+    `args` are the names of the positional arguments, for the message. Raises RegistryError.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        if not callable(function):
+            raise RegistryError(f"{kind} '{name}' is a {type(function).__name__}, not something to call") from None
+        return
+    try:
+        signature.bind(*args, **options)
+    except TypeError as error:
+        wanted = ", ".join([*args, *(f"{k}={v!r}" for k, v in options.items())])
+        raise RegistryError(f"{kind} '{name}{signature}' cannot be called as ({wanted}): {error}") from None
+
+
+def _from_module(kind: str, where: str) -> Any:
+    try:
+        return importlib.import_module(where)
+    except ImportError as error:
+        raise RegistryError(f"{kind}: cannot import '{where}': {error}; is it installed in {sys.prefix}?") from error
+
+
+def _from_file(kind: str, path: Path) -> Any:
+    if not path.is_file():
+        raise RegistryError(f"{kind}: no file '{path}' (seen from {Path.cwd()})")
+    name = f"relax_hpc_user_{path.stem}_{abs(hash(path.resolve())):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise RegistryError(f"{kind}: '{path}' is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RegistryError(f"{kind}: '{path}' does not load: {type(error).__name__}: {error}") from error
+    return module

@@ -1,0 +1,61 @@
+"""From a recipe's `reward = NAME` to a function, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from relax_hpc.recipe.schema import AnySource, ReasoningGymSource
+from relax_hpc.records import Prompt
+from relax_hpc.registry import check_call, resolve
+from relax_hpc.rewards.base import Reward, parts
+from relax_hpc.rewards.exact import exact
+from relax_hpc.run_dir import RunError
+
+BUILT_IN = ("exact", "math", "reasoning_gym")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """A source's reward, ready to be called."""
+
+    name: str
+    function: Reward
+    options: dict[str, Any]
+    is_quick: bool
+    """Pure and quick, whatever the answer: it needs no process of its own."""
+
+    def __call__(self, prompt: Prompt, answer: str) -> tuple[float, dict[str, float]]:
+        """(reward, extras). Raises what the reward raises, and ValueError for a result that is not a finite number."""
+        return parts(self.function(prompt, answer, **self.options))
+
+
+def make_rewards(sources: Sequence[AnySource]) -> list[LoadedReward]:
+    """The reward of every source. Raises RunError or RegistryError for one that cannot be used."""
+    return [_load(number, source) for number, source in enumerate(sources)]
+
+
+def _load(number: int, source: AnySource) -> LoadedReward:
+    function, is_quick = _function(number, source)
+    check_call("reward", source.reward, function, "prompt", "answer", **source.reward_options)
+    return LoadedReward(source.reward, function, source.reward_options, is_quick)
+
+
+def _function(number: int, source: AnySource) -> tuple[Reward, bool]:
+    if source.reward == "reasoning_gym":
+        if not isinstance(source, ReasoningGymSource):
+            raise RunError(f"source.{number}.reward = 'reasoning_gym': only a source with a `task` has its verifier")
+        from relax_hpc.rewards.reasoning_gym import Verifier
+
+        verifier = Verifier(source)
+        return verifier, verifier.is_quick
+    if source.reward in ("exact", "math") and not getattr(source, "answer_key", "answer"):
+        raise RunError(f"source.{number}.reward = '{source.reward}' compares with an answer, but answer_key is empty")
+    if source.reward == "exact":
+        return exact, True
+    if source.reward == "math":
+        from relax_hpc.rewards.math import equivalent
+
+        return equivalent, False
+    return resolve("reward", source.reward, dict.fromkeys(BUILT_IN)), False

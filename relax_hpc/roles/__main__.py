@@ -1,0 +1,77 @@
+"""`python -m relax_hpc.roles ROLE RUN …`: one process of a role, as a supervisor starts it.
+
+The environment is prepared before torch is imported, so the role's module is imported last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+
+from relax_hpc.recipe import RecipeError
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.registry import RegistryError
+from relax_hpc.roles.process import Exit, RoleProcess, Stop
+from relax_hpc.run_dir import RunError
+from relax_hpc.telemetry import Orphaned, set_up_logging
+
+ROLES = ("trainer", "rollout")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m relax_hpc.roles", description="One process of a role; started by a supervisor."
+    )
+    parser.add_argument("role", choices=ROLES)
+    parser.add_argument("run", help="the run directory")
+    parser.add_argument("--name", required=True, help="unique name of this process, such as rollout-3")
+    parser.add_argument("--attempt", type=int, default=0, help="how often it was started before")
+    parser.add_argument("--supervisor", type=int, help="pid of the supervisor; when it is gone, the role leaves")
+    parser.add_argument("--workplace", help="rollout: name of the folder for claims; one process has it, once")
+    parser.add_argument("--incarnation", help="trainer: folder through which it commits")
+    parser.add_argument("--rank", type=int, default=0, help="trainer: this process among --world")
+    parser.add_argument("--world", type=int, default=1)
+    arguments = parser.parse_args()
+    set_up_logging(arguments.name)
+    process = RoleProcess(arguments)
+    code = run(process, arguments.role)
+    logging.shutdown()
+    # Threads of torch and of reward pools must not hold up the end of a role that has said its last word.
+    os._exit(code)
+
+
+def run(process: RoleProcess, role: str) -> Exit:
+    """The role's body; errors that a person must see go into heartbeat and log."""
+    prepare_cpu(process.recipe, role)
+    try:
+        code: Exit = importlib.import_module(f"relax_hpc.roles.{role}").body(process)
+        return code
+    except Stop:
+        return Exit.STOPPED
+    except Orphaned as gone:
+        process.log.warning("%s", gone)
+        return Exit.FENCED
+    except (RunError, RecipeError, RegistryError) as error:
+        process.log.error("%s", error)
+        process.telemetry.beat("failed", error=str(error))
+        return Exit.FATAL
+    except Exception as error:
+        process.log.exception("unexpected error")
+        process.telemetry.beat("crashed", error=f"{type(error).__name__}: {error}")
+        return Exit.CRASHED
+
+
+def prepare_cpu(recipe: Recipe, role: str) -> None:
+    """Before torch is imported: thread count, and an instruction set that is really there.
+
+    Some CPUs advertise AMX to guests and do not have it: bf16 matrix products would die with SIGILL.
+    """
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    os.environ["OMP_NUM_THREADS"] = str(getattr(recipe, role).threads)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Rank 0's side of the spool: releases orders, waits for shards, writes the ledger, and knows where a restart goes on.
+
+release ► open orders … shards ► choose ► ledger entry s ► (all ranks train) ► settle ► release …
+after a restart: ledger entries c … s-1 are adopted one by one (training repeats, generation does not), then reconcile
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.algorithms.filters import Filter
+from relax_hpc.roles.retention import Retention
+from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
+from relax_hpc.spool.orders import Choice, OrderBook, replacement_id
+from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.watch import FolderWatch, backoff
+
+POLL_FOR_S = 1.0
+"""How long one wait lasts before the other processes hear that there is nothing yet (they must not look hung)."""
+
+
+class Intake:
+    """What rank 0 knows of orders, shards and the ledger."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        book: OrderBook,
+        ledger: Ledger,
+        queue: Queue,
+        filters: list[Filter],
+        retention: Retention,
+        incarnation: int,
+    ) -> None:
+        self.book, self.ledger, self.queue, self.retention = book, ledger, queue, retention
+        self._run, self._filters, self._incarnation = run, filters, incarnation
+        self._watches: dict[Path, FolderWatch] = {}
+        self._complete: dict[str, Shard] = {}
+        """Published and outstanding; small shards are in memory already."""
+        self._dropped: dict[str, Dropped] = {}
+        """Given up, not seen since: their lengths are reported when they arrive."""
+        self.live = False
+        """Whether the ledger's end is reached: before it, steps are replayed."""
+
+    @property
+    def depth(self) -> int:
+        """Complete orders that wait for the trainer."""
+        return len(self._complete)
+
+    @property
+    def outstanding(self) -> int:
+        """Orders that are asked for and not yet trained on."""
+        return len(self.book.outstanding)
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint's state, or from nothing."""
+        if state is not None:
+            self.book.load_state_dict(state["book"])
+        else:
+            self.book.release(upto=self.book.ahead)
+
+    def next_entry(self, step: int, version: int, lineage: int) -> Entry | None:
+        """The ledger entry of `step`: the one that is there, or a new one; None when there is nothing to take yet."""
+        found = None if self.live else self.ledger.find(step)
+        if found is not None:
+            return found
+        if not self.live:
+            self._reconcile(step, version)
+        choice = self._wait(step, version)
+        if choice is None:
+            return None
+        entry = Entry(
+            step=step,
+            incarnation=self._incarnation,
+            lineage=lineage,
+            take=tuple(Taken(i, self._complete[i].first_version) for i in choice.take),
+            filtered=self._filtered(choice),
+            dropped=tuple(Dropped(i, "late", replacement_id(i)) for i in choice.drop),
+        )
+        return self.ledger.commit(entry)
+
+    def settle(self, entry: Entry, step: int) -> None:
+        """Account for a step that was trained, and release what may now be asked for."""
+        replacements = self.book.apply(entry.step, [t.order for t in entry.take], [d.order for d in entry.dropped])
+        self._dropped |= {d.order: d for d in entry.dropped}
+        for order_id in (t.order for t in entry.take):
+            shard = self._complete.pop(order_id, None)
+            if shard is not None:
+                shard.close()
+        if not self.live:
+            self.book.release(upto=step + self.book.ahead)
+            return
+        self.queue.put(replacements)
+        if entry.dropped:
+            self.queue.withdraw(d.order for d in entry.dropped)
+        self.release(step)
+
+    def release(self, step: int) -> bool:
+        """Release the batches that may be outstanding before `step` and the quota has room for; False when the quota holds some back."""
+        for batch in range(self.book.next_batch, step + self.book.ahead + 1):
+            if not self.retention.has_room(len(self.book.outstanding)):
+                return False
+            self.queue.put(self.book.release(upto=batch))
+        return True
+
+    def late_arrivals(self) -> list[tuple[str, float]]:
+        """Dropped orders whose shards have come since the last call, with their mean length in tokens."""
+        arrived = []
+        for order_id in self._published(list(self._dropped)):
+            del self._dropped[order_id]
+            with Shard(self._run.shard(order_id)) as shard:
+                arrived.append((order_id, float(shard.offsets[-1]) / max(len(shard.samples), 1)))
+        return arrived
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint: what is outstanding, and where the prompt cursor is."""
+        return {
+            "book": self.book.state_dict(),
+            "orders_per_step": self.book.n,
+            "max_staleness": self.book.max_staleness,
+        }
+
+    def _reconcile(self, step: int, version: int) -> None:
+        """At the end of a replay: whatever is outstanding and neither open, claimed nor published is released again."""
+        self.live = True
+        self.retention.scan(excluding=self.book.outstanding)
+        somewhere = self.queue.in_play()  # before the shards: an order moves from here to there, never back unseen
+        missing = [
+            o for i, o in self.book.outstanding.items() if i not in somewhere and not self._run.shard(i).exists()
+        ]
+        self.queue.put(missing, oldest=version)
+        stray = [i for i in somewhere if not i.startswith("e") and i not in self.book.outstanding]
+        self.queue.withdraw(stray)
+        if missing or stray:
+            logging.getLogger("trainer").info("released again: %s; withdrawn: %s", [o.id for o in missing], stray)
+        self.release(step)
+
+    def _wait(self, step: int, version: int) -> Choice | None:
+        """What `step` takes, polling for up to POLL_FOR_S."""
+        deadline = time.monotonic() + POLL_FOR_S
+        for pause_s in backoff():
+            self._look()
+            choice = self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, {})
+            if choice is None and len(self._complete) >= self.book.n:
+                choice = self._choose_knowing_starts(step, version)
+            if choice is not None or time.monotonic() > deadline:
+                return choice
+            time.sleep(pause_s)
+        raise AssertionError("backoff ends never")
+
+    def _choose_knowing_starts(self, step: int, version: int) -> Choice | None:
+        """Enough is complete, but something unfinished seems due: look when it was started, and let what was not start later."""
+        self.queue.raise_oldest(version)
+        started = self.queue.in_play()
+        self._look()  # what finished while we listed counts as complete, not as never started
+        return self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, started)
+
+    def _look(self) -> None:
+        """Open the shards that appeared: one stat a folder, whatever is outstanding."""
+        waiting = [i for i in self.book.outstanding if i not in self._complete]
+        for order_id in self._published(waiting):
+            self._complete[order_id] = shard = Shard(self._run.shard(order_id))
+            self.retention.add(shard.bytes)
+
+    def _published(self, order_ids: Iterable[str]) -> list[str]:
+        names: dict[Path, frozenset[str]] = {}
+        found = []
+        for order_id in order_ids:
+            path = self._run.shard(order_id)
+            if path.parent not in names:
+                watch = self._watches.setdefault(path.parent, FolderWatch(path.parent))
+                names[path.parent] = watch.names()
+            if path.name in names[path.parent]:
+                found.append(order_id)
+        return found
+
+    def _filtered(self, choice: Choice) -> dict[str, str]:
+        filtered: dict[str, str] = {}
+        for order_id in choice.take:
+            shard = self._complete[order_id]
+            reasons = shard.meta["reasons"]
+            for group in range(len(shard.groups)):
+                reason = f"failed: {reasons[str(group)]}" if shard.groups["failed"][group] else None
+                for own in self._filters:
+                    reason = reason or own(shard.group(group))
+                if reason:
+                    filtered[f"{order_id}/{group}"] = reason
+        return filtered
+
+
+class Replay:
+    """What stands in for the intake in a run that trains on the shards of another one: its ledger, step by step."""
+
+    live, depth, outstanding = True, 0, 0
+
+    def __init__(self, source: RunDir, ledger: Ledger) -> None:
+        self._source, self._own = source, ledger
+
+    def next_entry(self, step: int, version: int, lineage: int) -> Entry:
+        """The other run's entry of `step`. Raises RunError at its end."""
+        entry = Ledger(self._source).find(step)
+        if entry is None:
+            raise RunError(f"'{self._source.root}' has {step} steps, this run wants more: --set run.steps={step}")
+        return self._own.commit(entry)
+
+    def settle(self, entry: Entry, step: int) -> None: ...
+
+    def release(self, step: int) -> bool:
+        return True
+
+    def late_arrivals(self) -> list[tuple[str, float]]:
+        return []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def check_failures(entry: Entry, groups: int, limit: float) -> None:
+    """Raises RunError when more than `limit` of a step's groups failed."""
+    failed = [(name, reason) for name, reason in entry.filtered.items() if reason.startswith("failed: ")]
+    if len(failed) > limit * groups:
+        name, reason = failed[0]
+        raise RunError(
+            f"step {entry.step}: {len(failed)} of {groups} groups failed, more than rollout.max_failed_fraction = {limit}; "
+            f"the first is {name}: {reason.removeprefix('failed: ')}; mend the cause and resume, or raise the limit with "
+            "`relax-hpc run RUN_DIR --set rollout.max_failed_fraction=…`"
+        )

@@ -1,0 +1,167 @@
+"""Rank 0 of the trainer: decides what all ranks do next, and keeps orders, ledger, weights, evaluations and metrics.
+
+decide ► step s (a ledger entry) | wait | checkpoint | end        after the step: publish s + 1 ► settle ► metrics
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from relax_hpc.algorithms.filters import make_filters
+from relax_hpc.data import PromptCursor
+from relax_hpc.records import Rollouts
+from relax_hpc.roles.evaluation import Evaluations
+from relax_hpc.roles.intake import Intake, Replay, check_failures
+from relax_hpc.roles.process import Exit
+from relax_hpc.roles.retention import Retention
+from relax_hpc.roles.step_metrics import describe
+from relax_hpc.spool.ledger import Entry, Ledger
+from relax_hpc.spool.orders import OrderBook
+from relax_hpc.spool.queue import Queue
+from relax_hpc.weights import FilePublisher
+
+if TYPE_CHECKING:
+    from relax_hpc.roles.trainer import TrainerRole
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What rank 0 decided; all ranks act on it."""
+
+    do: Literal["step", "wait", "checkpoint", "end"]
+    entry: Entry | None = None
+    exit: Exit = Exit.DONE
+    error: str = ""
+
+
+class Lead:
+    """What rank 0 has besides: orders, ledger, weights, evaluations, retention, metrics."""
+
+    def __init__(self, role: TrainerRole) -> None:
+        recipe, run, via = role.recipe, role.run, role.via
+        self.role, self.process, self.recipe = role, role.process, role.recipe
+        self.incarnation = int(via.name[1:])
+        ledger, queue = Ledger(run, via), Queue(run)
+        self.retention = Retention(run, recipe, via, ledger, role.context)
+        if role.shards == run:
+            filters = make_filters(recipe.algorithm.filters)
+            book = self.new_book()
+            self.intake: Intake | Replay = Intake(run, book, ledger, queue, filters, self.retention, self.incarnation)
+        else:
+            self.intake = Replay(role.shards, ledger)
+        self.publisher = FilePublisher(run, via, self.incarnation)
+        held_out = role.sources.held_out(recipe.evaluation.prompts) if recipe.evaluation else []
+        self.evaluations = Evaluations(run, recipe, queue, held_out)
+        self.waited_s, self.last_step_at = 0.0, time.perf_counter()
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint's state, or from nothing."""
+        if state is not None:
+            self.retention.removed_before = state["removed_before"]
+        if isinstance(self.intake, Intake):
+            self.intake.begin(state)
+        self.publish()
+
+    def new_book(self) -> OrderBook:
+        """A book with nothing asked for yet."""
+        recipe = self.recipe
+        return OrderBook(
+            n=recipe.orders_per_step,
+            groups_per_order=recipe.rollout.groups_per_order,
+            copies=recipe.algorithm.group_size,
+            max_staleness=self.role.bound,
+            late=recipe.async_.late,
+            seed=recipe.run.seed,
+            cursor=PromptCursor(self.role.sources, recipe.run.seed),
+            ahead=recipe.async_.max_staleness,
+        )
+
+    def publish(self) -> None:
+        """Make the weights of now the newest version."""
+        version, tensors = self.role.version, list(self.role.trainer.export())
+        self.process.when_room(lambda: self.publisher.publish(version, tensors), f"version {version}")
+
+    def decide(self) -> Word:
+        """What all ranks do next."""
+        role, steps = self.role, self.recipe.run.steps
+        self.report_scores()
+        if self.process.stopping or role.run.stop.exists():
+            return Word("end", exit=Exit.STOPPED)
+        if role.step >= steps:
+            self.request_score()
+            if not self.evaluations.pending:
+                return Word("end")
+            time.sleep(0.02)
+            return Word("wait")
+        began = time.perf_counter()
+        entry = self.process.when_room(
+            lambda: self.intake.next_entry(role.step, role.version, self.publisher.lineage), f"ledger entry {role.step}"
+        )
+        if self.intake.live:
+            self.request_score()
+        self.waited_s += time.perf_counter() - began
+        if entry is not None:
+            check_failures(entry, self.recipe.trainer.prompts_per_step, self.recipe.rollout.max_failed_fraction)
+            return Word("step", entry)
+        return self.make_room() or Word("wait")
+
+    def make_room(self) -> Word | None:
+        """When the quota holds orders back and nothing is left to train on: checkpoint early, so that old shards may go."""
+        if self.intake.release(self.role.step) or self.intake.outstanding:
+            return None
+        if self.recipe.spool.keep == "needed" and self.role.saved_step != self.role.step:
+            return Word("checkpoint")
+        return Word(
+            "end",
+            exit=Exit.FATAL,
+            error=f"spool.quota_gb = {self.recipe.spool.quota_gb} is reached at step {self.role.step}: {self.retention.used_bytes / 1e9:.6f} GB of "
+            f"shards, and the next batch may need {self.retention.order_bytes * self.recipe.orders_per_step / 1e9:.6f} GB; resume with "
+            '`relax-hpc run RUN_DIR --set spool.quota_gb=…`, or --set spool.keep="needed" to remove what is no longer replayed',
+        )
+
+    def after_step(self, entry: Entry, rollouts: Rollouts, metrics: dict[str, float], train_s: float) -> None:
+        """Publish the new version, settle the books, say what happened."""
+        publishing = time.perf_counter()
+        self.publish()
+        published = time.perf_counter()
+        replayed = not self.intake.live
+        self.intake.settle(entry, self.role.step)
+        now = time.perf_counter()
+        values = describe(entry, rollouts, self.recipe) | metrics
+        values |= {
+            "step": entry.step, "version": self.role.version, "incarnation": self.incarnation, "replayed": replayed,
+            "spool_depth": self.intake.depth, "wait_s": self.waited_s, "train_s": train_s, "publish_s": published - publishing,
+            "step_s": now - self.last_step_at,
+        }  # fmt: skip
+        self.process.telemetry.metrics(kind="step", **values)
+        self.process.telemetry.trained(entry.step, self.incarnation, rollouts.ids)
+        self.process.telemetry.beat(
+            "training", step=self.role.step, reward=values["raw_reward"], age=values["age_mean"]
+        )
+        for order, length in self.intake.late_arrivals():
+            self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
+        self.waited_s, self.last_step_at = 0.0, now
+
+    def request_score(self) -> None:
+        """Ask for a held-out score of this version, if one is due."""
+        if self.role.debug is None:
+            self.evaluations.request(self.role.step)
+
+    def report_scores(self) -> None:
+        for score in self.evaluations.collect():
+            self.process.log.info("held-out score of version %d: %.3f", score.version, score.score)
+            self.process.telemetry.metrics(
+                kind="eval", version=score.version, score=score.score, prompts=score.prompts, failed=score.failed
+            )
+            self.process.telemetry.beat(score=score.score)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"lineage": self.publisher.lineage, "removed_before": self.retention.removed_before}
+        return self.intake.state_dict() | own
+
+    def forget(self, oldest: int) -> None:
+        """The oldest checkpoint is now that of step `oldest`: what only earlier steps replay may go."""
+        self.retention.remove_before(oldest)
+        self.publisher.forget(oldest)

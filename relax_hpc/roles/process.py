@@ -1,0 +1,101 @@
+"""What every role's process has: its recipe, heartbeat, signals, and the code with which it ends.
+
+The supervisor that started it decides by the Exit code what follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import logging
+import signal
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import tenacity
+
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir, RunError, open_existing
+from relax_hpc.telemetry import Telemetry
+
+T = TypeVar("T")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Exit(IntEnum):
+    """How a role's process ended."""
+
+    DONE = 0
+    STOPPED = 10
+    """Asked to stop; what it held is on disk."""
+    FATAL = 11
+    """A person must do something first: starting it again would end the same way."""
+    FENCED = 12
+    """A successor has taken over."""
+    CRASHED = 13
+    """An unexpected error; starting it again may help."""
+
+
+class Stop(BaseException):
+    """The role was asked to stop while it was in the middle of something that can be given up."""
+
+
+class RoleProcess:
+    """One role's process."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.run: RunDir = open_existing(arguments.run)
+        self.name: str = arguments.name
+        self.recipe: Recipe = load_recipe(self.run.recipe)
+        self.telemetry = Telemetry(self.run, self.name, arguments.attempt, arguments.supervisor)
+        self.log = logging.getLogger(self.name)
+        self.stopping = False
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGUSR2, self._stop)  # USR2 and not USR1: NCCL takes USR1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
+
+    def _stop(self, number: int, frame: Any) -> None:
+        self.stopping = True
+
+    def when_room(self, action: Callable[[], T], what: str) -> T:
+        """Do `action`; while the disk is full, wait and do it again. Raises RunError when that takes too long."""
+        limit_s = self.recipe.spool.full_disk_wait_s
+
+        def waiting(retry: tenacity.RetryCallState) -> None:
+            self.log.warning(
+                "no room for %s in %s: waiting (%.0f s of %.0f)",
+                what,
+                self.run.root,
+                retry.seconds_since_start or 0,
+                limit_s,
+            )
+            self.telemetry.beat("waiting for room")
+            if self.stopping:
+                raise Stop
+
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(is_full),
+            wait=tenacity.wait_exponential(0.25, max=5),
+            stop=tenacity.stop_after_delay(limit_s),
+            before_sleep=waiting,
+            reraise=True,
+        )
+        try:
+            return attempts(action)
+        except Exception as error:
+            if not is_full(error):
+                raise
+            raise RunError(
+                f"no room for {what} in '{self.run.root}' after {limit_s:.0f} s (spool.full_disk_wait_s): {error}; "
+                'free space, or set spool.keep = "needed", then resume with `relax-hpc run RUN_DIR`; nothing is lost'
+            ) from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether `error` says that the disk or the quota is full (safetensors says it in words only)."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return True
+    return type(error).__name__ == "SafetensorError" and ("code: 28" in str(error) or "os error 28" in str(error))

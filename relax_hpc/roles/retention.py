@@ -1,0 +1,63 @@
+"""Room: how many bytes of shards there are, what was promised to orders in play, and what may be removed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.ledger import Ledger
+
+TOKEN_BYTES = 4 + 1 + 4
+"""tokens, loss_mask and logprobs of one token."""
+SHARD_BYTES = 16 << 10
+"""What a shard holds besides its tokens, generously."""
+
+
+class Retention:
+    """Bytes of shards in the run directory, against the quota."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, via: Path, ledger: Ledger, context: int) -> None:
+        self._run, self._recipe, self._via, self._ledger = run, recipe, via, ledger
+        self.removed_before = 0
+        self.used_bytes = 0
+        samples = recipe.rollout.groups_per_order * recipe.algorithm.group_size
+        longest = min(recipe.rollout.max_new_tokens * recipe.rollout.max_turns, context)
+        self.order_bytes = samples * longest * TOKEN_BYTES + recipe.rollout.groups_per_order * context * 4 + SHARD_BYTES
+
+    def scan(self, excluding: Collection[str]) -> None:
+        """Count the shards that are there; those of orders in play are added when they are taken in."""
+        self.used_bytes = sum(p.stat().st_size for p in self._run.shards.rglob("[!.]*.h5") if p.stem not in excluding)
+
+    def add(self, shard_bytes: int) -> None:
+        self.used_bytes += shard_bytes
+
+    def has_room(self, orders_in_play: int) -> bool:
+        """Whether one more batch may be released: every order in play has its largest possible shard reserved."""
+        quota_gb = self._recipe.spool.quota_gb
+        if quota_gb is None:
+            return True
+        reserved = (orders_in_play + self._recipe.orders_per_step) * self.order_bytes
+        return self.used_bytes + reserved <= quota_gb * 1e9
+
+    def remove_before(self, step: int) -> None:
+        """Remove shards that no checkpoint from `step` on replays; by way of our own folder: a fenced trainer deletes nothing."""
+        if self._recipe.spool.keep == "all":
+            return
+        for trained in range(self.removed_before, step):
+            entry = self._ledger.find(trained)
+            if entry is None:
+                continue
+            for order_id in [*(t.order for t in entry.take), *(d.order for d in entry.dropped)]:
+                self._remove(self._run.shard(order_id))
+        self.removed_before = max(step, self.removed_before)
+
+    def _remove(self, path: Path) -> None:
+        gone = self._via / path.name
+        with contextlib.suppress(FileNotFoundError):
+            self.used_bytes -= path.stat().st_size
+            os.rename(path, gone)
+            gone.unlink()

@@ -1,0 +1,144 @@
+"""The rollout role: claims orders, plays their episodes, publishes each as a shard.
+
+newest weights ──fetch, verify──► engine          loop:  claim ► play ► score ► publish ► claim …
+open orders ────claim by rename─► this worker            (new weights are taken between orders)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import NoReturn
+
+import torch
+from transformers import AutoTokenizer
+
+from relax_hpc.data import PromptSources
+from relax_hpc.engines import Sampling, make_engine
+from relax_hpc.environments import make_environments
+from relax_hpc.records import Group, Prompt
+from relax_hpc.rewards import Judge
+from relax_hpc.roles.episodes import play
+from relax_hpc.roles.process import Exit, RoleProcess, Stop
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.queue import Claim, Queue, publish_shard
+from relax_hpc.spool.shard import encode
+from relax_hpc.spool.watch import backoff
+from relax_hpc.weights import FileReceiver, Version, WeightsError
+
+
+def body(process: RoleProcess) -> Exit:
+    worker = RolloutWorker(process, process.arguments.workplace)
+    try:
+        worker.work()
+    finally:
+        worker.judge.close()
+
+
+class RolloutWorker:
+    """One worker: an engine, the rewards, and a folder for the order it plays."""
+
+    def __init__(self, process: RoleProcess, workplace: str) -> None:
+        self.process, self.workplace, self.recipe = process, workplace, process.recipe
+        process.telemetry.beat("starting", orders=0)
+        torch.set_num_threads(self.recipe.rollout.threads)
+        self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
+        self.engine = make_engine(self.recipe, process.run.model)
+        holdout = self.recipe.evaluation.holdout if self.recipe.evaluation else 0.0
+        self.sources = PromptSources(self.recipe.source, self.tokenizer, self.engine.context, holdout)
+        self.environments = make_environments(self.recipe.source)
+        self.judge = Judge(self.recipe)
+        self.receiver = FileReceiver(process.run)
+        self.queue = Queue(process.run)
+        self.queue.open_workplace(workplace)
+        self.held: Version | None = None
+        r = self.recipe.rollout
+        self.sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
+        self.orders = 0
+
+    def work(self) -> NoReturn:
+        """Play orders until asked to stop."""
+        while True:
+            claim, waited_s = self.wait_for_claim()
+            self.play(claim, waited_s)
+
+    def wait_for_claim(self) -> tuple[Claim, float]:
+        """Wait for an order, taking new weights meanwhile; it and the seconds waited. Raises Stop when asked to stop."""
+        began = time.perf_counter()
+        for pause_s in backoff():
+            self.progress("idle")
+            self.take_newest()
+            if self.held is not None:
+                claim = self.queue.claim(self.workplace, self.held.number)
+                if claim is not None:
+                    return claim, time.perf_counter() - began
+            time.sleep(pause_s)
+        raise AssertionError("backoff ends never")
+
+    def take_newest(self) -> None:
+        """Load the newest version unless it is held: verified whole before any of it is served."""
+        newest = self.receiver.newest()
+        if newest is None or newest == self.held:
+            return
+        try:
+            with self.receiver.fetch(newest) as tensors:
+                self.engine.load(newest.number, tensors)
+            self.held = newest
+        except WeightsError as error:
+            # Retired while we looked, or damaged: what is held stays valid for its orders, the next look sees a newer one.
+            self.process.log.warning("%s", error)
+
+    def play(self, claim: Claim, waited_s: float) -> None:
+        """Play the claimed order and publish its shard."""
+        held = self.held
+        assert held is not None
+        if self.process.run.shard(claim.order.id).exists():  # a worker that counted as lost published it after all
+            claim.path.unlink(missing_ok=True)
+            return
+        order, began = claim.order, time.perf_counter()
+        prompts = [self.sources.prompt(source, index) for source, index in order.prompts]
+        cap = self.recipe.rollout.max_attempts
+        if claim.ticket.attempt >= cap:
+            groups = [
+                Group(p, [], f"{claim.ticket.attempt} workers died on this order (rollout.max_attempts = {cap})")
+                for p in prompts
+            ]
+        else:
+            groups = self.episodes(order, prompts)
+        played_s = time.perf_counter() - began
+        meta = {
+            "version": held.number, "lineage": held.lineage, "attempt": claim.ticket.attempt, "worker": self.workplace,
+            "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": played_s,
+        }  # fmt: skip
+        image = encode(order.id, groups, meta, self.recipe.spool.compression)
+        publishing = time.perf_counter()
+        self.process.when_room(
+            lambda: publish_shard(self.process.run, claim, image, self.workplace), f"shard {order.id}"
+        )
+        self.orders += 1
+        samples = [s for g in groups for s in g.samples]
+        self.process.telemetry.beat("published", orders=self.orders, order=order.id, version=held.number)
+        self.process.telemetry.metrics(
+            kind="order", order=order.id, version=held.number, samples=len(samples), tokens=sum(len(s.tokens) for s in samples),
+            reward=sum(s.raw_reward for s in samples) / max(len(samples), 1), failed=sum(bool(g.reason) for g in groups),
+            wait_s=waited_s, generate_s=played_s, publish_s=time.perf_counter() - publishing,
+        )  # fmt: skip
+
+    def episodes(self, order: Order, prompts: list[Prompt]) -> list[Group]:
+        """The groups of an order; an evaluation is played greedily."""
+        sampling = dataclasses.replace(self.sampling, temperature=0.0) if order.id.startswith("e") else self.sampling
+        try:
+            return play(
+                prompts, order.copies, order.seed, sampling, self.recipe.rollout.max_turns, self.engine, self.tokenizer,
+                self.environments, self.judge, self.progress,
+            )  # fmt: skip
+        except Exception as error:
+            # An environment or a prompt that cannot be played must not cost the run: its groups are kept, with the reason.
+            self.process.log.exception("order %s failed", order.id)
+            return [Group(p, [], f"{type(error).__name__}: {error}") for p in prompts]
+
+    def progress(self, state: str) -> None:
+        """The heartbeat in everything that lasts; also where a stop is noticed."""
+        if self.process.stopping:
+            raise Stop
+        self.process.telemetry.beat(state, orders=self.orders)

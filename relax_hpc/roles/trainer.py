@@ -1,0 +1,185 @@
+"""The trainer role: one page of loop. Rank 0 decides, the others follow; every rank makes every step.
+
+shards ──take: bound checked, ledger entry linked──► advantages ► packed micro-batches ► step ► version s + 1 ► workers
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoTokenizer
+
+from relax_hpc import checkpoint
+from relax_hpc.algorithms import make_algorithm
+from relax_hpc.data import PromptSources
+from relax_hpc.records import Rollouts
+from relax_hpc.roles.lead import Lead, Word
+from relax_hpc.roles.process import Exit, RoleProcess, is_full
+from relax_hpc.roles.warmup import warm_up
+from relax_hpc.run_dir import RunDir, RunError, read_json
+from relax_hpc.spool.ledger import Entry
+from relax_hpc.spool.shard import Shard, concatenate
+from relax_hpc.trainers import make_trainer
+
+
+def body(process: RoleProcess) -> Exit:
+    role = TrainerRole(process)
+    try:
+        return role.train()
+    except FileNotFoundError as error:
+        # Whatever a superseded incarnation commits fails by path: its folder was renamed.
+        if role.via.exists():
+            raise
+        process.log.warning("fenced: a successor took over (%s)", error)
+        return Exit.FENCED
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class TrainerRole:
+    """One process of the trainer. What only rank 0 has is in `lead`."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        arguments, recipe = process.arguments, process.recipe
+        self.process, self.recipe, self.run = process, recipe, process.run
+        self.rank, self.world = arguments.rank, arguments.world
+        self.via = Path(arguments.incarnation)
+        process.telemetry.beat("starting", step=0, steps=recipe.run.steps)
+        about = read_json(process.run.identity)
+        self.debug: str | None = about["debug"]
+        self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
+        """The run whose shards are trained on."""
+        # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
+        self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
+        torch.set_num_threads(recipe.trainer.threads)
+        if self.world > 1:
+            backend = "nccl" if torch.cuda.is_available() and recipe.trainer.device != "cpu" else "gloo"
+            store = dist.FileStore(str(self.via / "rendezvous"), self.world)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+        self.algorithm = make_algorithm(recipe.algorithm)
+        self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
+        self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
+        self.step, self.saved_step = 0, -1
+        holdout = recipe.evaluation.holdout if recipe.evaluation else 0.0
+        self.context = int(AutoConfig.from_pretrained(process.run.model).max_position_embeddings)
+        self.sources = PromptSources(recipe.source, self.tokenizer, self.context, holdout)
+        self.lead = Lead(self) if self.rank == 0 else None
+
+    @property
+    def version(self) -> int:
+        """Of the policy's weights: the steps that were trained."""
+        return 0 if self.debug == "rollout-only" else self.step
+
+    def train(self) -> Exit:
+        """The loop: ends when all steps are trained, or when asked to stop."""
+        self.begin()
+        while True:
+            word = self.agree()
+            if word.do == "end":
+                break
+            if word.do == "checkpoint":
+                self.save(keep=1)
+            if word.do != "step":
+                continue
+            assert word.entry is not None
+            rollouts = self.take(word.entry)
+            began = time.perf_counter()
+            metrics = {} if self.debug == "rollout-only" else self.update(rollouts)
+            self.step += 1
+            if self.lead:
+                self.lead.after_step(word.entry, rollouts, metrics, time.perf_counter() - began)
+            if self.step % self.recipe.run.checkpoint_every == 0:
+                self.save(keep=self.recipe.run.keep_checkpoints)
+        if word.error:
+            raise RunError(word.error)
+        if self.saved_step != self.step:
+            self.save(keep=self.recipe.run.keep_checkpoints)
+        self.beat("done" if word.exit is Exit.DONE else "stopped")
+        return word.exit
+
+    def update(self, rollouts: Rollouts) -> dict[str, float]:
+        """One optimizer step."""
+        return self.trainer.step(rollouts, self.algorithm, self.step, lambda: self.beat("training"))
+
+    def begin(self) -> None:
+        """Take back the newest checkpoint, or begin: warm up, save, publish version 0."""
+        found = checkpoint.newest(self.run)
+        if found is not None:
+            folder, state = found
+            self.trainer.load(folder)
+            self.step = self.saved_step = state["step"]
+        else:
+            state = None
+            if self.recipe.warmup is not None:
+                warm_up(self.recipe, self.trainer, self.sources, self.tokenizer, self.process)
+            self.trainer.begin_training()
+        if self.lead:
+            self.lead.begin(state)
+        if found is None:
+            self.save(keep=self.recipe.run.keep_checkpoints)
+
+    def agree(self) -> Word:
+        """Rank 0's word, on every rank. A stop is agreed on here, before the optimizer steps, never inside a step."""
+        words: list[Any] = [None]
+        if self.lead:
+            try:
+                words = [self.lead.decide()]
+            except RunError as error:
+                words = [Word("end", exit=Exit.FATAL, error=str(error))]
+        if self.world > 1:
+            dist.broadcast_object_list(words, src=0)
+        word: Word = words[0]
+        self.beat("waiting for data" if word.do == "wait" else "training")
+        return word
+
+    def take(self, entry: Entry) -> Rollouts:
+        """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
+        parts = []
+        for taken in entry.take:
+            with Shard(self.shards.shard(taken.order)) as shard:
+                out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
+                parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out))))
+        rollouts = concatenate(parts)
+        ages = entry.step - rollouts.versions[rollouts.loss_mask == 1]
+        if ages.size and not 0 <= ages.min() <= ages.max() <= self.bound:
+            raise RunError(
+                f"step {entry.step}: tokens are {ages.min()} to {ages.max()} versions old, the bound is {self.bound}; "
+                "this is a defect of relax_hpc: please report it with the ledger entry"
+            )
+        return rollouts
+
+    def save(self, keep: int) -> None:
+        """Checkpoint this step; collective."""
+        began = time.perf_counter()
+        self.beat("checkpointing")
+        self.process.when_room(lambda: self._save(keep), f"the checkpoint of step {self.step}")
+        self.saved_step = self.step
+        if self.lead:
+            self.process.telemetry.metrics(kind="checkpoint", step=self.step, seconds=time.perf_counter() - began)
+
+    def _save(self, keep: int) -> None:
+        folder = checkpoint.begin(self.via, self.step) if self.lead else self.via
+        full: list[str | None] = [None]
+        try:
+            self.trainer.save(folder)
+            if self.lead:
+                checkpoint.commit(self.run, folder, self.step, self.lead.state_dict())
+                self.lead.forget(checkpoint.rotate(self.run, self.via, keep))
+        except Exception as error:
+            if not is_full(error):
+                raise
+            full = [str(error)]
+        if self.world > 1:
+            dist.broadcast_object_list(full, src=0)
+        if full[0] is not None:  # on every rank, so that all of them try again
+            raise OSError(errno.ENOSPC, full[0])
+
+    def beat(self, state: str) -> None:
+        self.process.telemetry.beat(state, step=self.step)

@@ -1,0 +1,46 @@
+"""The warm-up: a short supervised phase on the sources' own answers, for models that know nothing yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from relax_hpc.data import PromptCursor, PromptSources
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles.process import RoleProcess, Stop
+from relax_hpc.run_dir import RunError
+from relax_hpc.trainers import Trainer
+
+RAMP_SHARE = 1 / 8
+"""The learning rate rises over this share of the steps: Adam's first steps at full rate spoil a fresh model."""
+FINAL_SHARE = 0.1
+"""Then it falls linearly to this share of its peak."""
+SEED_OFFSET = 0x5EED
+"""Warm-up draws the training prompts in an order of its own."""
+
+
+def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, tokenizer: Any, process: RoleProcess) -> None:
+    """Make `recipe.warmup.steps` supervised steps; every rank draws the same batches. Raises Stop when asked to stop."""
+    warmup = recipe.warmup
+    assert warmup is not None
+    cursor = PromptCursor(sources, recipe.run.seed + SEED_OFFSET)
+    for step in range(warmup.steps):
+        if process.stopping:
+            raise Stop
+        prompts = [sources.prompt(ref.source, ref.index) for ref in cursor.take(warmup.batch_size)]
+        missing = next((p for p in prompts if p.answer is None), None)
+        if missing is not None:
+            raise RunError(
+                f"[warmup] learns answers, but source {missing.source}, prompt {missing.index} has none: add it or remove [warmup]"
+            )
+        answers = [
+            np.asarray([*tokenizer.encode(p.answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)
+            for p in prompts
+        ]
+        done = step / warmup.steps
+        rate = warmup.learning_rate * min(1.0, (done + 1 / warmup.steps) / RAMP_SHARE) * (1 - (1 - FINAL_SHARE) * done)
+        loss = trainer.supervised_step([p.tokens for p in prompts], answers, rate)
+        process.telemetry.beat("warming up", warmup_step=step + 1, warmup_steps=warmup.steps, warmup_loss=loss)
+        if (step + 1) % max(1, warmup.steps // 20) == 0 and process.arguments.rank == 0:
+            process.telemetry.metrics(kind="warmup", step=step + 1, loss=loss)

@@ -1,0 +1,175 @@
+"""The run directory: every path of a run, and the only ways in which a file appears in it.
+
+    RUN/
+      run.json recipe.toml changes.jsonl    what the run is; recipe.toml is the resolved recipe in force
+      snapshot/                             code, versions and git state at submission
+      model/                                config and tokenizer (weights are versions)
+      lease/000002/                         the holder; lease/000002/i000007/ is an incarnation of the trainer
+      orders/open/  orders/claimed/WORKER/  requests, moved by rename
+      shards/0000/ORDER.h5   evals/         what was generated; complete or absent
+      aside/                                files that lost a race, each with its reason
+      ledger/0000/00000123.json             what each step trains on
+      weights/  checkpoints/
+      heartbeats/  metrics/  logs/          one writer each
+      stop  outcome.json                    how it shall end, how it ended
+
+Publishing is always: unique temporary name, write, fsync, link or rename, fsync of the directory. A trainer's temporary
+names lie in its incarnation's folder: when a successor renames that folder, whatever the old trainer still wants to
+commit fails by path, so a superseded incarnation can commit nothing however late it wakes up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+ORDERS_PER_FOLDER = 64
+"""Training steps whose shards share a folder: hundreds of entries a directory, not tens of thousands."""
+STEPS_PER_FOLDER = 1000
+
+
+class RunError(Exception):
+    """Something about a run that a person must know: names the thing, the value, what was expected, the fix."""
+
+
+class RunDir:
+    """Paths of one run; knows names, not meanings."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+        self.identity = self.root / "run.json"
+        self.recipe = self.root / "recipe.toml"
+        self.changes = self.root / "changes.jsonl"
+        self.snapshot = self.root / "snapshot"
+        self.model = self.root / "model"
+        self.lease = self.root / "lease"
+        self.open_orders = self.root / "orders" / "open"
+        self.claimed_orders = self.root / "orders" / "claimed"
+        self.shards = self.root / "shards"
+        self.evals = self.root / "evals"
+        self.aside = self.root / "aside"
+        self.ledger = self.root / "ledger"
+        self.weights = self.root / "weights"
+        self.checkpoints = self.root / "checkpoints"
+        self.heartbeats = self.root / "heartbeats"
+        self.metrics = self.root / "metrics"
+        self.logs = self.root / "logs"
+        self.stop = self.root / "stop"
+        self.outcome = self.root / "outcome.json"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunDir) and self.root == other.root
+
+    def __hash__(self) -> int:
+        return hash(self.root)
+
+    @property
+    def exists(self) -> bool:
+        return self.identity.is_file()
+
+    def create(self) -> None:
+        """Make the folders (those that are there already stay)."""
+        for folder in (
+            self.open_orders, self.claimed_orders, self.shards, self.evals, self.aside, self.ledger, self.lease,
+            self.weights, self.checkpoints, self.heartbeats, self.metrics, self.logs,
+        ):  # fmt: skip
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def shard(self, order_id: str) -> Path:
+        """Where an order's shard is, or will be."""
+        if order_id.startswith("e"):
+            return self.evals / f"{order_id}.h5"
+        return self.shards / f"{int(order_id[1:7]) // ORDERS_PER_FOLDER:04d}" / f"{order_id}.h5"
+
+    def ledger_entry(self, step: int) -> Path:
+        return self.ledger / f"{step // STEPS_PER_FOLDER:04d}" / f"{step:08d}.json"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}"
+
+
+def open_existing(path: str | os.PathLike[str]) -> RunDir:
+    """The run at `path`. Raises RunError when there is none."""
+    run = RunDir(path)
+    if not run.exists:
+        raise RunError(f"'{path}' is not a run directory: it has no run.json; runs are made by `relax-hpc run RECIPE`")
+    return run
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that appeared in `folder` survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
+    """Create `path` (which must not exist) with `data`."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(handle, view) :]
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> bool:
+    """Give a finished file its name if nobody has it yet; True when this call did.
+
+    The temporary name goes either way. A missing temporary raises FileNotFoundError (the caller was fenced). On NFS the
+    reply to a link that succeeded can be lost: two names on the temporary file say that it was ours.
+    """
+    try:
+        os.link(temporary, final)
+        mine = True
+    except FileExistsError:
+        mine = temporary.stat().st_nlink > 1 and temporary.samefile(final)
+    temporary.unlink(missing_ok=True)
+    if mine and durable:
+        sync_folder(final.parent)
+    return mine
+
+
+def publish(final: Path, data: bytes, *, via: Path | None = None, durable: bool = True) -> bool:
+    """Publish `data` under a name that nobody has; False when somebody has it. `via`: the folder of the temporary name."""
+    temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        write_file(temporary, data, durable=durable)
+        return link_exclusive(temporary, final, durable=durable)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace(final: Path, data: bytes, *, via: Path | None = None, durable: bool = True) -> None:
+    """Put `data` under a name that may exist; readers see the old or the new content, whole."""
+    temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
+    try:
+        write_file(temporary, data, durable=durable)
+        os.rename(temporary, final)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(final.parent)
+
+
+def read_json(path: Path) -> Any:
+    """A published JSON file; None when there is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,73 @@
+"""The ledger: one file a step that says what the step trains on, created exclusively before any process steps.
+
+Whoever finds entry s adopts it; an order in the ledger is never taken again, whether its shard is still there or not.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.run_dir import RunDir, publish, read_json, to_json
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """An order that a step trains on."""
+
+    order: str
+    first_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """An order that a step gave up."""
+
+    order: str
+    reason: str
+    replacement: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a step trains on."""
+
+    step: int
+    incarnation: int
+    lineage: int
+    take: tuple[Taken, ...]
+    filtered: dict[str, str] = field(default_factory=dict)
+    """ORDER/GROUP -> why this group is kept out of the loss."""
+    dropped: tuple[Dropped, ...] = ()
+    time: float = field(default_factory=time.time)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Entry:
+        take = tuple(Taken(**t) for t in value["take"])
+        dropped = tuple(Dropped(**d) for d in value["dropped"])
+        return cls(**{**value, "take": take, "dropped": dropped})
+
+
+class Ledger:
+    """The entries of a run. `via`: the folder of the incarnation that commits; None only reads."""
+
+    def __init__(self, run: RunDir, via: Path | None = None) -> None:
+        self._run, self._via = run, via
+
+    def find(self, step: int) -> Entry | None:
+        """The entry of a step; None when nobody has committed one."""
+        value = read_json(self._run.ledger_entry(step))
+        return None if value is None else Entry.from_json(value)
+
+    def commit(self, entry: Entry) -> Entry:
+        """Commit `entry`, or adopt the one that is there. Raises FileNotFoundError in a superseded incarnation."""
+        if publish(self._run.ledger_entry(entry.step), to_json(entry.to_json()), via=self._via):
+            return entry
+        adopted = self.find(entry.step)
+        assert adopted is not None, f"ledger entry {entry.step} exists and cannot be read"
+        return adopted

@@ -1,0 +1,162 @@
+"""Orders and the book of them: which prompts are asked for, what is outstanding, what a step may take.
+
+    cursor ──release──► outstanding ──(a worker publishes)──► choose ──► ledger entry ──apply──► gone
+
+Pure: no file is touched here, and the book after step s is a function of the recipe, the checkpoint it began from and the
+ledger entries since. That is what makes a restart find exactly what was outstanding.
+
+The bound, for a batch of n orders a step and deadlines d (version of the first token + max_staleness): step s takes the
+earliest deadlines first, and what is left must fit, that is, for every k >= 0 at most k * n orders are due by step s + k
+(Hall's condition for unit jobs with deadlines: then every later step can keep the bound too, whatever comes when).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+MAX_DROPS = 2
+"""A prompt whose orders were dropped this often is waited for: dropping again would train on short answers only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The request for a few groups. Everything in it depends on the run's seed and the cursor's position alone."""
+
+    id: str
+    prompts: tuple[tuple[int, int], ...]
+    """(source, index) of each group's prompt."""
+    copies: int
+    """Samples a group."""
+    seed: int
+    min_version: int
+    """The oldest weights it may be started with."""
+    drops: int = 0
+    """How many orders for these prompts were dropped before."""
+
+    @property
+    def batch(self) -> int:
+        """The step it was released for."""
+        return int(self.id[1:7])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Order:
+        return cls(**{**value, "prompts": tuple((int(s), int(i)) for s, i in value["prompts"])})
+
+
+def order_seed(run_seed: int, order_id: str) -> int:
+    """A seed that depends on the run's seed and the order's name alone."""
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{order_id}".encode(), digest_size=7).digest(), "big")
+
+
+class Cursor(Protocol):
+    """A checkpointable stream of prompts (data.cursor)."""
+
+    def take(self, count: int) -> list[Any]: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What step s trains on, and what it gives up."""
+
+    take: tuple[str, ...]
+    """Order ids, sorted: the batch's order does not depend on when they came."""
+    drop: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class OrderBook:
+    """The trainer's account of what is asked for. `n` orders make a batch."""
+
+    n: int
+    groups_per_order: int
+    copies: int
+    max_staleness: int
+    late: Literal["wait", "drop"]
+    seed: int
+    cursor: Cursor
+    ahead: int
+    """Batches that may be outstanding besides the one that is trained next; max_staleness, or fewer."""
+    next_batch: int = 0
+    outstanding: dict[str, Order] = field(default_factory=dict)
+
+    def release(self, upto: int) -> list[Order]:
+        """New orders for all batches up to `upto`; at most max_staleness + 1 batches are outstanding."""
+        new = []
+        while self.next_batch <= upto:
+            for k in range(self.n):
+                name = f"o{self.next_batch:06d}-{k:03d}"
+                prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_order))
+                oldest = max(0, self.next_batch - self.max_staleness)
+                new.append(Order(name, prompts, self.copies, order_seed(self.seed, name), oldest))
+            self.next_batch += 1
+        self.outstanding |= {order.id: order for order in new}
+        return new
+
+    def choose(self, step: int, complete: Mapping[str, int], started: Mapping[str, int]) -> Choice | None:
+        """What step `step` takes, or None while it must wait.
+
+        complete: first version of each published order; started: version that each order in play was started with
+        (or the oldest version it may now start from, if that was raised). Both may know orders that are not outstanding.
+        """
+        due = {
+            i: complete.get(i, started.get(i, o.min_version)) + self.max_staleness for i, o in self.outstanding.items()
+        }
+        urgent = sorted(due, key=lambda i: (due[i], -self.outstanding[i].drops, i))
+        ready = [i for i in urgent if i in complete and due[i] >= step]
+        if len(ready) < self.n:
+            return None
+        take = set(ready[: self.n])
+        drop = self._surplus(step, [i for i in urgent if i not in take], due)
+        late = [i for i in drop if due[i] >= step]
+        if late and (self.late == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in late)):
+            return None
+        return Choice(tuple(sorted(take)), tuple(sorted(drop)))
+
+    def _surplus(self, step: int, left: Iterable[str], due: Mapping[str, int]) -> list[str]:
+        """Orders of `left` (most urgent first) that no later step can take in time: empty when Hall's condition holds."""
+        surplus, kept = [], 0
+        for order_id in left:
+            if kept + 1 > (due[order_id] - step) * self.n:
+                surplus.append(order_id)
+            else:
+                kept += 1
+        return surplus
+
+    def apply(self, step: int, take: Iterable[str], drop: Iterable[str]) -> list[Order]:
+        """Account for the ledger entry of `step`; the orders that replace what it dropped are released and returned."""
+        replacements = []
+        for order_id in take:
+            del self.outstanding[order_id]
+        for order_id in drop:
+            old = self.outstanding.pop(order_id)
+            name = replacement_id(order_id)
+            new = replace(old, id=name, seed=order_seed(self.seed, name), min_version=step + 1, drops=old.drops + 1)
+            self.outstanding[name] = new
+            replacements.append(new)
+        return replacements
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "next_batch": self.next_batch,
+            "cursor": self.cursor.state_dict(),
+            "outstanding": [order.to_json() for order in self.outstanding.values()],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next_batch = state["next_batch"]
+        self.cursor.load_state_dict(state["cursor"])
+        self.outstanding = {o["id"]: Order.from_json(o) for o in state["outstanding"]}
+
+
+def replacement_id(order_id: str) -> str:
+    """The name of the order that replaces a dropped one: o000012-003 -> o000012-003r1 -> o000012-003r2."""
+    stem, _, times = order_id.partition("r")
+    return f"{stem}r{int(times or 0) + 1}"

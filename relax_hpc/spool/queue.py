@@ -1,0 +1,170 @@
+"""Orders as files that move by rename: released, claimed, published, given back.
+
+    open/ORDER.aATTEMPT.vOLDEST ──claim──► claimed/WORKER/ORDER.aATTEMPT.vSTARTED ──► SHARDS/ORDER.h5, claim removed
+              ▲                                     │
+              └────────────── give back ────────────┘   (the worker died: attempt + 1; it was drained: same attempt)
+
+Names carry what a claim is decided on, so that deciding costs no read: the oldest version an order may start from, and
+how many workers died on it. Orders are not fsynced: what a power failure takes, the trainer's book puts back.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc.run_dir import RunDir, publish, read_json, to_json
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.watch import FolderWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """An order file's name, read."""
+
+    order_id: str
+    attempt: int
+    version: int
+    """The oldest version it may start from while it is open; the version it was started with once it is claimed."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.order_id}.a{self.attempt}.v{self.version}"
+
+    @classmethod
+    def parse(cls, name: str) -> Ticket:
+        order_id, attempt, version = name.split(".")
+        return cls(order_id, int(attempt[1:]), int(version[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An order that this worker plays."""
+
+    order: Order
+    ticket: Ticket
+    path: Path
+
+
+class Queue:
+    """The order files of a run."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._open = FolderWatch(run.open_orders)
+
+    # the trainer's side
+
+    def put(self, orders: Iterable[Order], oldest: int = 0) -> None:
+        """Release orders; one that is open already stays as it is. `oldest` raises what they may start from."""
+        for order in orders:
+            ticket = Ticket(order.id, 0, max(order.min_version, oldest))
+            publish(self._run.open_orders / ticket.name, to_json(order.to_json()), durable=False)
+
+    def in_play(self) -> dict[str, int]:
+        """Version of every order that is open (oldest it may start from) or claimed (started with)."""
+        # Forwards along an order's way, so that one which moves meanwhile is seen at least once.
+        open_now = [Ticket.parse(n) for n in os.listdir(self._run.open_orders) if not n.startswith(".")]
+        claimed = [ticket for worker in self._workers() for ticket in _tickets(worker)]
+        return {t.order_id: t.version for t in [*open_now, *claimed]}
+
+    def raise_oldest(self, version: int) -> bool:
+        """Orders that nobody has started may not start from versions before `version` any more; True if any was raised.
+
+        Nothing was generated for them yet, so giving them a later deadline favours no answer.
+        """
+        raised = False
+        for name in os.listdir(self._run.open_orders):
+            if name.startswith(".") or (ticket := Ticket.parse(name)).version >= version:
+                continue
+            later = Ticket(ticket.order_id, ticket.attempt, version)
+            raised |= _moved(self._run.open_orders / name, self._run.open_orders / later.name)
+        return raised
+
+    def withdraw(self, order_ids: Iterable[str]) -> None:
+        """Remove orders that nobody needs any more, where they are still open."""
+        gone = set(order_ids)
+        for name in os.listdir(self._run.open_orders):
+            if not name.startswith(".") and Ticket.parse(name).order_id in gone:
+                (self._run.open_orders / name).unlink(missing_ok=True)
+
+    # a worker's side
+
+    def claim(self, worker: str, version: int) -> Claim | None:
+        """Claim the first order that weights `version` may start, evaluations first; None when there is none."""
+        folder = self._run.claimed_orders / worker
+        tickets = sorted((Ticket.parse(n) for n in self._open.names()), key=lambda t: t.order_id)
+        for ticket in tickets:
+            if ticket.version > version:
+                continue
+            mine = Ticket(ticket.order_id, ticket.attempt, version)
+            path = folder / mine.name
+            if _moved(self._run.open_orders / ticket.name, path):
+                content = read_json(path)
+                if content is None:  # given back to others between the rename and the read: this worker counts as lost
+                    continue
+                return Claim(Order.from_json(content), mine, path)
+        return None
+
+    def open_workplace(self, worker: str) -> None:
+        (self._run.claimed_orders / worker).mkdir(exist_ok=True)
+
+    # the supervisor's side
+
+    def give_back(self, worker: str, *, lost: bool) -> list[str]:
+        """Open a worker's claims again; `lost`: it died on them. Returns the order ids. Its folder is removed."""
+        folder = self._run.claimed_orders / worker
+        given = []
+        for ticket in _tickets(folder):
+            again = Ticket(ticket.order_id, ticket.attempt + lost, ticket.version)
+            if _moved(folder / ticket.name, self._run.open_orders / again.name):
+                given.append(ticket.order_id)
+        try:
+            folder.rmdir()
+        except OSError:  # already gone, or a claim slipped in: the next give-back takes it
+            pass
+        return given
+
+    def workers(self) -> list[str]:
+        return [folder.name for folder in self._workers()]
+
+    def _workers(self) -> list[Path]:
+        return [Path(entry.path) for entry in os.scandir(self._run.claimed_orders) if entry.is_dir()]
+
+
+def publish_shard(run: RunDir, claim: Claim, image: bytes, worker: str) -> bool:
+    """Publish a claim's shard and end the claim; False when another attempt came first (ours is put aside)."""
+    final = run.shard(claim.order.id)
+    if publish(final, image):
+        claim.path.unlink(missing_ok=True)
+        return True
+    aside = run.aside / f"{claim.order.id}.{worker}.h5"
+    publish(aside, image, durable=False)
+    reason = {
+        "order": claim.order.id,
+        "worker": worker,
+        "reason": "another attempt was published first",
+        "time": time.time(),
+    }
+    publish(aside.with_suffix(".reason.json"), to_json(reason), durable=False)
+    claim.path.unlink(missing_ok=True)
+    return False
+
+
+def _tickets(folder: Path) -> list[Ticket]:
+    try:
+        return [Ticket.parse(n) for n in os.listdir(folder) if not n.startswith(".")]
+    except FileNotFoundError:
+        return []
+
+
+def _moved(source: Path, target: Path) -> bool:
+    """Rename, and say whether it was us. On NFS the reply to a rename that succeeded can be lost: look for the target."""
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        return target.exists()
+    return True

@@ -1,0 +1,400 @@
+"""A shard: one HDF5 file with all groups of one order; complete or absent, never changed.
+
+    worker: list[Group] ──encode──► one HDF5 image in memory ──publish──► SHARDS/ORDER.h5 ──► Shard (any reader)
+
+Flat columns plus offsets, so that a file of a thousand samples is a dozen datasets, one write and one read. The file is
+built in memory (HDF5's core driver) and leaves in one write: a kill in mid-write leaves a temporary name, never a shard.
+h5py's low-level API is used on this path: for an order of eight samples the high-level one costs four times as much.
+HDF5's file locks are off on purpose: a published shard has no writer, and Lustre mounted without flock refuses locks.
+docs/shard-format.md describes the format for readers that know nothing of this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast
+
+import h5py
+import numpy as np
+import xxhash
+from h5py import h5a, h5d, h5f, h5p, h5s, h5t
+from numpy.typing import NDArray
+
+from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
+from relax_hpc.run_dir import RunError
+
+FORMAT = "relax_hpc.shard"
+SCHEMA = 1
+Compression = Literal["none", "lz4", "zstd"]
+
+ATTRIBUTES = (b"format", b"schema", b"meta_checksum")
+"""HDF5 keeps checksums of its own metadata, attributes included: what vouches for the rest stands there."""
+
+SAMPLE = np.dtype([("group", "<i4"), ("reward", "<f4"), ("raw_reward", "<f4"), ("finish", "u1"), ("turns", "<i2")])
+GROUP = np.dtype([("source", "<i2"), ("index", "<i8"), ("failed", "u1")])
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "prompt_tokens": np.dtype("<i4"), "prompt_offsets": np.dtype("<i8"), "tokens": np.dtype("<i4"), "offsets": np.dtype("<i8"),
+    "loss_mask": np.dtype("u1"), "logprobs": np.dtype("<f4"), "span_start": np.dtype("<i8"), "span_version": np.dtype("<i4"),
+    "samples": SAMPLE, "groups": GROUP, "meta": np.dtype("u1"),
+}  # fmt: skip
+"""Every shard has these; `extra/NAME` (float32, [N]) may follow."""
+TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
+"""Columns of length T: the ones worth compressing, and read by slices."""
+CHUNK = 1 << 17
+"""Tokens in a compressed chunk: half a megabyte, large enough for Blosc2 to pay, small enough to read a slice."""
+READ_WHOLE_BYTES = 16 << 20
+"""Up to this size a shard is read in one piece; larger ones are read by slices, so that a reader peaks at its slice."""
+
+
+_counter = itertools.count()
+
+
+def columns(groups: Sequence[Group]) -> dict[str, NDArray[Any]]:
+    """The flat columns of `groups` (see docs/shard-format.md)."""
+    samples = [s for g in groups for s in g.samples]
+    of_group = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g.samples) for g in groups])
+    offsets = _offsets([len(s.tokens) for s in samples])
+    starts, versions = [], []
+    for sample, begin in zip(samples, offsets[:-1].tolist(), strict=True):
+        for start, version in sample.spans:
+            starts.append(begin + start)
+            versions.append(version)
+    table = np.zeros(len(samples), SAMPLE)
+    table["group"] = of_group
+    for name in ("reward", "raw_reward", "finish", "turns"):
+        table[name] = [getattr(s, name) for s in samples]
+    flat: dict[str, NDArray[Any]] = {
+        "prompt_tokens": _concatenate([g.prompt.tokens for g in groups], np.int32),
+        "prompt_offsets": _offsets([len(g.prompt.tokens) for g in groups]),
+        "tokens": _concatenate([s.tokens for s in samples], np.int32),
+        "offsets": offsets,
+        "loss_mask": _concatenate([s.loss_mask for s in samples], np.uint8),
+        "logprobs": _concatenate([s.logprobs for s in samples], np.float32),
+        "span_start": np.asarray(starts, np.int64),
+        "span_version": np.asarray(versions, np.int32),
+        "samples": table,
+        "groups": np.array([(g.prompt.source, g.prompt.index, bool(g.reason)) for g in groups], GROUP),
+    }
+    for name in dict.fromkeys(key for s in samples for key in s.extra):
+        flat[f"extra/{name}"] = np.array([s.extra.get(name, np.nan) for s in samples], np.float32)
+    return flat
+
+
+def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> bytes:
+    """The bytes of a shard. `meta`: what else to say about the order, JSON-like (attempt, worker, versions, …)."""
+    flat = columns(groups)
+    reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
+    prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
+    checksums = {name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(a).view(np.uint8)) for name, a in flat.items()}
+    about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
+    flat["meta"] = np.frombuffer(json.dumps(about, ensure_ascii=False, default=str).encode(), np.uint8)
+    access = _core_access(sum(a.nbytes for a in flat.values()) + (1 << 14))
+    access.set_libver_bounds(h5f.LIBVER_LATEST, h5f.LIBVER_LATEST)
+    # HDF5 knows open files by name, those in memory too: two threads, or a file that an exception left open, must not meet.
+    file = h5f.create(f"shard-{next(_counter)}".encode(), fapl=access)
+    try:
+        return _write(file, flat, compression)
+    finally:
+        file.close()
+
+
+def _write(file: h5f.FileID, flat: dict[str, NDArray[Any]], compression: Compression) -> bytes:
+    """Fill an empty file and give its image."""
+    _attributes(file, xxhash.xxh3_64_intdigest(flat["meta"]))
+    for name, array in flat.items():
+        layout = h5p.create(h5p.DATASET_CREATE)
+        layout.set_obj_track_times(False)
+        if name in TOKEN_COLUMNS and array.size and compression != "none":
+            _compress(layout, compression, array.size)
+        if "/" in name and b"extra" not in file:
+            h5py.h5g.create(file, b"extra")
+        kind = _hdf5_type(array.dtype)
+        column = h5d.create(file, name.encode(), kind, h5s.create_simple(array.shape), layout)
+        column.write(h5s.ALL, h5s.ALL, array, kind)
+    h5f.flush(file)
+    return cast(bytes, file.get_file_image())
+
+
+class Shard:
+    """A published shard, opened for reading. Use as a context manager, or `close()`.
+
+    Raises RunError when the file is missing, truncated, or no shard of a schema known here.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.bytes = self.path.stat().st_size
+            access = _core_access(1 << 16) if self.bytes <= READ_WHOLE_BYTES else h5p.create(h5p.FILE_ACCESS)
+            access.set_file_locking(False, True)
+            self._file = h5f.open(os.fsencode(self.path), h5f.ACC_RDONLY, access)
+        except FileNotFoundError:
+            raise RunError(f"no shard '{self.path}': it was never published, or retention removed it") from None
+        except OSError as error:
+            raise RunError(
+                f"'{self.path}' ({self.bytes} bytes) is truncated or not HDF5: {error}; "
+                "shards are published whole, so the file was damaged after it was written: move it away and resume"
+            ) from error
+        with self._damage():
+            *found, self._meta_checksum = _read_attributes(self._file)
+        if found != [FORMAT, SCHEMA]:
+            self._file.close()
+            raise RunError(
+                f"'{self.path}' has format and schema {found}, expected {[FORMAT, SCHEMA]}: not a shard of this version"
+            )
+        self._cache: dict[str, Any] = {}
+
+    def __enter__(self) -> Shard:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        """What HDF5 says of broken metadata, as RunError."""
+        try:
+            yield
+        except (RuntimeError, OSError, ValueError, TypeError) as error:
+            raise RunError(
+                f"'{self.path}' cannot be read, the file was damaged after it was written: {error}"
+            ) from error
+
+    def __contains__(self, column: str) -> bool:
+        return column.partition("/")[0].encode() in self._file and column in self.column_names()
+
+    def read(self, column: str, begin: int = 0, end: int | None = None) -> NDArray[Any]:
+        """A column, or the rows [begin, end) of it. Raises RunError naming the columns there are."""
+        try:
+            dataset = h5d.open(self._file, column.encode())
+        except KeyError:
+            raise RunError(f"'{self.path}' has no column '{column}'; it has {sorted(self.column_names())}") from None
+        except (RuntimeError, OSError, ValueError) as error:
+            raise RunError(f"'{self.path}': column '{column}' cannot be read, the file was damaged: {error}") from error
+        with self._damage():
+            return self._rows(dataset, column, begin, end)
+
+    def _rows(self, dataset: h5d.DatasetID, column: str, begin: int, end: int | None) -> NDArray[Any]:
+        rows: int = dataset.shape[0]
+        end = rows if end is None else min(end, rows)
+        array = np.empty(max(end - begin, 0), COLUMNS[column] if column in COLUMNS else dataset.dtype)
+        if array.size:
+            where = dataset.get_space()
+            where.select_hyperslab((begin,), array.shape)
+            dataset.read(h5s.create_simple(array.shape), where, array, _hdf5_type(array.dtype))
+        return array
+
+    def _small(self, column: str) -> NDArray[Any]:
+        """A column that is small beside the token columns, kept after the first read."""
+        if column not in self._cache:
+            self._cache[column] = self.read(column)
+        return cast(NDArray[Any], self._cache[column])
+
+    def column_names(self) -> list[str]:
+        with self._damage():
+            file = h5py.File(self._file)
+            return [n for n in file if n != "extra"] + [f"extra/{n}" for n in file.get("extra", ())]
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        if "meta" not in self._cache:
+            data = self.read("meta")
+            if xxhash.xxh3_64_intdigest(data) != self._meta_checksum:
+                raise RunError(
+                    f"'{self.path}': `meta` does not have its checksum: the file was damaged after it was written"
+                )
+            self._cache["meta"] = json.loads(data.tobytes())
+        return cast(dict[str, Any], self._cache["meta"])
+
+    @property
+    def order(self) -> str:
+        return str(self.meta["order"])
+
+    @property
+    def samples(self) -> NDArray[Any]:
+        """[N] of SAMPLE."""
+        return self._small("samples")
+
+    @property
+    def groups(self) -> NDArray[Any]:
+        """[G] of GROUP."""
+        return self._small("groups")
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[N + 1] where each sample's tokens begin."""
+        return self._small("offsets")
+
+    @property
+    def prompt_offsets(self) -> NDArray[np.int64]:
+        """[G + 1] where each group's prompt tokens begin."""
+        return self._small("prompt_offsets")
+
+    @property
+    def first_version(self) -> int:
+        """The oldest version among the shard's tokens: what its deadline counts from."""
+        spans = self._small("span_version")
+        return int(spans.min()) if len(spans) else int(self.meta["version"])
+
+    def versions(self, begin: int, end: int) -> NDArray[np.int32]:
+        """[end - begin] the version that made each token of the flat range."""
+        starts, versions = self._small("span_start"), self._small("span_version")
+        edges = np.clip(np.append(starts, np.int64(self.offsets[-1])), begin, end)
+        return cast("NDArray[np.int32]", np.repeat(versions, np.diff(edges)))
+
+    def rollouts(self, which: NDArray[np.int64] | None = None) -> Rollouts:
+        """The samples `which` (ascending indices; all by default), reading no more than the stretch they lie in."""
+        picked = np.arange(len(self.samples)) if which is None else np.asarray(which, np.int64)
+        begin, end = (int(self.offsets[picked[0]]), int(self.offsets[picked[-1] + 1])) if len(picked) else (0, 0)
+        stretch = {name: self.read(name, begin, end) for name in TOKEN_COLUMNS}
+        stretch["versions"] = self.versions(begin, end)
+        spans = [(int(self.offsets[i]) - begin, int(self.offsets[i + 1]) - begin) for i in picked]
+        if len(picked) and len(picked) < picked[-1] - picked[0] + 1:
+            stretch = {name: np.concatenate([a[x:y] for x, y in spans]) for name, a in stretch.items()}
+        of_group = self.samples["group"][picked]
+        prompts, prompt_offsets = self._small("prompt_tokens"), self.prompt_offsets
+        return Rollouts(
+            ids=[f"{self.order}/{i}" for i in picked],
+            group=of_group.astype(np.int64),
+            rewards=self.samples["reward"][picked],
+            raw_rewards=self.samples["raw_reward"][picked],
+            prompt_tokens=_concatenate(
+                [prompts[prompt_offsets[g] : prompt_offsets[g + 1]] for g in of_group], np.int32
+            ),
+            prompt_offsets=_offsets([int(prompt_offsets[g + 1] - prompt_offsets[g]) for g in of_group]),
+            offsets=_offsets([y - x for x, y in spans]),
+            finish=self.samples["finish"][picked],
+            **stretch,
+        )
+
+    def group(self, index: int) -> Group:
+        """One group as a record, as its worker made it (the prompt's text is to be decoded)."""
+        which = np.flatnonzero(self.samples["group"] == index)
+        tokens = self.rollouts(which)
+        rows, about, known = self.groups[index], self.meta["prompts"][index], COLUMNS.keys()
+        extra = {n.removeprefix("extra/"): self._small(n)[which] for n in self.column_names() if n not in known}
+        begin, end = self.prompt_offsets[index : index + 2]
+        prompt = Prompt(
+            int(rows["source"]),
+            int(rows["index"]),
+            "",
+            self._small("prompt_tokens")[begin:end],
+            about["answer"],
+            about["metadata"],
+        )
+        samples = []
+        for k, row in enumerate(self.samples[which]):
+            x, y = tokens.offsets[k : k + 2]
+            changes = np.flatnonzero(np.diff(tokens.versions[x:y], prepend=-1))
+            spans = [(int(c), int(tokens.versions[x + c])) for c in changes]
+            numbers = {n: float(a[k]) for n, a in extra.items() if not np.isnan(a[k])}
+            samples.append(
+                Sample(
+                    tokens.tokens[x:y], tokens.loss_mask[x:y], tokens.logprobs[x:y], spans, Finish(int(row["finish"])),
+                    float(row["reward"]), float(row["raw_reward"]), int(row["turns"]), numbers,
+                )
+            )  # fmt: skip
+        return Group(prompt, samples, self.meta["reasons"].get(str(index), ""))
+
+    def validate(self) -> None:
+        """Compare every column with its checksum, and offsets with lengths. Raises RunError naming what differs."""
+        for name, expected in self.meta["checksums"].items():
+            found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.read(name)).view(np.uint8))
+            if found != expected:
+                raise RunError(
+                    f"'{self.path}': column '{name}' has checksum {found}, expected {expected}: the file was damaged"
+                )
+        total = int(self.offsets[-1])
+        for name in TOKEN_COLUMNS:
+            if len(self.read(name)) != total:
+                raise RunError(f"'{self.path}': column '{name}' has {len(self.read(name))} tokens, offsets say {total}")
+
+
+def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
+    """Rollouts of several shards as one; groups are numbered anew, in order."""
+    rollouts = list(parts)
+    first_group, groups = 0, []
+    for part in rollouts:
+        _, renumbered = np.unique(part.group, return_inverse=True)
+        groups.append(renumbered + first_group)
+        first_group += int(renumbered.max(initial=-1)) + 1
+    join: Callable[[str, Any], NDArray[Any]] = lambda name, dtype: _concatenate(
+        [getattr(r, name) for r in rollouts], dtype
+    )
+    return Rollouts(
+        ids=[i for r in rollouts for i in r.ids],
+        group=_concatenate(groups, np.int64),
+        rewards=join("rewards", np.float32),
+        raw_rewards=join("raw_rewards", np.float32),
+        prompt_tokens=join("prompt_tokens", np.int32),
+        prompt_offsets=_offsets([int(n) for r in rollouts for n in np.diff(r.prompt_offsets)]),
+        tokens=join("tokens", np.int32),
+        offsets=_offsets([int(n) for r in rollouts for n in np.diff(r.offsets)]),
+        loss_mask=join("loss_mask", np.uint8),
+        logprobs=join("logprobs", np.float32),
+        versions=join("versions", np.int32),
+        finish=join("finish", np.uint8),
+    )
+
+
+def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _concatenate(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if len(parts) else np.empty(0, dtype)
+
+
+@functools.cache
+def _hdf5_type(dtype: np.dtype[Any]) -> h5t.TypeID:
+    return h5t.py_create(dtype, logical=True)
+
+
+def _core_access(block_bytes: int) -> h5p.PropFAID:
+    """A file in memory; it grows by `block_bytes` at a time, and is read from disk in one piece."""
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_fapl_core(block_bytes, False)
+    return access
+
+
+def _attributes(file: h5f.FileID, meta_checksum: int) -> None:
+    scalar = h5s.create(h5s.SCALAR)
+    values = (np.array(FORMAT.encode()), np.array(SCHEMA, "<i4"), np.array(meta_checksum, "<u8"))
+    for name, value in zip(ATTRIBUTES, values, strict=True):
+        kind = _hdf5_type(value.dtype)
+        h5a.create(file, name, kind, scalar).write(value, kind)
+
+
+def _read_attributes(file: h5f.FileID) -> list[Any]:
+    """Values of ATTRIBUTES, None where there is none."""
+    found: list[Any] = []
+    for name in ATTRIBUTES:
+        if not h5a.exists(file, name):
+            found.append(None)
+            continue
+        attribute = h5a.open(file, name)
+        value = np.empty(attribute.shape, attribute.dtype)
+        attribute.read(value)
+        found.append(value[()].decode() if value.dtype.kind == "S" else value[()])
+    return found
+
+
+def _compress(layout: h5p.PropDCID, compression: Compression, size: int) -> None:
+    """Blosc2 with byte shuffle, in chunks."""
+    import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
+
+    blosc = hdf5plugin.Blosc2(cname=compression, clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
+    layout.set_chunk((min(CHUNK, size),))
+    layout.set_filter(blosc.filter_id, h5py.h5z.FLAG_MANDATORY, blosc.filter_options)

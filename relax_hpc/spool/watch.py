@@ -1,0 +1,49 @@
+"""Learning of new names in folders by one stat a poll, not by listing them.
+
+A folder's modification time changes when a name appears in it; only then is it listed. Two names within one tick of the
+clock can leave it unchanged, and clocks of file servers differ from ours: a folder whose last change is recent is listed
+again, and every folder is listed once in a while whatever its time says.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RECENT_NS = 100_000_000
+"""A folder listed within this time of its last change is listed again at the next poll."""
+RELIST_S = 2.0
+"""Every folder is listed this often even if its time did not change (attribute caches of NFS)."""
+
+
+class FolderWatch:
+    """The published names (those without a leading dot) in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._names: frozenset[str] = frozenset()
+        self._listed_mtime = -1
+        self._listed_at = float("-inf")
+
+    def names(self) -> frozenset[str]:
+        """The names now; a missing folder has none."""
+        try:
+            mtime = os.stat(self.folder).st_mtime_ns
+        except FileNotFoundError:
+            return frozenset()
+        now = time.monotonic()
+        if mtime != self._listed_mtime or now - self._listed_at > RELIST_S:
+            self._names = frozenset(n for n in os.listdir(self.folder) if not n.startswith("."))
+            settled = time.time_ns() - mtime > RECENT_NS
+            self._listed_mtime, self._listed_at = (mtime if settled else -1), now
+        return self._names
+
+
+def backoff(first_s: float = 0.002, last_s: float = 0.05) -> Iterator[float]:
+    """Waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing comes."""
+    wait = first_s
+    while True:
+        yield wait
+        wait = min(wait * 1.5, last_s)

@@ -1,0 +1,122 @@
+"""What a role says about itself: a heartbeat (that it lives and how far it is), metrics, and a log for three in the morning.
+
+One writer a file, so that nothing needs a lock: heartbeats/ROLE.json is replaced, metrics/ROLE.jsonl is appended to.
+Heartbeats are written by the role's own main thread at points of progress: a role that hangs falls silent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.run_dir import RunDir, read_json, replace, to_json
+
+BEAT_EVERY_S = 0.5
+"""Heartbeats come at most this often: a file operation each, on a shared file system."""
+
+
+class Orphaned(SystemExit):
+    """The supervisor that started this process is gone; whoever takes over starts its own roles."""
+
+
+class Telemetry:
+    """One role's voice. `role` is a unique name such as 'trainer-0' or 'rollout-3'."""
+
+    def __init__(self, run: RunDir, role: str, attempt: int, supervisor_pid: int | None = None) -> None:
+        self.role, self.attempt = role, attempt
+        self.log = logging.getLogger(role)
+        self._beat_path = run.heartbeats / f"{role}.json"
+        self._metrics_path = run.metrics / f"{role}.jsonl"
+        self._trained_path = run.metrics / f"{role}.trained.jsonl"
+        self._supervisor = supervisor_pid
+        self._last_beat = 0.0
+        self._last: dict[str, Any] = {}
+        self._checked: set[Path] = set()
+
+    def beat(self, state: str | None = None, **progress: Any) -> None:
+        """Say that the role lives, and how far it is; cheap enough to call in any loop. A new state is written at once."""
+        changed = state is not None and state != self._last.get("state")
+        self._last |= {k: v for k, v in {"state": state, **progress}.items() if v is not None}
+        now = time.time()
+        if not changed and now - self._last_beat < BEAT_EVERY_S:
+            return
+        if self._supervisor is not None and os.getppid() != self._supervisor:
+            raise Orphaned(f"{self.role}: supervisor {self._supervisor} is gone")
+        self._last_beat = now
+        record = {
+            "role": self.role,
+            "attempt": self.attempt,
+            "pid": os.getpid(),
+            "host": os.uname().nodename,
+            "time": now,
+            **self._last,
+        }
+        try:
+            replace(self._beat_path, to_json(record), durable=False)
+        except OSError as error:  # a full disk must not take a healthy role down; the supervisor sees the silence
+            self.log.warning("heartbeat not written: %s", error)
+
+    def metrics(self, **values: Any) -> None:
+        """Append one line of metrics."""
+        self._append(self._metrics_path, {"time": round(time.time(), 3), "attempt": self.attempt, **values})
+
+    def trained(self, step: int, incarnation: int, ids: Iterable[str]) -> None:
+        """Write down which samples entered the loss of a step, after it was made: what an audit counts."""
+        samples: dict[str, list[int]] = {}
+        for name in ids:
+            order, _, index = name.partition("/")
+            samples.setdefault(order, []).append(int(index))
+        self._append(self._trained_path, {"step": step, "incarnation": incarnation, "samples": samples})
+
+    def _append(self, path: Path, record: dict[str, Any]) -> None:
+        # One write of a whole line: a kill can cut a line short, and a leading newline keeps it from spoiling the next.
+        line = json.dumps(record) + "\n"
+        try:
+            with path.open("a+b") as file:
+                if file.tell() and path not in self._checked:
+                    file.seek(-1, os.SEEK_END)
+                    line = line if file.read(1) == b"\n" else "\n" + line
+                self._checked.add(path)
+                file.write(line.encode())
+        except OSError as error:
+            self.log.warning("metrics not written: %s", error)
+
+
+def read_beat(run: RunDir, role: str) -> dict[str, Any] | None:
+    """A role's last heartbeat; None before its first."""
+    beat: dict[str, Any] | None = read_json(run.heartbeats / f"{role}.json")
+    return beat
+
+
+def read_metrics(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Whole lines of a metrics file from byte `offset` on, and the offset to go on from. A torn last line waits."""
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            data = file.read()
+    except FileNotFoundError:
+        return [], offset
+    whole = data.rfind(b"\n") + 1
+    records = []
+    for line in data[:whole].splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # a line cut by a kill, then continued by the next attempt
+            continue
+    return records, offset + whole
+
+
+def set_up_logging(role: str) -> None:
+    """Logs of a role go to stderr, which its launcher points at logs/ROLE.ATTEMPT.log."""
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO,
+        format=f"%(asctime)s {role} %(levelname)s %(message)s",
+        force=True,
+    )

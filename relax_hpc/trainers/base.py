@@ -1,0 +1,54 @@
+"""What a trainer backend is: it holds the policy and its optimizer, and makes one step from a step's rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_hpc.algorithms import Algorithm
+from relax_hpc.records import Rollouts
+
+
+class Trainer(Protocol):
+    """Fill this to add a backend; the contract suite in tests/contract/test_trainers.py runs over all of them.
+
+    Every process of the trainer holds one and calls the same methods in the same order; all of them are collective.
+    """
+
+    def step(
+        self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """One optimizer step on all of `rollouts` (every process is given all of them and works on its share).
+
+        The loss is the sum over tokens divided by one global token count: the same under any number of processes and
+        micro-batches. Returns metrics, equal on every process: loss, grad_norm, learning_rate, tokens, kl (behaviour to
+        current), clip_fraction, entropy where cheap, and what the algorithm adds.
+        """
+        ...
+
+    def supervised_step(
+        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
+    ) -> float:
+        """One warm-up step: cross-entropy of the answers (their end token included); the mean loss over answer tokens."""
+        ...
+
+    def begin_training(self) -> None:
+        """After the warm-up: a fresh optimizer; the weights of now are the reference."""
+        ...
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights as (Hugging Face name, tensor on the CPU, in the recipe's dtype); tied weights once."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write weights (model.safetensors), optimizer and random state into `folder`; rank 0 writes, all call."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take back what `save` wrote, to the bit. Raises RunError for a checkpoint of another model."""
+        ...

@@ -1,0 +1,103 @@
+"""The run's model folder: config and tokenizer for every role; weights where the model is made here."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from relax_hpc.recipe.schema import PathModel, TinyModel
+from relax_hpc.run_dir import RunError
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Each of these is enough for a tokenizer."""
+SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
+ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+"""Layers that packed rows and left-padded batches are right for; sliding ones within their window."""
+
+
+def materialise(model: PathModel | TinyModel, folder: Path, seed: int) -> None:
+    """Fill `folder` (made if missing) so that AutoConfig and AutoTokenizer load from it.
+
+    A tiny model's weights, drawn from `seed`, are written there too; a model at a path keeps its weights where they are.
+    Raises RunError for a path that is not a model that can be trained here.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, TinyModel):
+        _make_tiny(model, folder, seed)
+    else:
+        _copy_small_files(model.path, folder)
+
+
+def weights_folder(model: PathModel | TinyModel, folder: Path) -> Path:
+    """Where the weights of version 0 are."""
+    return folder if isinstance(model, TinyModel) else model.path
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token a character of `alphabet`; every other character is <unk>. Decoding is the exact inverse."""
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines out
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False
+    )
+
+
+def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
+    tokenizer = character_tokenizer(model.alphabet)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.hidden_size // model.heads,
+        max_position_embeddings=model.context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = Qwen3ForCausalLM(config)
+    transformers.utils.logging.disable_progress_bar()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _copy_small_files(path: Path, folder: Path) -> None:
+    if not path.is_dir():
+        raise RunError(f"model.path = '{path}' is not a directory: give one that `from_pretrained` loads")
+    if not (path / "config.json").is_file():
+        raise RunError(f"model.path = '{path}' has no config.json: it is not a Hugging Face model directory")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise RunError(
+            f"model.path = '{path}' has no tokenizer: one of {list(TOKENIZER_FILES)} is expected beside config.json"
+        )
+    if not any((path / name).is_file() for name in WEIGHT_FILES):
+        raise RunError(f"model.path = '{path}' has no safetensors weights: one of {list(WEIGHT_FILES)} is expected")
+    for pattern in SMALL_FILES:
+        for file in path.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copyfile(file, folder / file.name)
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise RunError(f"model.path = '{path}' does not load: {error}") from error
+    foreign = sorted(set(getattr(config, "layer_types", None) or []) - ATTENTION_LAYERS)
+    if foreign:
+        raise RunError(
+            f"model.path = '{path}' has layers {foreign}: the torch engine and trainer know {sorted(ATTENTION_LAYERS)} only"
+        )

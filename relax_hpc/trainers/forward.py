@@ -1,0 +1,70 @@
+"""Logprobs of chosen tokens, without ever holding the logits of a whole micro-batch.
+
+base model ──hidden [R*L, H]──► the M positions that predict a loss token ──head, in chunks──► [M] logprobs, [M] entropies
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from relax_hpc.data.packing import MicroBatch
+from relax_hpc.run_dir import RunError
+
+LOGITS_PER_CHUNK = 2**24
+"""Logits held at once, in numbers (64 MiB in float32)."""
+
+
+def token_logprobs(
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    targets: Tensor,
+    temperature: float,
+    logits_per_chunk: int = LOGITS_PER_CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """([M] logprobs of `targets` under logits / temperature, [M] entropies without gradient), float32.
+
+    targets: [M] int64, the token ids at batch.predictors. Where more than one chunk is needed, a chunk's logits are
+    computed again in the backward pass.
+    """
+    device = targets.device
+    # the samples' own keys need a mask only where a row has more than one; else attention takes its faster causal path
+    mask = None if batch.one_sample_a_row else torch.from_numpy(batch.attention_mask()).to(device)
+    hidden = model.base_model(
+        input_ids=torch.from_numpy(batch.tokens).to(device),
+        position_ids=torch.from_numpy(batch.positions).to(device),
+        attention_mask=mask,
+        use_cache=False,
+    ).last_hidden_state
+    chosen = hidden.flatten(0, 1)[torch.from_numpy(batch.predictors).to(device)]
+    head = model.get_output_embeddings()
+    tokens_per_chunk = max(1, logits_per_chunk // head.weight.shape[0])
+    if len(chosen) <= tokens_per_chunk:
+        return _head_logprobs(head, chosen, targets, temperature)
+    parts = [
+        checkpoint(_head_logprobs, head, rows, wanted, temperature, use_reentrant=False)
+        for rows, wanted in zip(chosen.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
+    ]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+def _head_logprobs(head: torch.nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    distribution = torch.log_softmax(head(hidden).float() / temperature, -1)
+    with torch.no_grad():
+        entropies = -(distribution.exp() * distribution).sum(-1)
+    return distribution.gather(-1, targets[:, None]).squeeze(-1), entropies
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Raise RunError for a model that does more after its base than its head (soft caps, scales): its logprobs would be wrong."""
+    probe = torch.arange(4, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    whole = model(input_ids=probe, use_cache=False).logits
+    parts = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
+    if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
+        raise RunError(
+            f"{type(model).__name__} changes its logits after the head by up to {(whole - parts).abs().max():.3g}: "
+            "the torch trainer computes logits as head(base model) and would train on others"
+        )

@@ -1,0 +1,74 @@
+"""Gradients in flat buckets, and the learning rate as a function of the step: nothing of either needs to be saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from relax_hpc.recipe.schema import Trainer
+
+BUCKET_BYTES = 64 * 2**20
+NORM_EPS = 1e-6
+"""As in torch.nn.utils.clip_grad_norm_."""
+
+
+def learning_rate(config: Trainer, step: int, steps: int) -> float:
+    """The rate of training step `step` (from 0) of `steps`.
+
+    It rises linearly over lr_warmup_steps (the first step already moves), then falls to min_learning_rate at `steps`.
+    """
+    peak, floor, rising = config.learning_rate, config.min_learning_rate, config.lr_warmup_steps
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = min(1.0, (step - rising) / max(1, steps - rising))
+    if config.schedule == "linear":
+        return peak + (floor - peak) * done
+    if config.schedule == "cosine":
+        return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
+    return peak
+
+
+class FlatGradients:
+    """Every parameter's gradient is a view into one of a few flat buffers: zeroed, reduced and scaled a buffer at a time."""
+
+    def __init__(self, parameters: Sequence[Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.buffers: list[Tensor] = []
+        bucket: list[Parameter] = []
+        size = 0
+        for parameter in parameters:
+            if bucket and (size + parameter.numel()) * parameter.element_size() > bucket_bytes:
+                self._add(bucket)
+                bucket, size = [], 0
+            bucket.append(parameter)
+            size += parameter.numel()
+        self._add(bucket)
+
+    def _add(self, bucket: list[Parameter]) -> None:
+        buffer = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        self.buffers.append(buffer)
+        for parameter, flat in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
+            parameter.grad = flat.view_as(parameter)
+
+    def zero(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def all_reduce(self) -> None:
+        """Sum over the processes."""
+        for work in [dist.all_reduce(buffer, async_op=True) for buffer in self.buffers]:
+            work.wait()
+
+    def norm(self) -> float:
+        """Global L2 norm."""
+        return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(b) for b in self.buffers])))
+
+    def clip(self, norm: float, limit: float) -> None:
+        """Scale all gradients so that their global norm, which is `norm`, is at most `limit`."""
+        if norm > limit:
+            for buffer in self.buffers:
+                buffer.mul_(limit / (norm + NORM_EPS))

@@ -1,0 +1,273 @@
+"""The torch trainer: a Hugging Face causal model, data parallel, one optimizer step from a step's rollouts.
+
+    rollouts ──plan──► this rank's micro-batches ──forward, algorithm.loss, backward──► gradients (sums over tokens)
+    gradients ──all-reduce──► norm ──finite?──► AdamW        metrics ──summed over ranks──► means over tokens
+
+Every rank sees all rollouts and takes its share; each loss is divided by one global token count before its backward, so
+ranks may have different numbers of micro-batches, and the sums are the same under every split.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from relax_hpc.algorithms import Algorithm, LossInputs, make_algorithm
+from relax_hpc.algorithms.kl import k3
+from relax_hpc.data.packing import MicroBatch, pack, plan
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Rollouts
+from relax_hpc.run_dir import RunError
+from relax_hpc.trainers import state_files
+from relax_hpc.trainers.build import weights_folder
+from relax_hpc.trainers.forward import check_head, token_logprobs
+from relax_hpc.trainers.optim import FlatGradients, learning_rate
+
+T = TypeVar("T")
+TokenLoss = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, [M] logprobs, [M] entropies) -> ([M] losses, metrics as [M] tensors)."""
+
+
+class TorchTrainer:
+    """One data-parallel process; see relax_hpc.trainers.base.Trainer."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
+        self.recipe, self.rank, self.world = recipe, rank, world
+        self.device = _device(recipe.trainer.device, rank)
+        self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # NCCL's collectives go by the current device
+        torch.manual_seed(recipe.run.seed + rank)
+        self.model = _load_model(weights_folder(recipe.model, model_dir)).to(self.device).eval()  # eval: no dropout
+        check_head(self.model)
+        self.parameters = dict(self.model.named_parameters())  # tied weights once
+        self.gradients = FlatGradients(list(self.parameters.values()))
+        self.optimizer = self._new_optimizer()
+        self.reference: PreTrainedModel | None = None
+        if "reference" in make_algorithm(recipe.algorithm).needs:
+            self.reference = self._frozen_copy()
+
+    def step(
+        self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        advantages = algorithm.advantages(rollouts)
+        if advantages.shape != rollouts.tokens.shape:
+            raise RunError(
+                f"{type(algorithm).__name__}.advantages returned shape {list(advantages.shape)} for {rollouts.tokens.size} tokens: "
+                "one number a token is expected"
+            )
+        behaviour = torch.from_numpy(rollouts.logprobs)
+        temperature = self.recipe.rollout.temperature
+
+        def loss_of(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            chosen = torch.from_numpy(batch.targets)
+            inputs = LossInputs(
+                logprobs=logprobs,
+                behaviour=behaviour[chosen].to(self.device),
+                advantages=advantages[chosen].to(self.device),
+                reference=self._reference_logprobs(rollouts, batch, temperature)
+                if "reference" in algorithm.needs
+                else None,
+            )
+            loss, metrics = algorithm.loss(inputs)
+            kl = k3(inputs.behaviour, logprobs.detach())  # of behaviour to current: the tokens are the behaviour's
+            return loss, {"kl": kl, "entropy": entropies, **metrics}
+
+        rate = learning_rate(self.recipe.trainer, step, self.recipe.run.steps)
+        return self._optimise(rollouts, loss_of, temperature, rate, progress)
+
+    def supervised_step(
+        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
+    ) -> float:
+        def loss_of(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            return -logprobs, {}
+
+        return self._optimise(_as_rollouts(prompts, answers), loss_of, 1.0, learning_rate)["loss"]
+
+    def begin_training(self) -> None:
+        self.optimizer = self._new_optimizer()
+        if self.reference is not None:
+            self.reference = self._frozen_copy()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights(self.model).items():
+            # a copy even where type and device are right: the next step changes the weights in place
+            yield name, tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    def save(self, folder: Path) -> None:
+        states = state_files.rng_tensors(self.rank, self.device)
+        for other in self._gather(states)[1:]:
+            states |= other
+        if self.rank == 0:
+            state_files.write(folder / state_files.MODEL, self._weights(self.model))
+            state_files.write(
+                folder / state_files.OPTIMIZER, state_files.optimizer_tensors(self.optimizer, self.parameters)
+            )
+            state_files.write(folder / state_files.RNG, states)
+            if self.reference is not None:
+                state_files.write(folder / state_files.REFERENCE, self._weights(self.reference))
+        if self.world > 1:
+            dist.barrier()
+
+    def load(self, folder: Path) -> None:
+        model, optimizer = folder / state_files.MODEL, folder / state_files.OPTIMIZER
+        state_files.fill(self._weights(self.model), state_files.read(model), model)
+        self.optimizer = self._new_optimizer()
+        state_files.fill_optimizer(self.optimizer, self.parameters, state_files.read(optimizer), optimizer)
+        if self.reference is not None:
+            reference = folder / state_files.REFERENCE
+            state_files.fill(self._weights(self.reference), state_files.read(reference), reference)
+        state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
+
+    def _optimise(
+        self,
+        rollouts: Rollouts,
+        loss_of: TokenLoss,
+        temperature: float,
+        rate: float,
+        progress: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Forward, backward, and one step of AdamW with learning rate `rate`, unless something is not finite."""
+        tokens = int(rollouts.loss_mask.sum())
+        metrics = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "tokens": float(tokens), "skipped": 0.0}
+        if tokens == 0:
+            return metrics
+        self.gradients.zero()
+        sums = self._accumulate(rollouts, loss_of, temperature, tokens, progress)
+        if self.world > 1:
+            self.gradients.all_reduce()
+            sums = _add(self._gather(sums))
+        metrics |= {name: value / tokens for name, value in sums.items()}
+        metrics["grad_norm"] = norm = self.gradients.norm()
+        if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
+            return metrics | {"skipped": 1.0}
+        self.gradients.clip(norm, self.recipe.trainer.clip_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return metrics
+
+    def _accumulate(
+        self, rollouts: Rollouts, loss_of: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
+    ) -> dict[str, float]:
+        """Add this rank's share to the gradients; sums over its tokens of the loss and of the metrics."""
+        sums: dict[str, float] = {}
+        for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
+            batch = pack(rollouts, rows)
+            loss, metrics = loss_of(batch, *self._logprobs(self.model, rollouts, batch, temperature))
+            wrong = [n for n, v in {"loss": loss, **metrics}.items() if v.shape != batch.targets.shape]
+            if wrong:
+                raise RunError(
+                    f"the algorithm's {wrong} have other shapes than [{batch.targets.size}]: one number a token is expected"
+                )
+            (loss.sum() / tokens).backward()
+            values = torch.stack([loss.detach(), *(v.detach().to(loss) for v in metrics.values())]).double().sum(1)
+            sums = _add([sums, dict(zip(["loss", *metrics], values.tolist(), strict=True))])
+            progress()
+        return sums
+
+    def _logprobs(
+        self, model: PreTrainedModel, rollouts: Rollouts, batch: MicroBatch, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            return token_logprobs(model, batch, targets, temperature)
+
+    def _reference_logprobs(self, rollouts: Rollouts, batch: MicroBatch, temperature: float) -> Tensor:
+        if self.reference is None:
+            raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
+        with torch.no_grad():
+            return self._logprobs(self.reference, rollouts, batch, temperature)[0]
+
+    def _new_optimizer(self) -> torch.optim.AdamW:
+        config = self.recipe.trainer
+        matrices = [p for p in self.parameters.values() if p.ndim > 1]
+        vectors = [p for p in self.parameters.values() if p.ndim <= 1]  # norms and biases do not decay
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+
+    def _frozen_copy(self) -> PreTrainedModel:
+        reference = copy.deepcopy(self.model).requires_grad_(False)
+        for parameter in reference.parameters():
+            parameter.grad = None
+        return reference
+
+    def _gather(self, value: T) -> list[T]:
+        """Every rank's value, in the order of ranks (so that sums are the same everywhere)."""
+        if self.world == 1:
+            return [value]
+        values: list[T] = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    @staticmethod
+    def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
+        """Parameters (tied ones once) and the buffers that belong to the state, by their Hugging Face names."""
+        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        buffers = {name: value for name, value in model.state_dict().items() if name not in every}
+        return dict(model.named_parameters()) | buffers
+
+
+def _device(choice: str, rank: int) -> torch.device:
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RunError('trainer.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
+def _load_model(folder: Path) -> PreTrainedModel:
+    """The model in float32. Raises RunError when the folder lacks weights (transformers would draw them at random)."""
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError) as error:
+        raise RunError(f"no model can be loaded from '{folder}': {error}") from error
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:
+        raise RunError(
+            f"the weights in '{folder}' do not fill its config.json: {absent[:3]} ({len(absent)} in all) are missing or differ"
+        )
+    policy: PreTrainedModel = model
+    return policy
+
+
+def _add(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _as_rollouts(prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]]) -> Rollouts:
+    """Prompts and answers as samples whose every token is in the loss."""
+    tokens = np.concatenate([np.zeros(0, np.int32), *answers])
+    none = np.zeros(len(prompts), np.float32)
+    return Rollouts(
+        ids=[str(i) for i in range(len(prompts))],
+        group=np.arange(len(prompts)),
+        rewards=none,
+        raw_rewards=none,
+        prompt_tokens=np.concatenate([np.zeros(0, np.int32), *prompts]),
+        prompt_offsets=np.cumsum([0, *(len(p) for p in prompts)]),
+        tokens=tokens,
+        offsets=np.cumsum([0, *(len(a) for a in answers)]),
+        loss_mask=np.ones(len(tokens), np.uint8),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.zeros(len(tokens), np.int32),
+        finish=none.astype(np.uint8),
+    )

@@ -1,0 +1,127 @@
+"""The file transport: a version is a safetensors file and a manifest, published like a shard.
+
+    WEIGHTS/v00000012.l0.i3.safetensors   the tensors, written by incarnation 3 in lineage 0
+    WEIGHTS/v00000012.l0.json             the manifest; it makes the version exist, and is created exclusively
+    WEIGHTS/latest.json                   the newest version's name: the one small file that workers poll
+
+A replayed version is compared with the manifest of the one published before. If the checksums differ (another GPU, another
+layout), it opens a new lineage and is published whole; workers that hold the old one take the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from relax_hpc.run_dir import RunDir, publish, read_json, replace, to_json
+from relax_hpc.weights.base import Version, WeightsError
+
+KEPT_FILES = 3
+"""Newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners."""
+
+
+class FilePublisher:
+    """The trainer's side. `via`: the incarnation's folder; when a successor has renamed it, publishing fails."""
+
+    def __init__(self, run: RunDir, via: Path, incarnation: int) -> None:
+        self._run, self._via, self._incarnation = run, via, incarnation
+        newest = _newest(run)
+        self.lineage = newest.lineage if newest else 0
+
+    def publish(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> Version:
+        """Make version `number` the newest, unless the same bits were published before. Raises FileNotFoundError if fenced."""
+        image = save(dict(tensors))
+        checksum = xxhash.xxh3_128_hexdigest(image)
+        published = _manifest(self._run, number, self.lineage)
+        if published is not None and published["checksum"] == checksum:
+            return _version(published)
+        if published is not None:
+            self.lineage += 1
+        version = Version(number, self.lineage, self._incarnation, checksum)
+        data = self._run.weights / f"v{number:08d}.l{self.lineage}.i{self._incarnation}.safetensors"
+        publish(data, image, via=self._via)
+        about = {**asdict(version), "file": data.name, "bytes": len(image)}
+        publish(_manifest_path(self._run, number, self.lineage), to_json(about), via=self._via)
+        replace(self._run.weights / "latest.json", to_json(about), via=self._via)
+        self._retire(number)
+        return version
+
+    def _retire(self, newest: int) -> None:
+        """Remove tensors that no receiver takes any more. Moved into our own folder first: a superseded trainer deletes nothing."""
+        for path in self._run.weights.glob("v*.safetensors"):
+            if int(path.name[1:9]) <= newest - KEPT_FILES:
+                _remove_fenced(path, self._via)
+
+    def forget(self, oldest_step: int) -> None:
+        """Manifests of versions before the oldest restorable checkpoint are compared with no more."""
+        for path in self._run.weights.glob("v*.json"):
+            if int(path.name[1:9]) < oldest_step:
+                _remove_fenced(path, self._via)
+
+
+class FileReceiver:
+    """A worker's side."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+
+    def newest(self) -> Version | None:
+        return _newest(self._run)
+
+    @contextlib.contextmanager
+    def fetch(self, version: Version) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """The tensors of `version`, their file compared with the manifest's checksum first. Raises WeightsError."""
+        manifest = _manifest(self._run, version.number, version.lineage)
+        if manifest is None:
+            raise WeightsError(
+                f"version {version.number} (lineage {version.lineage}) has no manifest: it was never published"
+            )
+        path = self._run.weights / manifest["file"]
+        try:
+            found = _checksum(path)
+        except FileNotFoundError:
+            raise WeightsError(f"version {version.number} was retired: take the newest one") from None
+        if found != version.checksum:
+            raise WeightsError(f"'{path}' has checksum {found}, its manifest says {version.checksum}: refused")
+        with safe_open(path, framework="pt") as file:
+            yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
+
+
+def _newest(run: RunDir) -> Version | None:
+    latest = read_json(run.weights / "latest.json")
+    return None if latest is None else _version(latest)
+
+
+def _version(about: dict[str, Any]) -> Version:
+    return Version(about["number"], about["lineage"], about["incarnation"], about["checksum"])
+
+
+def _manifest_path(run: RunDir, number: int, lineage: int) -> Path:
+    return run.weights / f"v{number:08d}.l{lineage}.json"
+
+
+def _manifest(run: RunDir, number: int, lineage: int) -> dict[str, Any] | None:
+    manifest: dict[str, Any] | None = read_json(_manifest_path(run, number, lineage))
+    return manifest
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return xxhash.xxh3_128_hexdigest(view)
+
+
+def _remove_fenced(path: Path, via: Path) -> None:
+    gone = via / path.name
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(path, gone)
+        gone.unlink()

@@ -1,0 +1,226 @@
+"""What every engine promises; the oracle is transformers without a cache, without padding, one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM
+
+from relax_hpc.engines import ENGINES, Completion, Engine, Sampling, make_engine
+from relax_hpc.records import Finish
+from relax_hpc.trainers import make_trainer
+from tests import tiny
+
+EOS = 1  # of the tiny model's tokenizer
+
+
+class Setup:
+    """An engine with weights, and the same model in transformers' hands."""
+
+    def __init__(self, name: str, folder: Path, model: dict[str, Any] | None = None) -> None:
+        self.recipe = tiny.recipe(model=model, rollout={"engine": name, "device": "cpu"})
+        self.folder = tiny.folder(self.recipe, folder)
+        self.engine: Engine = make_engine(self.recipe, folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.weights = dict(make_trainer(self.recipe, folder, 0, 1).export())
+        self.engine.load(3, self.weights.items())
+
+    @torch.no_grad()
+    def logprobs(
+        self, prompt: NDArray[np.int32], answer: NDArray[np.int32], temperature: float = 1.0
+    ) -> NDArray[np.float32]:
+        """[len(answer), V] after each token of the prompt's end and the answer."""
+        logits = self.model(torch.tensor(np.concatenate([prompt, answer]))[None].long(), use_cache=False).logits[0]
+        return (logits / temperature).log_softmax(-1)[len(prompt) - 1 : -1].numpy()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=sorted(ENGINES))
+def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    torch.set_num_threads(1)
+    yield Setup(request.param, tmp_path_factory.mktemp("model"))
+
+
+PROMPTS = tiny.prompts([3, 9, 1, 9, 5, 3])
+
+
+def same(a: list[Completion], b: list[Completion]) -> bool:
+    return all(
+        x.tokens.tobytes() == y.tokens.tobytes()
+        and x.logprobs.tobytes() == y.logprobs.tobytes()
+        and x.finish == y.finish
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+def test_logprobs_are_those_of_the_model(setup: Setup, temperature: float) -> None:
+    """Many rows that end early and leave the batch: a row mixed up with another one would show."""
+    done = setup.engine.generate(PROMPTS, 16, Sampling(temperature=temperature, max_new_tokens=40), 1)
+    assert len(done) == 96
+    assert len({len(c.tokens) for c in done}) > 5 or temperature < 1
+    for i, completion in enumerate(done):
+        expected = setup.logprobs(PROMPTS[i // 16], completion.tokens, temperature)
+        chosen = expected[np.arange(len(completion.tokens)), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, chosen, atol=2e-5)
+
+
+def test_greedy_is_what_transformers_generates(setup: Setup) -> None:
+    done = setup.engine.generate(PROMPTS, 2, Sampling(temperature=0, max_new_tokens=12), 0)
+    for i, prompt in enumerate(PROMPTS):
+        out = setup.model.generate(
+            torch.tensor(prompt)[None].long(), do_sample=False, max_new_tokens=12, eos_token_id=EOS, pad_token_id=0
+        )
+        for copy in (0, 1):
+            assert done[2 * i + copy].tokens.tolist() == out[0, len(prompt) :].tolist()
+        chosen = setup.logprobs(prompt, done[2 * i].tokens).max(-1)
+        np.testing.assert_allclose(done[2 * i].logprobs, chosen, atol=2e-5)
+
+
+def test_a_seed_gives_the_same_bits_and_another_seed_other_ones(setup: Setup) -> None:
+    sampling = Sampling(max_new_tokens=20, top_p=0.9)
+    first = setup.engine.generate(PROMPTS, 8, sampling, 5)
+    setup.engine.generate(PROMPTS[:2], 3, Sampling(max_new_tokens=3), 9)
+    torch.rand(7)
+    assert same(first, setup.engine.generate(PROMPTS, 8, sampling, 5))
+    assert not same(first, setup.engine.generate(PROMPTS, 8, sampling, 6))
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p", "top_k"),
+    [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.5, 0.7, 0), (1.0, 1.0, 5), (1.0, 0.6, 8), (1.0, 1e-6, 0)],
+)
+def test_tokens_come_with_their_probabilities(setup: Setup, temperature: float, top_p: float, top_k: int) -> None:
+    prompt, draws = PROMPTS[1], 4000
+    done = setup.engine.generate([prompt], draws, Sampling(temperature, top_p, top_k, max_new_tokens=1), 2)
+    whole = np.exp(setup.logprobs(prompt, prompt[:1], temperature)[0].astype(np.float64))
+    kept: list[int] = []
+    for token in np.argsort(-whole)[: top_k or None]:
+        if whole[kept].sum() < top_p:
+            kept.append(int(token))
+    counts = np.bincount([c.tokens[0] for c in done], minlength=len(whole))
+    assert counts[kept].sum() == draws, "a token outside top-p or top-k was drawn"
+    expected = whole[kept] / whole[kept].sum() * draws
+    common = expected >= 5
+    if common.sum() > 1:
+        rest = [counts[kept][~common].sum()], [expected[~common].sum()]
+        observed, wanted = np.append(counts[kept][common], rest[0]), np.append(expected[common], rest[1])
+        assert chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue > 1e-4
+    for completion in done[:20]:
+        assert completion.logprobs[0] == pytest.approx(np.log(whole[completion.tokens[0]]), abs=2e-5)
+
+
+def test_the_end_token_is_the_last_and_says_stop(setup: Setup) -> None:
+    done = setup.engine.generate(PROMPTS, 32, Sampling(temperature=1.5, max_new_tokens=30), 3)
+    for completion in done:
+        ends = np.flatnonzero(completion.tokens == EOS)
+        if completion.finish == Finish.STOP:
+            assert ends.tolist() == [len(completion.tokens) - 1]
+        else:
+            assert not ends.size and len(completion.tokens) == 30
+    assert {c.finish for c in done} == {Finish.STOP, Finish.LENGTH}
+
+
+@pytest.mark.parametrize("stops", [("7",), ("ab", "\n"), ("= ", "12")])
+def test_stop_strings_end_an_answer_where_they_first_appear(setup: Setup, stops: tuple[str, ...]) -> None:
+    alphabet = setup.recipe.model.alphabet  # type: ignore[union-attr]
+    text = lambda tokens: "".join(alphabet[t - 3] if t > 2 else "?" for t in tokens)
+    stopped = 0
+    for completion in setup.engine.generate(PROMPTS, 64, Sampling(temperature=1.5, max_new_tokens=50, stop=stops), 4):
+        found = min(
+            (text(completion.tokens).find(s) + len(s) for s in stops if s in text(completion.tokens)), default=None
+        )
+        if found is None:
+            assert completion.finish == Finish.LENGTH or completion.tokens[-1] == EOS
+        else:
+            assert completion.finish == Finish.STOP and found == len(completion.tokens)
+            stopped += 1
+    assert stopped > 0
+
+
+def test_a_prompt_goes_on_the_same_in_any_company(setup: Setup) -> None:
+    greedy = Sampling(temperature=0, max_new_tokens=10)
+    together = setup.engine.generate(PROMPTS, 1, greedy, 0)
+    for prompt, completion in zip(PROMPTS, together, strict=True):
+        [alone] = setup.engine.generate([prompt], 1, greedy, 0)
+        assert alone.tokens.tolist() == completion.tokens.tolist()
+
+
+def test_a_long_batch_of_prompts_is_prefilled_in_parts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_hpc.engines.torch.PREFILL_TOKENS", 20)
+    greedy = Sampling(temperature=0, max_new_tokens=10)
+    parts = setup.engine.generate(PROMPTS, 2, greedy, 0)
+    monkeypatch.undo()
+    assert [c.tokens.tolist() for c in parts] == [
+        c.tokens.tolist() for c in setup.engine.generate(PROMPTS, 2, greedy, 0)
+    ]
+
+
+def test_the_context_cuts_answers_and_refuses_prompts(setup: Setup) -> None:
+    long, short = tiny.prompts([63, 5], seed=3)
+    for completion, prompt in zip(
+        setup.engine.generate([long, short], 4, Sampling(max_new_tokens=100), 0), [long] * 4 + [short] * 4, strict=True
+    ):
+        assert len(prompt) + len(completion.tokens) <= 64
+        expected = setup.logprobs(prompt, completion.tokens)[np.arange(len(completion.tokens)), completion.tokens]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+    with pytest.raises(ValueError, match="prompt 1 has 64 tokens.*context of 64"):
+        setup.engine.generate([short, tiny.prompts([64])[0]], 1, Sampling(max_new_tokens=4), 0)
+    with pytest.raises(ValueError, match="prompt 0 has 0 tokens"):
+        setup.engine.generate([np.zeros(0, np.int32)], 1, Sampling(), 0)
+
+
+def test_no_prompts_make_no_completions(setup: Setup) -> None:
+    assert setup.engine.generate([], 4, Sampling(), 0) == []
+
+
+def test_progress_ends_with_every_token(setup: Setup) -> None:
+    said: list[int] = []
+    done = setup.engine.generate(PROMPTS, 4, Sampling(max_new_tokens=10), 0, said.append)
+    assert said == sorted(said) and said[-1] == sum(len(c.tokens) for c in done)
+
+
+def test_a_version_is_taken_whole_or_not_at_all(setup: Setup) -> None:
+    sampling = Sampling(max_new_tokens=5)
+    before = setup.engine.generate(PROMPTS, 2, sampling, 0)
+    assert before[0].spans == [(0, 3)]
+    name = "model.layers.1.mlp.up_proj.weight"
+    broken = {
+        f"'{name}' is missing": {n: t for n, t in setup.weights.items() if n != name},
+        "'model.extra' is unknown": setup.weights | {"model.extra": torch.zeros(2)},
+        rf"'{name}' is \[3, 32\], expected \[64, 32\]": {
+            n: torch.zeros(3, 32) if n == name else t * 2 for n, t in setup.weights.items()
+        },
+    }
+    for message, tensors in broken.items():
+        with pytest.raises(ValueError, match=message):
+            setup.engine.load(4, tensors.items())
+    assert setup.engine.version == 3
+    assert same(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
+
+
+def test_new_weights_are_used_and_named(setup: Setup) -> None:
+    sampling = Sampling(max_new_tokens=5)
+    before = setup.engine.generate(PROMPTS, 2, sampling, 0)
+    setup.engine.load(7, ((n, t.flip(0)) for n, t in setup.weights.items()))
+    after = setup.engine.generate(PROMPTS, 2, sampling, 0)
+    assert after[0].spans == [(0, 7)] and not same(before, after)
+    tied = setup.weights | {"lm_head.weight": setup.weights["model.embed_tokens.weight"]}
+    setup.engine.load(3, tied.items())
+    assert same(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
+
+
+def test_a_cache_that_outgrows_its_room_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_hpc.engines.kv_cache.ROOM", 2)
+    setup = Setup("torch", tmp_path)
+    for i, completion in enumerate(setup.engine.generate(PROMPTS, 2, Sampling(max_new_tokens=40), 0)):
+        expected = setup.logprobs(PROMPTS[i // 2], completion.tokens)[
+            np.arange(len(completion.tokens)), completion.tokens
+        ]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)

@@ -1,0 +1,418 @@
+"""What every trainer promises; the oracle trains on one unpacked sequence at a time with torch's own optimizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from relax_hpc.algorithms import LossInputs, make_algorithm
+from relax_hpc.engines import Sampling, make_engine
+from relax_hpc.recipe.schema import PathModel, Recipe
+from relax_hpc.records import Rollouts
+from relax_hpc.run_dir import RunError
+from relax_hpc.trainers import BACKENDS, Trainer, make_trainer
+from relax_hpc.trainers.build import materialise
+from relax_hpc.trainers.forward import token_logprobs
+from relax_hpc.trainers.optim import learning_rate
+from tests import tiny
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> str:
+    torch.set_num_threads(1)
+    return str(request.param)
+
+
+def trainer_of(recipe: Recipe, folder: Path) -> Trainer:
+    if not (folder / "config.json").exists():
+        tiny.folder(recipe, folder)
+    return make_trainer(recipe, folder, 0, 1)
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    return dict(trainer.export())
+
+
+def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def sequences(rollouts: Rollouts) -> list[tuple[Tensor, Tensor, slice]]:
+    """(prompt, answer, where the answer is in the flat arrays) of every sample."""
+    return [
+        (
+            torch.tensor(rollouts.prompt_tokens[rollouts.prompt_offsets[i] : rollouts.prompt_offsets[i + 1]]).long(),
+            torch.tensor(rollouts.tokens[rollouts.offsets[i] : rollouts.offsets[i + 1]]).long(),
+            slice(rollouts.offsets[i], rollouts.offsets[i + 1]),
+        )
+        for i in range(len(rollouts))
+    ]
+
+
+def oracle_steps(
+    recipe: Recipe, folder: Path, batches: list[Rollouts], kl_coef: float
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """GRPO written out sample by sample."""
+    model, frozen = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
+    config = recipe.trainer
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=0.0
+    )
+    said = []
+    for rollouts in batches:
+        optimizer.zero_grad()
+        total, loss = int(rollouts.loss_mask.sum()), torch.zeros(())
+        for i, (prompt, answer, where) in enumerate(sequences(rollouts)):
+            rewards = torch.tensor(rollouts.rewards[rollouts.group == rollouts.group[i]])
+            advantage = (rollouts.rewards[i] - rewards.mean()) / (rewards.std() + 1e-6)
+            inputs = torch.cat([prompt, answer])[None]
+            now, then = (
+                (m(inputs, use_cache=False).logits[0, len(prompt) - 1 : -1] / recipe.rollout.temperature).log_softmax(
+                    -1
+                )
+                for m in (model, frozen)
+            )
+            now, then = now[torch.arange(len(answer)), answer], then[torch.arange(len(answer)), answer].detach()
+            ratio = (now - torch.tensor(rollouts.logprobs[where])).exp()
+            surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+            penalty = (then - now).exp() - (then - now) - 1
+            loss = loss + ((-surrogate + kl_coef * penalty) * torch.tensor(rollouts.loss_mask[where])).sum() / total
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+        optimizer.step()
+        said.append({"loss": loss.item(), "grad_norm": norm.item(), "tokens": total})
+    return said, dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+@pytest.mark.parametrize("budget", [10000, 64, 9])
+def test_steps_are_those_of_the_plain_formula(backend: str, tmp_path: Path, kl_coef: float, budget: int) -> None:
+    """Whatever the micro-batches: packed into one, several, or one sample each."""
+    recipe = tiny.recipe(
+        trainer={"backend": backend, "tokens_per_micro_batch": budget, "clip_grad_norm": 0.5},
+        algorithm={"kl_coef": kl_coef},
+        rollout={"temperature": 0.8},
+    )
+    trainer, algorithm = trainer_of(recipe, tmp_path), make_algorithm(recipe.algorithm)
+    batches = [tiny.random_rollouts(12, seed=s) for s in range(3)]
+    expected, final = oracle_steps(recipe, tmp_path, batches, kl_coef)
+    for step, (rollouts, said) in enumerate(zip(batches, expected, strict=True)):
+        metrics = trainer.step(rollouts, algorithm, step)
+        for name, value in said.items():
+            assert metrics[name] == pytest.approx(value, rel=2e-4, abs=1e-6), (step, name)
+    for name, tensor in weights(trainer).items():
+        torch.testing.assert_close(
+            tensor, final[name], rtol=0, atol=2e-4
+        )  # AdamW's first steps magnify: they are lr · sign
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_agree_with_the_engine(backend: str, tmp_path: Path, temperature: float) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend}, rollout={"temperature": temperature, "device": "cpu"})
+    trainer, engine = trainer_of(recipe, tmp_path), make_engine(recipe, tmp_path)
+    engine.load(0, trainer.export())
+    asked = tiny.prompts([2, 7, 12])
+    done = engine.generate(asked, 4, Sampling(temperature=temperature, max_new_tokens=20), 0)
+    rollouts = tiny.rollouts([p for p in asked for _ in range(4)], [c.tokens for c in done], 4)
+    rollouts.logprobs[:] = np.concatenate([c.logprobs for c in done])
+    differences: list[float] = []
+
+    class Compare:
+        needs: frozenset[str] = frozenset()
+
+        def advantages(self, rollouts: Rollouts) -> Tensor:
+            return torch.zeros(len(rollouts.tokens))
+
+        def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+            differences.append(float((inputs.logprobs.detach() - inputs.behaviour).abs().max()))
+            return inputs.logprobs * 0, {}
+
+    metrics = trainer.step(rollouts, Compare(), 0)
+    assert max(differences) < 1e-4
+    assert metrics["kl"] < 1e-8 and metrics["tokens"] == len(rollouts.tokens)
+
+
+def test_a_head_in_chunks_is_the_same_head(tmp_path: Path) -> None:
+    from relax_hpc.data.packing import pack, plan
+
+    recipe = tiny.recipe()
+    model = AutoModelForCausalLM.from_pretrained(tiny.folder(recipe, tmp_path))
+    rollouts = tiny.random_rollouts(8)
+    [[rows]] = plan(rollouts, 1, 10000)
+    batch = pack(rollouts, rows)
+    targets = torch.from_numpy(rollouts.tokens[batch.targets]).long()
+    found = []
+    for logits_per_chunk in (2**24, 52 * 7, 1):
+        model.zero_grad()
+        logprobs, entropies = token_logprobs(model, batch, targets, 0.9, logits_per_chunk)
+        logprobs.sum().backward()
+        found.append((logprobs.detach(), entropies, model.model.embed_tokens.weight.grad.clone()))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("samples", [0, 4])
+def test_a_step_without_tokens_leaves_the_weights_alone(backend: str, tmp_path: Path, samples: int) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend})
+    trainer = trainer_of(recipe, tmp_path)
+    before = weights(trainer)
+    metrics = trainer.step(tiny.random_rollouts(samples, masked=1.1), make_algorithm(recipe.algorithm), 0)
+    assert metrics["tokens"] == 0 and all(np.isfinite(v) for v in metrics.values())
+    assert identical(before, weights(trainer))
+
+
+@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+def test_a_loss_that_is_not_finite_is_skipped_and_leaves_no_trace(backend: str, tmp_path: Path, poison: float) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend})
+    algorithm, good = make_algorithm(recipe.algorithm), [tiny.random_rollouts(8, seed=s) for s in range(2)]
+    bad = tiny.random_rollouts(8, seed=9, masked=0.0)
+    bad.rewards[0] = poison
+    clean, tried = (trainer_of(recipe, tmp_path) for _ in range(2))
+    clean.step(good[0], algorithm, 0)
+    tried.step(good[0], algorithm, 0)
+    assert tried.step(bad, algorithm, 1)["skipped"] == 1
+    assert clean.step(good[1], algorithm, 1) == tried.step(good[1], algorithm, 1)
+    assert identical(weights(clean), weights(tried))
+
+
+def test_the_warm_up_learns_the_answers(backend: str, tmp_path: Path) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend})
+    trainer = trainer_of(recipe, tmp_path)
+    asked, answers = tiny.prompts([3, 6, 2, 9]), tiny.prompts([5, 2, 7, 1], seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        parts = []
+        for prompt, answer in zip(asked, answers, strict=True):
+            logits = model(torch.tensor(np.concatenate([prompt, answer]))[None].long()).logits[0, len(prompt) - 1 : -1]
+            parts.append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer).long(), reduction="none"))
+        expected = torch.cat(parts).mean().item()
+    losses = [trainer.supervised_step(asked, answers, 1e-2) for _ in range(40)]
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_training_begins_with_a_fresh_optimizer_and_the_weights_of_now_as_reference(
+    backend: str, tmp_path: Path
+) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend}, algorithm={"kl_coef": 0.1})
+    algorithm, rollouts = make_algorithm(recipe.algorithm), tiny.random_rollouts(8)
+    trainer = trainer_of(recipe, tmp_path)
+    for _ in range(3):
+        trainer.supervised_step(tiny.prompts([3, 4]), tiny.prompts([3, 4]), 1e-2)
+    assert trainer.step(rollouts, algorithm, 0)["reference_kl"] > 1e-4  # against the weights before the warm-up
+    trainer.begin_training()
+    folder = tmp_path / "warm"
+    shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("warm"))
+    from safetensors.torch import save_file
+
+    save_file(weights(trainer), folder / "model.safetensors", metadata={"format": "pt"})
+    fresh = trainer_of(recipe, folder)
+    first = trainer.step(rollouts, algorithm, 0)
+    assert first["reference_kl"] < 1e-9
+    assert first == fresh.step(rollouts, algorithm, 0)
+    assert identical(weights(trainer), weights(fresh))
+    assert trainer.step(rollouts, algorithm, 1)["reference_kl"] > 1e-7
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.2])
+def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, kl_coef: float) -> None:
+    recipe = tiny.recipe(
+        trainer={"backend": backend, "schedule": "cosine"}, algorithm={"kl_coef": kl_coef}, run={"steps": 4}
+    )
+    algorithm = make_algorithm(recipe.algorithm)
+    batches = [tiny.random_rollouts(8, seed=s) for s in range(4)]
+    straight, cut = (trainer_of(recipe, tmp_path / "model") for _ in range(2))
+    for step in (0, 1):
+        straight.step(batches[step], algorithm, step)
+        cut.step(batches[step], algorithm, step)
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    cut.save(saved)
+    drawn = torch.rand(3)
+    assert {f.suffix for f in saved.iterdir()} == {".safetensors"}
+    resumed = trainer_of(recipe, tmp_path / "model")
+    resumed.load(saved)
+    assert torch.equal(drawn, torch.rand(3))
+    for step in (2, 3):
+        assert straight.step(batches[step], algorithm, step) == resumed.step(batches[step], algorithm, step)
+    assert identical(weights(straight), weights(resumed))
+
+
+def test_a_checkpoint_before_the_first_step_loads(backend: str, tmp_path: Path) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend})
+    trainer = trainer_of(recipe, tmp_path)
+    trainer.save(tmp_path)
+    used = trainer_of(recipe, tmp_path)
+    used.step(tiny.random_rollouts(4), make_algorithm(recipe.algorithm), 0)
+    used.load(tmp_path)
+    rollouts = tiny.random_rollouts(8, seed=5)
+    assert used.step(rollouts, make_algorithm(recipe.algorithm), 0) == trainer.step(
+        rollouts, make_algorithm(recipe.algorithm), 0
+    )
+
+
+def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(backend: str, tmp_path: Path) -> None:
+    small, large = (
+        tiny.recipe(model={"layers": n, "intermediate_size": 32 * n}, trainer={"backend": backend}) for n in (2, 3)
+    )
+    trainer, other = trainer_of(small, tmp_path / "a"), trainer_of(large, tmp_path / "b")
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    other.save(saved)
+    before = weights(trainer)
+    with pytest.raises(RunError, match=r"layers\.2.*not in the model.*more"):
+        trainer.load(saved)
+    assert identical(before, weights(trainer))
+    (saved / "model.safetensors").write_bytes((saved / "model.safetensors").read_bytes()[:1000])
+    with pytest.raises(RunError, match=r"model\.safetensors' cannot be read"):
+        other.load(saved)
+    (saved / "model.safetensors").unlink()
+    with pytest.raises(RunError, match="incomplete"):
+        other.load(saved)
+
+
+def test_what_is_exported_loads_as_a_hugging_face_model(backend: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    recipe = tiny.recipe(trainer={"backend": backend})
+    trainer = trainer_of(recipe, tmp_path)
+    early = weights(trainer)
+    assert "lm_head.weight" not in early
+    trainer.step(tiny.random_rollouts(8), make_algorithm(recipe.algorithm), 0)
+    late = weights(trainer)
+    assert not identical(early, late), "the exported tensors change under the reader's hands"
+    save_file(late, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert identical(late, dict(model.named_parameters()))
+
+
+def test_bfloat16_trains_float32_weights_and_exports_bfloat16(backend: str, tmp_path: Path) -> None:
+    exact, rough = (
+        tiny.recipe(trainer={"backend": backend, "dtype": d, "learning_rate": 1e-6}) for d in ("float32", "bfloat16")
+    )
+    rollouts = tiny.random_rollouts(12)
+    a, b = trainer_of(exact, tmp_path), trainer_of(rough, tmp_path)
+    one, two = (t.step(rollouts, make_algorithm(exact.algorithm), 0) for t in (a, b))
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.05, abs=0.01) and two["loss"] != one["loss"]
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=0.1)
+    assert {t.dtype for t in weights(b).values()} == {torch.bfloat16}
+    b.save(tmp_path)
+    master = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).model.norm.weight
+    assert not torch.equal(master, torch.ones_like(master))  # a step of 1e-6 on a weight of 1 is lost in bfloat16
+
+
+def test_an_algorithm_of_the_wrong_shape_is_told_so(backend: str, tmp_path: Path) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend})
+    trainer = trainer_of(recipe, tmp_path)
+
+    class Wrong:
+        needs: frozenset[str] = frozenset()
+
+        def __init__(self, advantages: int) -> None:
+            self.count = advantages
+
+        def advantages(self, rollouts: Rollouts) -> Tensor:
+            return torch.zeros(self.count)
+
+        def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+            return inputs.logprobs.mean(), {}
+
+    rollouts = tiny.random_rollouts(8)
+    with pytest.raises(RunError, match=r"shape \[3\]"):
+        trainer.step(rollouts, Wrong(3), 0)
+    with pytest.raises(RunError, match=r"\['loss'\]"):
+        trainer.step(rollouts, Wrong(len(rollouts.tokens)), 0)
+
+
+def test_progress_is_reported(backend: str, tmp_path: Path) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend, "tokens_per_micro_batch": 40})
+    beats: list[None] = []
+    trainer_of(recipe, tmp_path).step(
+        tiny.random_rollouts(12), make_algorithm(recipe.algorithm), 0, lambda: beats.append(None)
+    )
+    assert len(beats) > 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325]),
+        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802]),
+    ],
+)
+def test_the_learning_rate_is_a_function_of_the_step(schedule: str, rates: list[float]) -> None:
+    config = tiny.recipe(
+        trainer={"schedule": schedule, "learning_rate": 1.0, "min_learning_rate": 0.1, "lr_warmup_steps": 2}
+    ).trainer
+    assert [learning_rate(config, step, 6) for step in range(6)] == pytest.approx(rates, abs=1e-5)
+
+
+def test_a_tiny_model_is_the_same_for_a_seed_and_its_tokenizer_is_exact(tmp_path: Path) -> None:
+    recipe = tiny.recipe()
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        torch.rand(1)
+        materialise(recipe.model, tmp_path / name, seed)
+    a, b, c = ((tmp_path / n / "model.safetensors").read_bytes() for n in "abc")
+    assert a == b and a != c
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    text = "12 + 34 =\n (a, b) .  ?"
+    tokens = tokenizer(text).input_ids
+    assert len(tokens) == len(text) and tokenizer.decode(tokens) == text
+    assert tokenizer.decode([*tokens, tokenizer.eos_token_id, tokenizer.pad_token_id], skip_special_tokens=True) == text
+    assert tokenizer("Ä").input_ids == [tokenizer.unk_token_id]
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_a_model_at_a_path_keeps_its_weights_there(backend: str, tmp_path: Path) -> None:
+    made = tiny.recipe()
+    tiny.folder(made, tmp_path / "hub")
+    recipe = Recipe.model_validate(
+        {"model": {"path": tmp_path / "hub"}, "source": [{"task": "chain_sum"}], "trainer": {"backend": backend}}
+    )
+    materialise(recipe.model, tmp_path / "run", 0)
+    assert not list((tmp_path / "run").glob("*.safetensors"))
+    assert AutoTokenizer.from_pretrained(tmp_path / "run")("0").input_ids == [3]
+    engine = make_engine(recipe, tmp_path / "run")
+    trainer = make_trainer(recipe, tmp_path / "run", 0, 1)
+    engine.load(0, trainer.export())
+    assert identical(weights(trainer), weights(make_trainer(made, tmp_path / "hub", 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("", "not a directory"),
+        ("config.json", "no config.json"),
+        ("tokenizer.json", "no tokenizer"),
+        ("model.safetensors", "no safetensors weights"),
+    ],
+)
+def test_a_path_that_is_no_model_is_named(tmp_path: Path, gone: str, message: str) -> None:
+    path = tmp_path / "model"
+    if gone:
+        tiny.folder(tiny.recipe(), path)
+        (path / gone).unlink()
+    with pytest.raises(RunError, match=f"{path}.*{message}"):
+        materialise(PathModel(path=path), tmp_path / "run", 0)
+
+
+def test_weights_that_do_not_fill_the_model_are_refused(backend: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    recipe = tiny.recipe(trainer={"backend": backend})
+    tiny.folder(recipe, tmp_path)
+    held: dict[str, Any] = load_file(tmp_path / "model.safetensors")
+    del held["model.norm.weight"]
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match=r"model\.norm\.weight"):
+        trainer_of(recipe, tmp_path)

@@ -1,0 +1,135 @@
+"""The whole road on one machine, by the command line: begin, finish, go on, stop, fork, debug, export, look."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import relax_hpc as package
+from relax_hpc.analysis.audit import audit
+from relax_hpc.run_dir import RunDir
+from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run with evaluations that was made to its end, once for this module."""
+    folder = tmp_path_factory.mktemp("runs")
+    recipe = write_recipe(folder, SMALL + "\n[evaluation]\nevery = 3\nprompts = 20\nholdout = 0.2\n")
+    done = relax_hpc("run", recipe)
+    return recipe, RunDir(folder / "small"), done.stdout
+
+
+def test_a_run_ends_done_with_every_step_trained_once(finished):
+    _, run, _ = finished
+    assert outcome(run)["outcome"] == "done" and outcome(run)["step"] == 6
+    steps = steps_of(run)
+    assert [s["step"] for s in steps] == [0, 1, 2, 3, 4, 5]
+    assert all(s["samples"] == 32 and 0 <= s["age_max"] <= 1 for s in steps)
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+    assert found.trained == 6 * 32
+
+
+def test_the_first_and_the_last_version_are_scored_on_prompts_that_training_never_sees(finished):
+    _, run, _ = finished
+    view = package.open_run(run.root)
+    scored = {e["version"] for e in view.evals().to_dict("records")}
+    assert {0, 6} <= scored
+    rows = view.trajectories()
+    assert not set(rows[rows.fate == "evaluation"].prompt) & set(rows[rows.fate == "trained"].prompt)
+
+
+def test_the_same_command_says_that_a_finished_run_is_done(finished):
+    recipe, run, _ = finished
+    for target in (recipe, run.root):
+        assert "done already: 6 steps" in relax_hpc("run", target).stdout.replace("\n", " ")
+
+
+def test_another_recipe_of_the_same_name_is_refused_and_named(finished):
+    recipe, _, _ = finished
+    error = relax_hpc("run", recipe, "--set", "trainer.learning_rate=1e-2", code=2).stderr
+    assert "trainer.learning_rate" in error and "0.001" in error and "0.01" in error and "run.name" in error
+
+
+def test_a_key_that_may_not_change_on_resume_points_to_fork(finished):
+    _, run, _ = finished
+    error = relax_hpc("run", run.root, "--set", "algorithm.group_size=8", code=2).stderr
+    assert "algorithm.group_size" in error and "--fork" in error
+
+
+def test_exports_a_model_that_from_pretrained_loads(finished, tmp_path):
+    _, run, _ = finished
+    relax_hpc("export", run.root, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    text = tokenizer("1 + 2 = ", return_tensors="pt")
+    assert model.generate(**text, max_new_tokens=3).shape[1] > text["input_ids"].shape[1]
+    assert "has no checkpoint of step 5" in relax_hpc("export", run.root, tmp_path / "x", "--step", "5", code=2).stderr
+
+
+def test_status_report_and_shards_work_after_the_end(finished):
+    _, run, _ = finished
+    assert "done" in relax_hpc("status", run.root).stdout
+    relax_hpc("report", run.root)
+    assert "<svg" in (run.root / "report.html").read_text()
+    assert "trained" in relax_hpc("shards", "stats", run.root).stdout
+    relax_hpc("shards", "validate", run.root)
+
+
+def test_snapshot_and_resolved_recipe_are_in_the_run(finished):
+    _, run, _ = finished
+    assert (run.snapshot / "code" / "relax_hpc" / "cli" / "__init__.py").exists()
+    assert json.loads((run.snapshot / "versions.json").read_text())["packages"]["torch"]
+    assert "max_staleness = 1" in run.recipe.read_text()
+
+
+def test_ctrl_c_checkpoints_and_the_run_goes_on_with_more_steps(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 100000"))
+    run = RunDir(tmp_path / "small")
+    process = start("run", recipe)
+    wait_for(lambda: run.exists and step_now(run) >= 3)
+    assert "is held by pid" in relax_hpc("run", run.root, code=2).stderr
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    assert outcome(run)["outcome"] == "stopped"
+    stopped_at = outcome(run)["step"]
+    relax_hpc("run", run.root, "--set", f"run.steps={stopped_at + 2}")
+    assert [s["step"] for s in steps_of(run)] == list(range(stopped_at + 2)), "a step was repeated or left out"
+    assert f'"step": {stopped_at}' in run.changes.read_text()
+    found = audit(run.root)
+    assert (found.lost, found.twice) == ([], [])
+
+
+def test_stop_from_another_process(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 100000"))
+    run = RunDir(tmp_path / "small")
+    process = start("run", recipe)
+    wait_for(lambda: run.exists and step_now(run) >= 1)
+    relax_hpc("stop", run.root)
+    assert process.wait(30) == 0 and outcome(run)["outcome"] == "stopped"
+    assert "is not running" in relax_hpc("stop", run.root, code=2).stderr
+
+
+def test_fork_starts_a_new_run_from_a_checkpoint(finished):
+    _, run, _ = finished
+    relax_hpc("run", run.root, "--fork", "forked", "--set", "run.steps=8", "--set", "trainer.learning_rate=1e-4")
+    forked = RunDir(run.root.parent / "forked")
+    assert [s["step"] for s in steps_of(forked)] == [6, 7]
+    assert steps_of(forked)[0]["learning_rate"] == pytest.approx(1e-4)
+
+
+def test_rollout_only_generates_and_train_only_trains_on_that(tmp_path):
+    recipe = write_recipe(tmp_path)
+    relax_hpc("run", recipe, "--debug", "rollout-only", "--set", "run.name=generated")
+    generated = RunDir(tmp_path / "generated")
+    assert all(s["version"] == 0 for s in steps_of(generated))
+    assert len(list(generated.shards.rglob("*.h5"))) >= 12
+    relax_hpc("run", recipe, "--debug", "train-only", "--from", generated.root, "--set", "run.name=trained")
+    trained = RunDir(tmp_path / "trained")
+    assert [s["step"] for s in steps_of(trained)] == list(range(6))
+    assert not list(trained.shards.rglob("*.h5"))
+    assert steps_of(trained)[-1]["raw_reward"] == steps_of(generated)[-1]["raw_reward"]

@@ -1,0 +1,118 @@
+"""What tests that run the real thing share: a recipe that trains in seconds, and the command line as a user has it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.telemetry import read_beat, read_metrics
+
+SMALL = """
+[run]
+name = "small"
+root = "{root}"
+steps = 6
+checkpoint_every = 2
+
+[model]
+name = "tiny"
+hidden_size = 32
+intermediate_size = 64
+layers = 1
+heads = 2
+kv_heads = 1
+context = 48
+
+[algorithm]
+name = "grpo"
+group_size = 4
+
+[async]
+max_staleness = 1
+
+[trainer]
+prompts_per_step = 8
+learning_rate = 1e-3
+
+[rollout]
+workers = 1
+groups_per_order = 4
+max_new_tokens = 6
+
+[supervision]
+max_restarts = 50
+backoff_s = 0.1
+
+[[source]]
+name = "reasoning_gym"
+task = "basic_arithmetic"
+size = 500
+template = "{{metadata[expression]}} = "
+[source.config]
+min_terms = 2
+max_terms = 2
+min_digits = 1
+max_digits = 1
+operators = ["+"]
+allow_parentheses = false
+allow_negation = false
+"""
+"""6 steps of 2 orders of 4 groups of 4 samples."""
+
+
+def write_recipe(folder: Path, text: str = SMALL) -> Path:
+    """The recipe as a file whose runs lie in `folder`."""
+    path = folder / "small.toml"
+    path.write_text(text.format(root=folder))
+    return path
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "relax_hpc", *map(str, arguments)]
+
+
+def relax_hpc(*arguments: str | Path, code: int | None = 0, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; `code`: the exit code it must have."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout, check=False)
+    assert code is None or done.returncode == code, f"{done.args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
+    """Begin a command."""
+    return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(what: Callable[[], Any], timeout: float = 90) -> Any:
+    """The first true value of `what()`; fails when none comes in time."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if value := what():
+            return value
+        time.sleep(0.01)
+    raise AssertionError(f"nothing came in {timeout} s")
+
+
+def steps_of(run: RunDir) -> list[dict[str, Any]]:
+    """The metrics of all steps, replays too."""
+    return [r for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"]
+
+
+def step_now(run: RunDir) -> int:
+    return int((read_beat(run, "trainer-0") or {}).get("step", 0))
+
+
+def pid_of(run: RunDir, role: str) -> int | None:
+    """The process of a role that has begun to work."""
+    beat = read_beat(run, role)
+    return None if beat is None or beat.get("state") == "starting" else int(beat["pid"])
+
+
+def outcome(run: RunDir) -> dict[str, Any]:
+    value: dict[str, Any] = read_json(run.outcome)
+    return value

@@ -1,0 +1,220 @@
+"""Advantages, losses and KL against plain float64 arithmetic from the papers, and what happens at the edges."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.algorithms import LossInputs, make_algorithm
+from relax_hpc.algorithms.advantages import group_relative
+from relax_hpc.algorithms.filters import make_filters
+from relax_hpc.algorithms.kl import k1, k2, k3
+from relax_hpc.algorithms.losses import clipped_surrogate
+from relax_hpc.recipe.schema import Grpo, OwnAlgorithm
+from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.registry import RegistryError
+from tests.tiny import random_rollouts
+
+
+def grpo_oracle(rewards: list[float], normalise: bool) -> list[float]:
+    """One group, arXiv 2402.03300 section 4.1.2, in Python floats."""
+    mean = sum(rewards) / len(rewards)
+    centred = [r - mean for r in rewards]
+    if not normalise:
+        return centred
+    std = math.sqrt(sum(c * c for c in centred) / (len(rewards) - 1))
+    return [c / (std + 1e-6) for c in centred]
+
+
+def surrogate_oracle(logprob: float, behaviour: float, advantage: float, low: float, high: float) -> float:
+    """arXiv 1707.06347 eq. 7 with the bounds of 2503.14476, in Python floats: the objective's min, negated."""
+    ratio = math.exp(logprob - behaviour)
+    clipped = 1 - low if ratio < 1 - low else 1 + high if ratio > 1 + high else ratio
+    return -min(ratio * advantage, clipped * advantage)
+
+
+@given(
+    st.lists(st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=6), min_size=1, max_size=5),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=50)
+def test_group_relative_matches_the_paper_in_any_order(
+    groups: list[list[float]], normalise: bool, random: object
+) -> None:
+    samples = [
+        (number * 7, r, a)
+        for number, group in enumerate(groups)
+        for r, a in zip(group, grpo_oracle(group, normalise), strict=True)
+    ]
+    random.shuffle(samples)  # type: ignore[attr-defined]
+    got = group_relative(
+        torch.tensor([s[1] for s in samples], dtype=torch.float64),
+        torch.tensor([s[0] for s in samples]),
+        normalise_std=normalise,
+    )
+    np.testing.assert_allclose(got.numpy(), [s[2] for s in samples], rtol=1e-6, atol=1e-7)
+
+
+def test_equal_rewards_and_a_lone_sample_get_no_advantage() -> None:
+    got = group_relative(torch.tensor([0.1, 0.1, 0.1, 3.0]), torch.tensor([4, 4, 4, 9]), normalise_std=True)
+    assert got.abs().max() < 1e-6
+
+
+def test_advantages_lie_on_the_samples_own_tokens_and_nowhere_else() -> None:
+    rollouts = random_rollouts(12, masked=0.3)
+    got = make_algorithm(Grpo(normalise_std=False)).advantages(rollouts).numpy()
+    for i in range(len(rollouts)):
+        first, last = rollouts.offsets[i], rollouts.offsets[i + 1]
+        group = [float(rollouts.rewards[j]) for j in range(12) if rollouts.group[j] == rollouts.group[i]]
+        expected = (float(rollouts.rewards[i]) - sum(group) / len(group)) * rollouts.loss_mask[first:last]
+        np.testing.assert_allclose(got[first:last], expected, atol=1e-6)
+
+
+@given(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2), st.floats(0, 0.9), st.floats(0, 2))
+@settings(deadline=None)
+def test_clipped_surrogate_matches_the_paper(
+    logprob: float, behaviour: float, advantage: float, low: float, high: float
+) -> None:
+    tensors = [torch.tensor([x], dtype=torch.float64) for x in (logprob, behaviour, advantage)]
+    loss, _ = clipped_surrogate(*tensors, low, high)
+    assert loss.item() == pytest.approx(surrogate_oracle(logprob, behaviour, advantage, low, high), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped"),
+    [
+        (1.0, 1.0, False),
+        (1.27, 1.0, False),
+        (1.29, 1.0, True),
+        (0.5, 1.0, False),
+        (0.79, -1.0, True),
+        (0.81, -1.0, False),
+        (3.0, -1.0, False),
+    ],
+)
+def test_the_clip_stops_the_gradient_on_its_own_side_only(ratio: float, advantage: float, clipped: bool) -> None:
+    logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    loss, active = clipped_surrogate(
+        logprobs, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage]).double(), 0.2, 0.28
+    )
+    loss.sum().backward()
+    assert active.item() is clipped
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
+
+
+def test_on_policy_gradient_is_that_of_reinforce() -> None:
+    advantages = torch.tensor([1.5, -2.0, 0.0], dtype=torch.float64)
+    logprobs = torch.tensor([-1.0, -0.3, -2.0], dtype=torch.float64, requires_grad=True)
+    loss, _ = clipped_surrogate(logprobs, logprobs.detach(), advantages, 0.2, 0.28)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad.numpy(), -advantages.numpy())
+
+
+def test_gradients_of_the_whole_loss_are_right() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs = -torch.rand(20, dtype=torch.float64, generator=generator) * 3
+    behaviour = logprobs + 0.05 * torch.randn(20, dtype=torch.float64, generator=generator)
+    advantages = torch.randn(20, dtype=torch.float64, generator=generator)
+    reference = logprobs + 0.5 * torch.randn(20, dtype=torch.float64, generator=generator)
+    algorithm = make_algorithm(Grpo(kl_coef=0.3))
+    function = lambda x: algorithm.loss(LossInputs(x, behaviour, advantages, reference))[0]
+    assert torch.autograd.gradcheck(function, (logprobs.requires_grad_(),))
+
+
+def test_kl_coef_adds_k3_to_the_reference() -> None:
+    logprobs, reference = torch.tensor([-1.0, -2.0]).double(), torch.tensor([-1.5, -0.5]).double()
+    inputs = LossInputs(logprobs, logprobs, torch.tensor([1.0, -1.0]).double(), reference)
+    loss, metrics = make_algorithm(Grpo(kl_coef=0.1)).loss(inputs)
+    expected_kl = [math.exp(-0.5) - 1 + 0.5, math.exp(1.5) - 1 - 1.5]  # 2402.03300 eq. 4: ref/cur - log(ref/cur) - 1
+    np.testing.assert_allclose(metrics["reference_kl"], expected_kl)
+    np.testing.assert_allclose(loss, [-1 + 0.1 * expected_kl[0], 1 + 0.1 * expected_kl[1]])
+
+
+def test_the_reference_is_needed_only_with_a_kl() -> None:
+    assert make_algorithm(Grpo()).needs == frozenset()
+    assert make_algorithm(Grpo(kl_coef=0.1)).needs == {"reference"}
+    one = torch.zeros(1)
+    with pytest.raises(ValueError, match="kl_coef = 0.1"):
+        make_algorithm(Grpo(kl_coef=0.1)).loss(LossInputs(one, one, one, None))
+
+
+def test_estimators_approach_the_true_kl() -> None:
+    generator = torch.Generator().manual_seed(0)
+    current, other = (
+        torch.randn(5, dtype=torch.float64, generator=generator).mul(0.3).log_softmax(0) for _ in range(2)
+    )
+    truth = (current.exp() * (current - other)).sum().item()
+    exact = lambda estimator: (current.exp() * estimator(current, other)).sum().item()
+    assert exact(k1) == pytest.approx(truth, rel=1e-9)
+    assert exact(k3) == pytest.approx(truth, rel=1e-9)
+    assert exact(k2) == pytest.approx(truth, rel=0.3)
+    assert (k3(current, other) >= 0).all()
+
+
+OWN = """
+import torch
+class Mine:
+    needs = {needs}
+    def __init__(self, scale): self.scale = scale
+    def advantages(self, rollouts): return torch.ones(len(rollouts.tokens)) * self.scale
+    def loss(self, inputs): return -inputs.logprobs * inputs.advantages, {{}}
+class Half:
+    needs = frozenset()
+def half(): return Half()
+"""
+
+
+def own(tmp_path: Path, needs: str = "frozenset()") -> str:
+    path = tmp_path / "mine.py"
+    path.write_text(OWN.format(needs=needs))
+    return str(path)
+
+
+def test_an_own_algorithm_is_loaded_and_checked(tmp_path: Path) -> None:
+    path = own(tmp_path)
+    algorithm = make_algorithm(OwnAlgorithm(factory=f"{path}:Mine", options={"scale": 2.0}))
+    assert algorithm.advantages(random_rollouts(2)).max() == 2.0
+    with pytest.raises(RegistryError, match="scale"):
+        make_algorithm(OwnAlgorithm(factory=f"{path}:Mine", options={"skale": 2.0}))
+    with pytest.raises(RegistryError, match=r"\['advantages', 'loss'\]"):
+        make_algorithm(OwnAlgorithm(factory=f"{path}:half"))
+
+
+def test_an_own_algorithm_with_an_unknown_column_is_refused(tmp_path: Path) -> None:
+    path = own(tmp_path, needs='{"values"}')
+    with pytest.raises(RegistryError, match=r"\['values'\].*reference"):
+        make_algorithm(OwnAlgorithm(factory=f"{path}:Mine", options={"scale": 1}))
+
+
+def group(rewards: list[float]) -> Group:
+    empty = np.zeros(0, np.int32)
+    samples = [
+        Sample(empty, empty.astype(np.uint8), empty.astype(np.float32), [(0, 0)], Finish.STOP, reward=r)
+        for r in rewards
+    ]
+    return Group(Prompt(0, 0, "", empty), samples)
+
+
+def test_zero_std_filters_groups_without_a_signal() -> None:
+    [zero_std] = make_filters(["zero_std"])
+    assert zero_std(group([1.0, 1.0, 1.0])) == "all 3 rewards are 1.0"
+    assert zero_std(group([1.0, 0.0, 1.0])) is None
+
+
+def test_a_filter_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "filters.py"
+    path.write_text("def bad(group, threshold): return None\ndef good(group): return 'short'\n")
+    assert make_filters([f"{path}:good"])[0](group([1.0])) == "short"
+    with pytest.raises(RegistryError, match="threshold"):
+        make_filters([f"{path}:bad"])
+    with pytest.raises(RegistryError, match="zero_std"):
+        make_filters(["zero_sdt"])

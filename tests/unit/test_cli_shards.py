@@ -1,0 +1,159 @@
+"""`relax-hpc shards` and `relax-hpc report` on a small run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import pyarrow.parquet as pq
+import pytest
+import typer
+from click.testing import Result
+from small_run import LAST_TRAINED, build
+from typer.testing import CliRunner
+
+from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.report import report
+from relax_hpc.cli.shards import app
+from relax_hpc.run_dir import RunDir, RunError
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("COLUMNS", "160")
+    return build(tmp_path / "small")
+
+
+def call(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def lines_with(output: str, word: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines() if word in line]
+
+
+def test_ls_shows_each_order_with_its_fate(run: RunDir) -> None:
+    result = call("ls", run.root)
+    assert result.exit_code == 0
+    [trained] = lines_with(result.stdout, "o000000-000 ")
+    assert trained[:7] == ["o000000-000", "trained", "0", "0", "0", "4", "0.375"]
+    [late] = lines_with(result.stdout, "o000001-001 ")
+    assert late[1] == "late" and late[-1] == "late"
+    assert "1 of 2 groups failed" in result.stdout and "1 of 2 groups filtered" in result.stdout
+    [aside] = lines_with(result.stdout, "aside/o000000-000.rollout-1")
+    assert aside[1] == "unused"
+
+
+def test_ls_shows_the_newest_and_counts_the_rest(run: RunDir) -> None:
+    assert "… and 6 older ones: --all" in call("ls", run.root, "-n", 2).stdout
+    assert "older" not in call("ls", run.root, "-n", 2, "--all").stdout
+
+
+@pytest.mark.parametrize(
+    ("fate", "orders"),
+    [("late", ["o000001-001"]), ("failed", ["o000001-000"]), ("filtered", ["o000000-001"]), ("evaluation", ["e000000-000"])],
+)
+def test_ls_by_fate(run: RunDir, fate: str, orders: list[str]) -> None:
+    rows = [line.split()[0] for line in call("ls", run.root, "--fate", fate).stdout.splitlines() if "00000" in line]
+    assert rows == orders
+    assert call("ls", run.root, "--step", 7).stdout.strip() == "no shards"
+
+
+def test_show_prints_texts_rewards_and_reasons(run: RunDir) -> None:
+    output = call("show", run.root, "o000001-000").stdout
+    for wanted in ("4+1=", "<b>6", "reward -0.25 · raw 0", "versions 0–1", "age 1", "length", "group 1 failed", "took longer than 30 s"):
+        assert wanted in output, wanted
+    only = call("show", run.root, LAST_TRAINED, "--group", 1).stdout
+    assert "7+1=" in only and "6+1=" not in only and "format 0.5" in only
+    one = call("show", run.root, f"{LAST_TRAINED}/3").stdout
+    assert "script>alert<b>9" in one and "script>alert8" not in one
+    assert "another attempt was published first" in call("show", run.root, "o000000-000.rollout-1").stdout
+
+
+def test_show_without_a_tokenizer_prints_token_ids(run: RunDir) -> None:
+    (run.model / "tokenizer.json").unlink()
+    output = call("show", run.root, "o000001-000").stdout
+    assert "token ids are shown" in output and "[7, 0]" in output  # "5" and the end token
+
+
+def test_stats_count_everything(run: RunDir) -> None:
+    output = call("stats", run.root).stdout
+    rows = {row[0]: row[1:3] for row in map(str.split, output.splitlines()) if row and row[0] in ("trained", "failed", "late", "unused")}
+    assert rows == {"trained": ["6", "12"], "failed": ["1", "0"], "late": ["2", "4"], "unused": ["4", "8"]}
+    assert "groups filtered: zero_std" in output and "evals" in output and "aside" in output
+
+
+def test_validate_finds_the_broken_one(run: RunDir) -> None:
+    assert call("validate", run.root).exit_code == 0
+    victim = run.shard("o000000-001")
+    with h5py.File(victim, "r", locking=False) as file:
+        where = file["tokens"].id.get_offset()
+    image = bytearray(victim.read_bytes())
+    image[where] ^= 1
+    victim.write_bytes(image)
+    result = call("validate", run.root)
+    assert result.exit_code == 1
+    assert f"'{victim}': column 'tokens' has checksum" in result.stdout and "7 of 8 shards are whole" in result.stdout
+
+
+def test_export_writes_parquet(run: RunDir, tmp_path: Path) -> None:
+    output = tmp_path / "a.parquet"
+    assert call("export", run.root, output, "--no-text", "--fate", "trained").exit_code == 0
+    table = pq.read_table(output)
+    assert table.num_rows == 12 and "completion" not in table.column_names and "tokens" not in table.column_names
+    assert call("export", run.root, output, "--tokens").exit_code == 0
+    assert {"completion", "tokens", "logprobs"} <= set(pq.read_table(output).column_names)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ls", "/nowhere"], "not a run directory"),
+        (["show", "RUN", "o000099-000"], "no shard of order 'o000099-000'"),
+        (["show", "RUN", "o000000-000", "--group", "5"], "no group 5: they count from 0 to 1"),
+        (["ls", "RUN", "--fate", "lost"], "--fate 'lost': use one of ['trained'"),
+        (["export", "RUN", "/nowhere/a.parquet"], "no folder '/nowhere'"),
+    ],
+)
+def test_mistakes_end_as_one_line(run: RunDir, arguments: list[str], said: str) -> None:
+    result = call(*[run.root if a == "RUN" else a for a in arguments])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ") and said in result.stderr and len(result.stderr.splitlines()) == 1
+    assert "Traceback" not in result.output
+
+
+def test_friendly_lets_bugs_through() -> None:
+    with pytest.raises(ZeroDivisionError), friendly():
+        raise ZeroDivisionError
+    with pytest.raises(typer.Exit), friendly():
+        raise RunError("said")
+    with pytest.raises(ModuleNotFoundError), friendly():
+        raise ModuleNotFoundError("no", name="something_else")
+    with pytest.raises(typer.Exit), friendly():
+        raise ModuleNotFoundError("no", name="pandas")
+
+
+def test_friendly_knows_the_recipes_error() -> None:
+    from relax_hpc.recipe import RecipeError
+
+    with pytest.raises(typer.Exit), friendly():
+        raise RecipeError("said")
+
+
+def test_report_writes_one_page(run: RunDir, tmp_path: Path) -> None:
+    command = typer.Typer()
+    command.command()(report)
+    assert CliRunner().invoke(command, [str(run.root)]).stdout.strip() == str(run.root / "report.html")
+    assert "<svg" in (run.root / "report.html").read_text()
+    assert CliRunner().invoke(command, [str(run.root), "-o", str(tmp_path / "x.html")]).exit_code == 0
+    assert (tmp_path / "x.html").is_file()
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; import relax_hpc.cli.shards, relax_hpc.cli.report; print(*{m.partition('.')[0] for m in sys.modules})"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "h5py", "jinja2", "tokenizers", "pydantic"} & set(loaded)

@@ -1,0 +1,105 @@
+"""Packing: nothing lost, nothing twice, within the budget, and the arrays say what the samples say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.data.packing import PADDING, balance, cut, pack, plan
+from tests.tiny import prompts, random_rollouts, rollouts
+
+LENGTHS = st.lists(st.integers(1, 60), max_size=60)
+
+
+@given(LENGTHS, st.integers(1, 5))
+@settings(deadline=None)
+def test_balance_gives_every_sample_once_and_no_rank_much_more(lengths: list[int], ranks: int) -> None:
+    shares = balance(np.array(lengths, np.int64), ranks)
+    assert sorted(s for share in shares for s in share) == list(range(len(lengths)))
+    loads = [sum(lengths[s] for s in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@given(LENGTHS, st.integers(1, 200))
+@settings(deadline=None)
+def test_cut_keeps_to_the_budget_and_loses_nothing(lengths: list[int], budget: int) -> None:
+    batches = cut(list(range(len(lengths))), np.array(lengths, np.int64), budget)
+    assert sorted(s for rows in batches for row in rows for s in row) == list(range(len(lengths)))
+    for rows in batches:
+        width = max(lengths[s] for row in rows for s in row)
+        assert all(sum(lengths[s] for s in row) <= width for row in rows)
+        alone = len(rows) == 1 and len(rows[0]) == 1
+        assert len(rows) * width <= budget or alone
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=60))
+@settings(deadline=None)
+def test_padding_is_small(lengths: list[int]) -> None:
+    """First-fit leaves at most one row half empty, so a micro-batch is at least nearly half full whatever the lengths."""
+    [rows] = cut(list(range(len(lengths))), np.array(lengths, np.int64), 10**6)
+    width = max(lengths)
+    assert sum(lengths) >= (len(rows) - 1) * width / 2
+    assert sum(sum(lengths[s] for s in row) * 2 <= width for row in rows) <= 1
+
+
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 80))
+@settings(deadline=None, max_examples=40)
+def test_pack_says_what_the_samples_say(seed: int, ranks: int, budget: int) -> None:
+    made = random_rollouts(13, seed=seed, masked=0.4)
+    seen = []
+    for rows in (rows for share in plan(made, ranks, budget) for rows in share):
+        batch = pack(made, rows)
+        flat_tokens, flat_positions = batch.tokens.ravel(), batch.positions.ravel()
+        for r, row in enumerate(rows):
+            for segment, sample in enumerate(row):
+                asked = made.prompt_tokens[made.prompt_offsets[sample] : made.prompt_offsets[sample + 1]]
+                sequence = [*asked, *made.tokens[made.offsets[sample] : made.offsets[sample + 1]]]
+                where = batch.segments[r] == segment
+                assert batch.tokens[r][where].tolist() == sequence[:-1]
+                assert batch.positions[r][where].tolist() == list(range(len(sequence) - 1))
+        for predictor, target in zip(batch.predictors, batch.targets, strict=True):
+            sample = int(np.searchsorted(made.offsets, target, side="right")) - 1
+            asked = made.prompt_tokens[made.prompt_offsets[sample] : made.prompt_offsets[sample + 1]]
+            sequence = [*asked, *made.tokens[made.offsets[sample] : made.offsets[sample + 1]]]
+            place = len(asked) + target - made.offsets[sample] - 1  # of the token before the target
+            assert flat_positions[predictor] == place
+            assert flat_tokens[predictor] == sequence[place]
+        seen += batch.targets.tolist()
+    assert sorted(seen) == np.flatnonzero(made.loss_mask).tolist()
+
+
+def test_the_mask_is_causal_within_a_sample_and_blind_outside() -> None:
+    made = rollouts(prompts([2, 1, 5]), prompts([2, 3, 3]), 3)  # inputs of 3, 3 and 7 tokens
+    [[rows]] = plan(made, 1, 1000)
+    assert rows == [[2], [0, 1]]
+    batch = pack(made, rows)
+    assert not batch.one_sample_a_row
+    row = batch.attention_mask()[1, 0]
+    assert batch.segments[1].tolist() == [0, 0, 0, 1, 1, 1, PADDING]
+    assert [np.flatnonzero(line).tolist() for line in row] == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
+
+
+def test_every_position_may_look_somewhere() -> None:
+    """A query that sees nothing makes attention's softmax 0/0, and the NaN spreads through the gradient."""
+    made = random_rollouts(30)
+    for rows in plan(made, 1, 100)[0]:
+        assert pack(made, rows).attention_mask().any(-1).all()
+
+
+def test_the_plan_is_the_same_every_time_and_leaves_out_what_has_no_loss() -> None:
+    made = random_rollouts(20, masked=0.0)
+    made.loss_mask[made.offsets[3] : made.offsets[4]] = 0
+    assert plan(made, 2, 64) == plan(made, 2, 64)
+    assert 3 not in [s for share in plan(made, 2, 64) for rows in share for row in rows for s in row]
+
+
+def test_no_samples_make_no_micro_batches() -> None:
+    assert plan(rollouts([], [], 1), 3, 64) == [[], [], []]
+
+
+def test_an_empty_prompt_is_named() -> None:
+    made = rollouts([np.zeros(0, np.int32)], prompts([3]), 1)
+    with pytest.raises(ValueError, match="o/0 has no prompt"):
+        plan(made, 1, 64)

@@ -1,0 +1,229 @@
+"""Recipes: TOML and --set in, a checked Recipe or a helpful error out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.recipe import (
+    Recipe,
+    RecipeError,
+    change_on_resume,
+    differences,
+    dump_recipe,
+    load_recipe,
+    resumable,
+    sources,
+)
+from relax_hpc.recipe.describe import keys, tables
+from relax_hpc.recipe.schema import FileSource, Grpo, ReasoningGymSource, Table, TinyModel
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+TINY = """\
+[model]
+name = "tiny"
+
+[rollout]
+max_new_tokens = 8
+
+[[source]]
+task = "basic_arithmetic"
+config = { operators = ["+"], max_terms = 2 }
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def problem(path: Path, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_loads_defaults_and_union_members_by_their_keys(tiny: Path) -> None:
+    recipe = load_recipe(tiny)
+    assert isinstance(recipe.model, TinyModel) and isinstance(recipe.algorithm, Grpo)
+    assert isinstance(recipe.source[0], ReasoningGymSource)
+    assert recipe.source[0].config == {"operators": ["+"], "max_terms": 2}
+    assert recipe.async_.max_staleness == 1
+
+
+def test_overrides_are_toml_or_text_and_index_lists(tiny: Path) -> None:
+    recipe = load_recipe(
+        tiny,
+        ["run.steps=7", "run.name=a-b", "source.0.task=chain_sum", "source.0.config.max_terms=3",
+         "algorithm.clip=[0.1, 0.3]", "async.late=drop", "evaluation.every=5", "trainer.learning_rate=1"],
+    )  # fmt: skip
+    assert (recipe.run.steps, recipe.run.name) == (7, "a-b")
+    assert isinstance(recipe.source[0], ReasoningGymSource)
+    assert recipe.source[0].task == "chain_sum"
+    assert recipe.source[0].config == {"operators": ["+"], "max_terms": 3}
+    assert isinstance(recipe.algorithm, Grpo) and recipe.algorithm.clip == (0.1, 0.3)
+    assert recipe.async_.late == "drop" and recipe.trainer.learning_rate == 1.0
+    assert recipe.evaluation is not None and recipe.evaluation.every == 5
+
+
+def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
+    assert load_recipe(tiny, ["source.0.template=1\nw = 2"]).source[0].template == "1\nw = 2"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("trainer.procesess=2", ["unknown key 'trainer.procesess'", "did you mean 'processes'", 'backend ("torch")']),
+        ("trianer.processes=2", ["unknown key 'trianer'", "did you mean 'trainer'", "[rollout]"]),
+        ("source.0.rewrd=x", ["'source.0.rewrd'", "did you mean 'reward'", "size (10000)"]),
+        ("async_.max_staleness=2", ["unknown key 'async_'", "[async]"]),
+        ("run.steps=many", ['run.steps = "many"', "integer > 0", "Training steps"]),
+        ("run.steps=0", ["run.steps = 0", "integer > 0"]),
+        ("run.steps=true", ["run.steps = true", "integer > 0"]),
+        ("run.steps=1.5", ["run.steps = 1.5", "integer > 0"]),
+        ("run.name=7", ["run.name = 7", "text", '"7"']),
+        ("trainer.learning_rate=inf", ["trainer.learning_rate = inf", "number > 0"]),
+        ("async.late=mask", ["async.late", "'wait' or 'drop'"]),
+        ("algorithm.clip=[0.1]", ["algorithm.clip.1", "[number, number]"]),
+        ("model.name=tny", ["model.name = 'tny'", "did you mean 'tiny'", "['path', 'tiny']"]),
+        ("source.0.name=fil", ["source.0.name = 'fil'", "['file', 'reasoning_gym']"]),
+        ("model=3", ["model = 3", "expected a table"]),
+        ("warmup=3", ["warmup = 3", "expected a table with steps (400)"]),
+        ("source.2.task=x", ["--set 'source.2.task=x'", "0 … 0"]),
+        ("run.steps", ["KEY=VALUE"]),
+        (
+            "trainer.prompts_per_step=30",
+            ["rollout.groups_per_order = 8", "prompts_per_step = 30", "[1, 2, 3, 5, 6, 10"],
+        ),
+        ("algorithm.group_size=1", ["algorithm.group_size = 1", "use 2 or more"]),
+    ],
+)
+def test_a_wrong_key_or_value_says_what_would_be_right(tiny: Path, override: str, parts: list[str]) -> None:
+    message = problem(tiny, override)
+    assert not [part for part in parts if part not in message], message
+
+
+def test_all_problems_come_at_once(tiny: Path) -> None:
+    message = problem(tiny, "run.steps=0", "trainer.procesess=2")
+    assert "2 problems" in message and "run.steps" in message and "trainer.procesess" in message
+    assert str(tiny) in message
+
+
+def test_missing_tables_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "empty.toml"
+    path.write_text("")
+    message = problem(path)
+    assert "no [model] table" in message and "no [[source]] table" in message
+    path.write_text("[model]\n[[source]]\nname = 'file'\n")
+    assert "'source.0.prompts' is missing" in problem(path)
+
+
+def test_a_file_that_is_not_toml_names_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("[run]\nsteps = 3\nname 'x'\n")
+    assert str(path) in problem(path) and "line 3" in problem(path)
+    path.write_text("[run]\nsteps =")
+    assert "line 2" in problem(path)
+    path.write_bytes(b"\xff\xfe[run]")
+    assert "UTF-8" in problem(path)
+    assert "absent.toml" in problem(tmp_path / "absent.toml")
+
+
+def test_dump_loads_back_equal(tiny: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(tiny, ["evaluation.every=3", "warmup.steps=2", "spool.quota_gb=2.5"])
+    copy = tmp_path / "elsewhere" / "recipe.toml"
+    copy.parent.mkdir()
+    copy.write_text(dump_recipe(recipe))
+    assert load_recipe(copy) == recipe
+
+    prompts = tmp_path / "p.jsonl"
+    prompts.touch()
+    own = load_recipe(tiny, [f"source=[{{prompts='{prompts}', answer_key=''}}]", "algorithm={factory='m:f', options={a=[1,2]}}"])
+    copy.write_text(dump_recipe(own))
+    assert load_recipe(copy) == own
+    assert isinstance(own.source[0], FileSource) and own.source[0].answer_key == ""
+
+
+def test_paths_are_absolute_and_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside, here = tmp_path / "recipes", tmp_path / "here"
+    for folder in (beside, here):
+        folder.mkdir()
+        for name in ("both.jsonl", "mine.py", f"{folder.name}.jsonl"):
+            (folder / name).touch()
+    monkeypatch.chdir(here)
+    recipe_file = beside / "r.toml"
+
+    def prompts(text: str, *overrides: str) -> str:
+        recipe_file.write_text(f"[model]\npath = 'm'\n[[source]]\nprompts = '{text}'\nreward = 'mine.py:f'\n")
+        source = load_recipe(Path("../recipes/r.toml"), overrides).source[0]
+        assert isinstance(source, FileSource)
+        assert source.reward == f"{beside / 'mine.py'}:f"
+        return str(source.prompts)
+
+    assert prompts("both.jsonl") == str(beside / "both.jsonl")
+    assert prompts("here.jsonl") == str(here / "here.jsonl")
+    assert prompts("x.jsonl", "source.0.prompts=both.jsonl") == str(here / "both.jsonl")
+    assert prompts("x.jsonl", "source.0.prompts=recipes.jsonl") == str(beside / "recipes.jsonl")
+    assert prompts("none.jsonl") == str(here / "none.jsonl")
+    assert load_recipe(recipe_file).run.root == here / "runs"
+    assert load_recipe(recipe_file, ["source.0.reward=package.module:f"]).source[0].reward == "package.module:f"
+
+
+def test_sources_say_where_each_value_comes_from(tiny: Path) -> None:
+    overrides = ["run.seed=3", "source.0.config.max_terms=4", "spool={keep='needed'}"]
+    rows = {row.key: row for row in sources(load_recipe(tiny, overrides), tiny, overrides)}
+    assert (rows["run.seed"].value, rows["run.seed"].where) == ("3", "--set")
+    assert rows["source.0.config.max_terms"].where == "--set"
+    assert rows["source.0.config.operators"] == ("source.0.config.operators", '["+"]', "file")
+    assert rows["rollout.max_new_tokens"].where == "file"
+    assert rows["rollout.workers"] == ("rollout.workers", "1", "default")
+    assert rows["spool.keep"].where == "--set" and rows["spool.compression"].where == "default"
+    assert rows["warmup"].value == "(absent)"
+
+
+def test_a_resumed_run_may_change_marked_keys_only(tiny: Path) -> None:
+    recipe = load_recipe(tiny)
+    changed = change_on_resume(recipe, ["run.steps=500", "rollout.workers=3", "run.seed=0", "source.0.task=basic_arithmetic"])
+    assert [(c.key, c.old, c.new) for c in differences(recipe, changed)] == [
+        ("run.steps", 100, 500),
+        ("rollout.workers", 1, 3),
+    ]
+    for override in ("run.seed=1", "source.0.task=chain_sum", "evaluation.every=3", "algorithm={group_size=4}"):
+        with pytest.raises(RecipeError, match=r"(?s)--fork.*run\.steps") as caught:
+            change_on_resume(recipe, [override])
+        assert override.split("=")[0] in str(caught.value)
+    with pytest.raises(RecipeError, match="did you mean 'steps'"):
+        change_on_resume(recipe, ["run.stps=3"])
+    assert "run.steps" in resumable(recipe) and "run.seed" not in resumable(recipe)
+
+
+@pytest.mark.parametrize("package", ["recipe", "rewards", "environments", "data"])
+def test_importing_it_does_not_import_torch(package: str) -> None:
+    code = f"import relax_hpc.{package}, sys; print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert ended.stdout == "False\n"
+
+
+def test_docs_are_current() -> None:
+    check = [sys.executable, str(REPOSITORY / "tools" / "recipe_docs.py"), "--check"]
+    ended = subprocess.run(check, cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
+    assert ended.returncode == 0, "run: python tools/recipe_docs.py"
+
+
+def test_every_key_has_a_sentence() -> None:
+    def check(table: type[Table]) -> list[str]:
+        inner = [key for field in table.model_fields.values() for t in tables(field.annotation) for key in check(t)]
+        return inner + [f"{table.__name__}.{key.name}" for key in keys(table) if len(key.help) < 8]
+
+    assert check(Recipe) == []
+
+
+def test_defaults_hold_their_own_constraints(tiny: Path) -> None:
+    loaded = load_recipe(tiny)
+    assert Recipe.model_validate(loaded.model_dump(by_alias=True)) == loaded

@@ -1,0 +1,272 @@
+"""Rewards: the built-in ones against known answers, and a judge that survives whatever a reward does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tokenizers_for_tests import char_tokenizer
+
+from relax_hpc.data import PromptSources
+from relax_hpc.recipe import Recipe
+from relax_hpc.records import Prompt
+from relax_hpc.registry import RegistryError
+from relax_hpc.rewards import Failure, Judge, Score, make_rewards, parts
+from relax_hpc.run_dir import RunError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+USER = Path(__file__).with_name("user_code.py")
+BY_ANSWER = {"prompts": "x.jsonl", "reward": f"{USER}:by_answer"}
+
+
+def recipe(*sources: dict[str, Any], limit_s: float = 20.0) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"name": "tiny"},
+            "rollout": {"max_new_tokens": 8, "reward_time_limit_s": limit_s},
+            "source": list(sources),
+        }
+    )
+
+
+def prompt(answer: str | None = None, source: int = 0, index: int = 7) -> Prompt:
+    return Prompt(source, index, "?", np.zeros(1, np.int32), answer)
+
+
+def scores(judge: Judge, *samples: tuple[Prompt, str]) -> list[float]:
+    verdicts = judge.score(samples)
+    assert all(isinstance(v, Score) for v in verdicts), verdicts
+    return [v.reward for v in verdicts if isinstance(v, Score)]
+
+
+def opened(*sources: dict[str, Any], limit_s: float = 20.0) -> closing[Judge]:
+    """A judge over these sources, closed at the end of `with`."""
+    return closing(Judge(recipe(*sources, limit_s=limit_s)))
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    """Exact match (source 0), mathematics (1), the user's own (2, 3)."""
+    built = Judge(
+        recipe(
+            {"prompts": "x.jsonl"},
+            {"prompts": "x.jsonl", "reward": "math"},
+            BY_ANSWER,
+            {"prompts": "x.jsonl", "reward": f"{USER}:length", "reward_options": {"scale": 0.5}},
+            limit_s=2.0,
+        )
+    )
+    yield built
+    built.close()
+
+
+def test_exact_match(judge: Judge) -> None:
+    p = prompt("46")
+    assert scores(judge, (p, "46"), (p, " 46\n"), (p, "146"), (p, "46."), (p, "")) == [1, 1, 0, 0, 0]
+    with opened({"prompts": "x.jsonl", "reward_options": {"strip": False}}) as strict:
+        assert scores(strict, (p, "46"), (p, " 46")) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "expected"),
+    [
+        ("1/2", "so the result is \\boxed{\\frac{1}{2}}", 1),
+        ("\\frac{1}{2}", "The answer is 0.5", 1),
+        ("\\frac12", "\\boxed{\\frac{2}{4}}", 1),
+        ("$\\frac12$", "\\boxed{\\frac{1}{3}}", 0),
+        ("\\boxed{x^2+2x+1}", "$(x+1)^2$", 1),
+        ("72", "She sold 48+24 = 72 clips.", 1),
+        ("72", "", 0),
+        ("72", "\\frac{{{", 0),
+        ("1,000", "$1000$", 1),
+    ],
+)
+def test_mathematical_equivalence(judge: Judge, reference: str, answer: str, expected: float) -> None:
+    assert scores(judge, (prompt(reference, source=1), answer)) == [expected]
+
+
+def test_a_reference_answer_that_is_no_mathematics_is_the_datas_fault(judge: Judge) -> None:
+    (verdict,) = judge.score([(prompt("", source=1), "3")])
+    assert isinstance(verdict, Failure) and "has no mathematical expression" in verdict.reason
+
+
+def test_a_users_reward_gives_numbers_for_columns(judge: Judge) -> None:
+    assert judge.score([(prompt(source=3), "four")]) == [Score(2.0, {"characters": 4.0})]
+    assert scores(judge, (prompt(source=2), "true")) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        ("raise", ["KeyError", "'key'"]),
+        ("exit", ["SystemExit", "3"]),
+        ("crash", ["died", "-11"]),
+        ("nan", ["nan", "finite number"]),
+        ("text", ["'1.0' (str)", "finite number"]),
+        ("none", ["None", "finite number"]),
+        ("dict", ["'score'", "'reward'"]),
+        ("inf", ["inf", "'other'"]),
+        ("unpicklable", ["function", "finite number"]),
+        ("sleep", ["longer than 2 s", "rollout.reward_time_limit_s"]),
+        ("spin", ["longer than 2 s"]),
+    ],
+)
+def test_a_reward_that_misbehaves_fails_its_own_sample_only(judge: Judge, answer: str, parts: list[str]) -> None:
+    verdicts = judge.score([(prompt(source=2, index=i), a) for i, a in enumerate(["fine", answer, "fine", "fine"])])
+    assert [type(v) for v in verdicts] == [Score, Failure, Score, Score]
+    reason = verdicts[1].reason  # type: ignore[union-attr]
+    assert not [p for p in [*parts, f"{USER}:by_answer", "source 2", "prompt 1"] if p not in reason], reason
+
+
+def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(judge: Judge) -> None:
+    beats: list[float] = []
+    began = time.monotonic()
+    samples = [(prompt(source=2), "sleep"), *[(prompt(source=2), "fine")] * 20, (prompt("1"), "1")]
+    verdicts = judge.score(samples, lambda: beats.append(time.monotonic()))
+    took = time.monotonic() - began
+    assert [isinstance(v, Score) for v in verdicts] == [False] + [True] * 21
+    assert took < 8
+    gaps = np.diff([began, *beats, began + took])
+    assert gaps.max() < 1.0
+
+
+def test_rewards_run_elsewhere_without_torch(judge: Judge) -> None:
+    (verdict,) = judge.score([(prompt(source=2), "pid")])
+    assert isinstance(verdict, Score)
+    assert verdict.extra["pid"] != os.getpid() and verdict.extra["torch"] == 0.0
+
+
+def test_light_children_of_a_main_module_that_imports_torch(tmp_path: Path) -> None:
+    """A role's main module imports torch; spawned children would import it again."""
+    main = tmp_path / "role.py"
+    main.write_text(
+        "import sys, numpy as np\n"
+        "import torch\n"
+        "from test_rewards import opened, prompt, BY_ANSWER\n"
+        "if __name__ == '__main__':\n"
+        "    with opened(BY_ANSWER) as judge:\n"
+        "        print(judge.score([(prompt(), 'pid')])[0].extra['torch'], __spec__)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{USER.parent}"}
+    ended = subprocess.run([sys.executable, str(main)], capture_output=True, text=True, env=environment, check=True)
+    assert ended.stdout == "0.0 None\n"
+
+
+def test_a_pool_whose_idle_child_was_killed_goes_on() -> None:
+    with opened(BY_ANSWER) as judge:
+        scores(judge, (prompt(), "fine"))
+        for child in pool_children():
+            child.send_signal(signal.SIGKILL)
+        assert scores(judge, *[(prompt(), "fine")] * 10) == [0.5] * 10
+        time.sleep(0.5)
+        for child in pool_children():
+            child.send_signal(signal.SIGKILL)
+        time.sleep(1)
+        assert scores(judge, *[(prompt(), "fine")] * 10) == [0.5] * 10
+
+
+def pool_children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_a_killed_role_leaves_no_reward_behind(tmp_path: Path) -> None:
+    main = tmp_path / "role.py"
+    main.write_text(
+        "from test_rewards import opened, prompt, BY_ANSWER\n"
+        "if __name__ == '__main__':\n"
+        "    with opened(BY_ANSWER) as judge:\n"
+        "        judge.score([(prompt(), 'fine')])\n"
+        "        print('ready', flush=True)\n"
+        "        judge.score([(prompt(), 'spin'), (prompt(), 'spin')])\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{USER.parent}"}
+    with subprocess.Popen([sys.executable, str(main)], stdout=subprocess.PIPE, text=True, env=environment) as role:
+        assert role.stdout is not None and role.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+        children = psutil.Process(role.pid).children(recursive=True)
+        assert len(children) >= 2
+        role.kill()
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert not alive
+
+
+def test_closing_stops_a_reward_in_the_middle() -> None:
+    judge = Judge(recipe(BY_ANSWER, limit_s=1.0))
+    assert isinstance(judge.score([(prompt(), "spin")])[0], Failure)
+    judge.close()
+    judge.close()
+    assert not pool_children()
+
+
+ADDITION = {
+    "task": "basic_arithmetic",
+    "config": {"operators": ["+"], "min_terms": 2, "max_terms": 2, "allow_parentheses": False},
+    "size": 20,
+}
+
+
+def test_reasoning_gym_judges_with_the_tasks_own_verifier_on_the_prompts_own_item() -> None:
+    import reasoning_gym
+
+    built = recipe(ADDITION, {"task": "countdown", "size": 5})
+    sources = PromptSources(built.source, char_tokenizer(), 1000)
+    rewards = make_rewards(built.source)
+    assert [r.is_quick for r in rewards] == [True, False]  # countdown evaluates what the model wrote
+    judge = Judge(built)
+    for index in range(5):
+        p, right = sources.prompt(0, index), sources.prompt(0, index).answer
+        assert scores(judge, (p, f"{right}"), (p, f" {right}\n"), (p, "x")) == [1, 1, 0]
+        assert 0 < scores(judge, (p, f"{right}.....5"))[0] < 1
+        p = sources.prompt(1, index)
+        oracle = reasoning_gym.create_dataset("countdown", size=5, seed=0)
+        answers = [str(p.answer), "1+1", "9**9**", "import os"]
+        assert scores(judge, *[(p, a) for a in answers]) == [oracle.score_answer(a, oracle[index]) for a in answers]
+        assert scores(judge, (p, str(p.answer))) == [1.0]
+    judge.close()
+
+
+def test_a_verifier_that_stumbles_over_the_answer_says_wrong() -> None:
+    built = recipe({"task": "prime_factorization", "size": 5})
+    p = PromptSources(built.source, char_tokenizer(), 1000).prompt(0, 0)
+    with opened({"task": "prime_factorization", "size": 5}) as judge:
+        assert scores(judge, (p, "seven × two"), (p, str(p.answer))) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ({"prompts": "x", "reward": "exakt"}, RegistryError, r"unknown reward 'exakt'.*\['exact', 'math', 'reasoning_gym'\]"),
+        ({"prompts": "x", "reward": f"{USER}:absent"}, RegistryError, "no 'absent'; it has .*by_answer"),
+        ({"prompts": "x", "reward": "/nowhere.py:f"}, RegistryError, "no file '/nowhere.py'"),
+        (
+            {"prompts": "x", "reward": f"{USER}:one_argument"},
+            RegistryError,
+            r"one_argument\(prompt.*cannot be called as \(prompt, answer\)",
+        ),
+        ({"prompts": "x", "reward_options": {"stripped": True}}, RegistryError, "stripped=True"),
+        ({"prompts": "x", "reward": "reasoning_gym"}, RunError, "source.0.reward.*only a source with a `task`"),
+        ({"prompts": "x", "reward": "math", "answer_key": ""}, RunError, "answer_key is empty"),
+        ({"task": "nope"}, RunError, "no such task"),
+    ],
+)
+def test_a_reward_that_cannot_work_is_found_at_the_start(source: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_rewards(recipe(source).source)
+
+
+def test_parts_takes_numbers_of_any_kind() -> None:
+    assert parts(np.float32(0.5)) == (0.5, {})  # type: ignore[arg-type]
+    assert parts({"reward": 1, "x": np.int64(2)}) == (1.0, {"x": 2.0})  # type: ignore[dict-item]
+    for wrong in (float("inf"), np.float32("nan"), "1", None, [1.0], {"reward": None}):
+        with pytest.raises(ValueError, match="expected a finite number"):
+            parts(wrong)  # type: ignore[arg-type]

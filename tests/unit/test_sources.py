@@ -1,0 +1,163 @@
+"""Prompt sources: JSONL, Parquet, reasoning-gym; what is wrong in a file is said with the line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers_for_tests import char_tokenizer
+
+from relax_hpc.data import PromptSources
+from relax_hpc.recipe.schema import FileSource, ReasoningGymSource
+from relax_hpc.run_dir import RunError
+
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(5)]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def file_sources(path: Path, *, context: int = 64, chat: bool = False, **keys: Any) -> PromptSources:
+    return PromptSources([FileSource(prompts=path, **keys)], char_tokenizer(chat=chat), context)
+
+
+def fault(sources: PromptSources) -> str:
+    with pytest.raises(RunError) as caught:
+        sources.check()
+    return str(caught.value)
+
+
+def test_jsonl_rows_become_prompts(tmp_path: Path) -> None:
+    sources = file_sources(write_jsonl(tmp_path / "p.jsonl", ROWS))
+    sources.check()
+    assert sources.sizes == [5]
+    prompt = sources.prompt(0, 3)
+    assert (prompt.source, prompt.index, prompt.text, prompt.answer, prompt.metadata) == (0, 3, "3+3=", "6", {"level": 3})
+    assert str(char_tokenizer().decode(prompt.tokens.tolist())).replace(" ", "") == "3+3="
+    assert prompt.tokens.dtype == "int32"
+
+
+def test_parquet_rows_are_the_same_prompts_across_row_groups(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist([r | {"image": b"\x00\x01"} for r in ROWS]), tmp_path / "p.parquet", row_group_size=2)
+    parquet = file_sources(tmp_path / "p.parquet")
+    jsonl = file_sources(write_jsonl(tmp_path / "p.jsonl", ROWS))
+    parquet.check()
+    assert parquet.sizes == [5]
+    for i in (4, 0, 3, 1, 2):
+        ours, theirs = parquet.prompt(0, i), jsonl.prompt(0, i)
+        assert (ours.text, ours.answer, ours.metadata) == (theirs.text, theirs.answer, theirs.metadata)
+
+
+def test_jsonl_is_read_by_line_not_held(tmp_path: Path) -> None:
+    """Blank lines, CRLF, characters of many bytes and a last line without its end do not shift the rows."""
+    path = tmp_path / "p.jsonl"
+    path.write_bytes('{"prompt": "ä€😀", "answer": 1}\r\n\n   \n{"prompt": "b", "answer": 2}\n\n{"prompt": "c", "answer": 3}'.encode())
+    sources = file_sources(path)
+    assert [sources.text(0, i) for i in range(sources.sizes[0])] == ["ä€😀", "b", "c"]
+    assert sources.prompt(0, 1).answer == "2"
+
+
+def test_keys_are_mapped_also_nested_ones(tmp_path: Path) -> None:
+    rows = [{"q": {"text": "1="}, "reward_model": {"ground_truth": 7}, "a.b": "x"}]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    prompt = file_sources(path, prompt_key="q.text", answer_key="reward_model.ground_truth").prompt(0, 0)
+    assert (prompt.text, prompt.answer) == ("1=", "7")
+    assert file_sources(path, prompt_key="a.b", answer_key="").prompt(0, 0).answer is None
+
+
+def test_chat_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": messages, "answer": ""}])
+    assert file_sources(path, chat=True).prompt(0, 0).text == "<system>s\n<user>hi\n<assistant>"
+    assert "no chat template" in fault(file_sources(path, chat=False))
+    table = pa.Table.from_pylist([{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}])
+    pq.write_table(table, tmp_path / "p.parquet")
+    assert file_sources(tmp_path / "p.parquet", chat=True).prompt(0, 0).text == "<user>hi\n<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ('{"prompt": "x", "answer"', [":4", "not JSON"]),
+        ("\xff", [":4", "not JSON"]),
+        ("[1, 2]", [":4", "expected a JSON object", "list"]),
+        ('{"question": "x", "answer": "y"}', [":4", "no column 'prompt' (prompt_key)", "['answer', 'question']"]),
+        ('{"prompt": "x", "solution": "y"}', [":4", "no column 'answer' (answer_key)", "['prompt', 'solution']"]),
+        ('{"prompt": "x", "answer": null}', [":4", "'answer'", "null"]),
+        ('{"prompt": 3, "answer": "y"}', [":4", "text or a list of chat messages", "3"]),
+        ('{"prompt": "", "answer": "y"}', [":4", "prompt 2", "0 tokens"]),
+        ('{"prompt": [{"role": "user"}], "answer": "y"}', [":4", "'role' and 'content'"]),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "answer": "y"}',
+            [":4", "only text", "['image']"],
+        ),
+    ],
+)
+def test_a_broken_row_names_file_and_line(tmp_path: Path, line: str, parts: list[str]) -> None:
+    path = tmp_path / "p.jsonl"
+    good = json.dumps(ROWS[0])
+    path.write_bytes(f"{good}\n\n{good}\n".encode() + line.encode("latin-1") + f"\n{good}\n".encode())
+    message = fault(file_sources(path, chat=True))
+    assert str(path) in message and not [part for part in parts if part not in message], message
+
+
+def test_a_prompt_longer_than_the_context_is_found_before_the_run(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [*ROWS, {"prompt": "7" * 16, "answer": "x"}, {"prompt": "7" * 15, "answer": "x"}]
+    sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), context=16)
+    message = fault(sources)
+    assert "source 0, prompt 5" in message and "16 tokens" in message and "at most 15" in message and ":6" in message
+    assert len(sources.prompt(0, 6).tokens) == 15
+    with pytest.raises(RunError, match="prompt 5"):
+        sources.prompt(0, 5)
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "text.parquet").write_text("not parquet")
+    (tmp_path / "a.csv").touch()
+    for name, part in [
+        ("none.jsonl", "no such file"),
+        ("empty.jsonl", "no rows"),
+        ("text.parquet", "not a Parquet file"),
+        ("a.csv", ".jsonl or .parquet"),
+    ]:
+        with pytest.raises(RunError, match=part) as caught:
+            file_sources(tmp_path / name)
+        assert name in str(caught.value)
+
+
+def task(name: str = "basic_arithmetic", **keys: Any) -> PromptSources:
+    return PromptSources([ReasoningGymSource(task=name, size=50, **keys)], char_tokenizer(), 64)
+
+
+def test_reasoning_gym_items_are_the_tasks_own(tmp_path: Path) -> None:
+    import reasoning_gym
+
+    config = {"operators": ["+"], "min_terms": 2, "max_terms": 2, "allow_parentheses": False}
+    sources = task(config=config, seed=3, template="{metadata[expression]}=")
+    oracle = reasoning_gym.create_dataset("basic_arithmetic", size=50, seed=3, **config)
+    for i in (0, 49):
+        prompt = sources.prompt(0, i)
+        left, right = prompt.text.removesuffix("=").split(" + ")
+        assert prompt.answer == str(int(left) + int(right)) == oracle[i]["answer"]
+        assert prompt.metadata == oracle[i]
+    assert task().prompt(0, 1).text == reasoning_gym.create_dataset("basic_arithmetic", size=50, seed=0)[1]["question"]
+
+
+def test_reasoning_gym_mistakes_say_what_there_is() -> None:
+    with pytest.raises(RunError, match=r"'chain_summ'.*'chain_sum'"):
+        task("chain_summ")
+    with pytest.raises(RunError, match=r"no option \['terms'\].*max_terms \(6\)"):
+        task(config={"terms": 2})
+    with pytest.raises(RunError, match="refuses it.*max_terms must be >= min_terms"):
+        task(config={"min_terms": 9})
+    with pytest.raises(RunError, match=r"template.*expression"):
+        task(template="{metadata[expr]}").check()
+    with pytest.raises(RunError, match="source 0, prompt 2 .*tokens"):
+        task(template="{question}" * 9).prompt(0, 2)

@@ -1,0 +1,72 @@
+"""Rewards and environments such as a user writes, good ones and bad ones; tests name them as FILE.py:NAME."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+
+def length(prompt: Any, answer: str, scale: float = 1.0) -> dict[str, float]:
+    return {"reward": len(answer) * scale, "characters": len(answer)}
+
+
+def by_answer(prompt: Any, answer: str) -> Any:
+    """Misbehaves as the answer says; 'fine' is fine."""
+    misdeeds = {
+        "fine": lambda: 0.5,
+        "true": lambda: True,
+        "raise": lambda: {}["key"],
+        "exit": lambda: sys.exit(3),
+        "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+        "nan": lambda: float("nan"),
+        "text": lambda: "1.0",
+        "none": lambda: None,
+        "dict": lambda: {"score": 1.0},
+        "inf": lambda: {"reward": 1.0, "other": float("inf")},
+        "sleep": lambda: time.sleep(3600),
+        "spin": spin,
+        "unpicklable": lambda: lambda: 1,
+        "pid": lambda: {"reward": 1.0, "pid": os.getpid(), "torch": float("torch" in sys.modules)},
+    }
+    return misdeeds[answer]()
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def one_argument(prompt: Any) -> float:
+    return 1.0
+
+
+class Counting:
+    """Says done after `turns` answers, and gives how long they were as the reward."""
+
+    def __init__(self, turns: int = 2) -> None:
+        self.turns = turns
+
+    def reset(self, prompt: Any) -> None:
+        self.left, self.said = self.turns, 0
+
+    def step(self, answer: str) -> Any:
+        from relax_hpc.environments import Turn
+
+        self.left, self.said = self.left - 1, self.said + len(answer)
+        return Turn(done=not self.left, observation="go on", reward=float(self.said) if not self.left else None)
+
+    def close(self) -> None:
+        pass
+
+
+class NoClose:
+    def reset(self, prompt: Any) -> None: ...
+
+    def step(self, answer: str) -> None: ...
+
+
+class OddStep(Counting):
+    def step(self, answer: str, *, state: int) -> Any: ...

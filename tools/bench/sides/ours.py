@@ -1,0 +1,170 @@
+"""Our side of the spool benchmark: a process that publishes shards, or one that reads them, and the raw file beside them.
+
+`python ours.py` serves requests (see child.py); `python ours.py --traced N --root DIR` writes, publishes and reads one order
+of N samples between two marker calls, for strace to count what lies between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import child
+import numpy as np
+import payload
+
+from relax_hpc import run_dir
+from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.spool.shard import Shard, encode
+from relax_hpc.spool.watch import FolderWatch, backoff
+
+GROUP = 8
+PROMPT_TOKENS = 64
+
+
+def groups_of(data: payload.Payload) -> list[Group]:
+    """The payload as a rollout worker holds it: groups of 8 samples with arrays of their own (and a prompt, on top)."""
+    cuts = list(zip(data.offsets[:-1].tolist(), data.offsets[1:].tolist(), strict=True))
+    samples = [
+        Sample(data.tokens[a:b].copy(), data.loss_mask[a:b].copy(), data.logprobs[a:b].copy(), [(0, 7)], Finish.STOP, float(r), float(r))
+        for (a, b), r in zip(cuts, data.rewards, strict=True)
+    ]
+    prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
+    return [Group(Prompt(0, i, "a question", prompt, "42"), samples[i : i + GROUP]) for i in range(0, len(samples), GROUP)]
+
+
+class Side:
+    """Producer or consumer; `root` is the folder that both use, each has its own copy of the payload."""
+
+    def __init__(self) -> None:
+        self.root = Path()
+
+    def prepare(self, root: str, samples: int, batch: int) -> int:
+        """Make the payload and cut it into orders of `batch` samples; returns its bytes."""
+        self.root = Path(root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        data = payload.make(samples)
+        groups = groups_of(data)
+        per_order = batch // GROUP
+        self.orders = [groups[i : i + per_order] for i in range(0, len(groups), per_order)]
+        self.expected = data.sums()
+        self.flat = b"".join(a.tobytes() for a in (data.tokens, data.logprobs, data.loss_mask, data.rewards))
+        self.split = np.cumsum([data.tokens.nbytes, data.logprobs.nbytes, data.loss_mask.nbytes])
+        return data.nbytes
+
+    def put(self, number: int) -> float:
+        """Seconds from per-sample arrays to shards that are durable and visible under their names."""
+        folder = self.root / f"{number:04d}"
+        begin = time.perf_counter()
+        for i, groups in enumerate(self.orders):
+            order = f"s{number:06d}-{i:03d}"
+            run_dir.publish(folder / f"{order}.h5", encode(order, groups, {"attempt": 1, "version": 7}))
+        return time.perf_counter() - begin
+
+    def get(self, number: int) -> float:
+        """Seconds from listing the folder to having read and summed every value of every shard in it."""
+        folder = self.root / f"{number:04d}"
+        sums = np.zeros(4)
+        begin = time.perf_counter()
+        for name in sorted(FolderWatch(folder).names()):
+            sums += read(folder / name)
+        seconds = time.perf_counter() - begin
+        if not payload.agree(sums.tolist(), self.expected):
+            raise AssertionError(f"read {sums.tolist()}, expected {self.expected}")
+        return seconds
+
+    def remove(self, number: int) -> None:
+        folder = self.root / f"{number:04d}"
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+
+    def raw_put(self, number: int) -> float:
+        """Seconds to write the payload's bytes, flat already, into one file and fsync it."""
+        begin = time.perf_counter()
+        run_dir.write_file(self.root / f"raw-{number:04d}", self.flat)
+        return time.perf_counter() - begin
+
+    def raw_get(self, number: int) -> float:
+        """Seconds to read that file and sum its values."""
+        path = self.root / f"raw-{number:04d}"
+        begin = time.perf_counter()
+        tokens, logprobs, mask, rewards = np.split(np.fromfile(path, np.uint8), self.split)
+        sums = [tokens.view(np.int32).sum(dtype=np.int64), mask.sum(dtype=np.int64),
+                logprobs.view(np.float32).sum(dtype=np.float64), rewards.view(np.float32).sum(dtype=np.float64)]  # fmt: skip
+        seconds = time.perf_counter() - begin
+        path.unlink()
+        if not payload.agree([float(s) for s in sums], self.expected):
+            raise AssertionError(f"read {sums}, expected {self.expected}")
+        return seconds
+
+    def publish_stream(self, count: int, mean_wait_s: float) -> dict[str, float]:
+        """Publish `count` shards at random moments; the clock's time at the beginning of each publishing, by name."""
+        random = np.random.default_rng(0)
+        image = encode("s000000-000", self.orders[0], {"attempt": 1, "version": 7})
+        begun = {}
+        for i in range(count):
+            time.sleep(random.exponential(mean_wait_s))
+            name = f"s{i:06d}-000.h5"
+            begun[name] = time.monotonic()
+            run_dir.publish(self.root / "stream" / name, image)
+        return begun
+
+    def read_stream(self, count: int) -> dict[str, float]:
+        """Poll as the trainer does, read what is new; the clock's time when each shard's values were read, by name."""
+        folder = self.root / "stream"
+        watch, read_at = FolderWatch(folder), dict[str, float]()
+        waits = backoff()
+        while len(read_at) < count:
+            if new := watch.names() - read_at.keys():
+                for name in sorted(new):
+                    read(folder / name)
+                    read_at[name] = time.monotonic()
+                waits = backoff()
+            else:
+                time.sleep(next(waits))
+        for name in read_at:
+            (folder / name).unlink()
+        return read_at
+
+
+def read(path: Path) -> list[float]:
+    """The sums over tokens, loss mask, logprobs and rewards of a shard: every value is touched."""
+    with Shard(path) as shard:
+        rollouts = shard.rollouts()
+        return [float(rollouts.tokens.sum(dtype=np.int64)), float(rollouts.loss_mask.sum(dtype=np.int64)),
+                float(rollouts.logprobs.sum(dtype=np.float64)), float(rollouts.rewards.sum(dtype=np.float64))]  # fmt: skip
+
+
+def traced(root: str, samples: int) -> None:
+    """One order after a first one that warms up imports and caches; only the second lies between the markers."""
+    side = Side()
+    side.prepare(root, samples, samples)
+    for number in (0, 1):
+        os.access(payload.MARKER_BEGIN if number else "/", os.F_OK)
+        side.put(number)
+        side.get(number)
+        os.access(payload.MARKER_END if number else "/", os.F_OK)
+        side.remove(number)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--traced", type=int, metavar="N")
+    arguments.add_argument("--root")
+    given = arguments.parse_args()
+    if given.traced:
+        traced(given.root, given.traced)
+        return
+    side = Side()
+    names = ("prepare", "put", "get", "remove", "raw_put", "raw_get", "publish_stream", "read_stream")
+    handlers: dict[str, Callable[..., Any]] = {name: getattr(side, name) for name in names}
+    child.serve(handlers)
+
+
+if __name__ == "__main__":
+    main()

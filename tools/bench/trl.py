@@ -1,0 +1,139 @@
+"""Against TRL's GRPOTrainer on the CPU: samples per second, end to end, in interleaved rounds of fresh processes.
+
+Both sides: the same randomly initialised Qwen3 weights in fp32, 4 prompts × 8 samples a step, the same prompts, reward function,
+learning rate, clip range and token denominator, and both have two cores. Every answer has exactly the length asked for, because
+the end token has no row in the model; the mean lengths seen are printed. TRL: one process, two threads (--peer-threads). Ours:
+`relax-hpc run` on a generated recipe, a trainer and rollout workers of one thread each, max_staleness 1 by default.
+
+samples/s of a round = samples of the steps after the first few / the time from the end of the last dropped step to the last one's
+end: start-up and import are in neither. ratio = ours / TRL's, the median over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from common import BENCH, SIDES, console, finish, interleave, our_environment, parser, peer_environment, progress, ratio
+from rich.table import Table
+from runs import Finished, read_lines, run, samples_per_second
+
+PROMPTS, GROUP, LEARNING_RATE, DROP = 4, 8, 1e-4, 5
+BATCH = PROMPTS * GROUP
+NEW_TOKENS = {"164k": 64, "2.2M": 128}
+RECIPE = """[run]
+steps = {steps}
+checkpoint_every = 1000000
+
+[model]
+path = "{model}"
+
+[algorithm]
+name = "grpo"
+group_size = {group}
+clip = [0.2, 0.28]
+
+[async]
+max_staleness = {staleness}
+
+[trainer]
+prompts_per_step = {prompts_per_step}
+learning_rate = {learning_rate}
+
+[rollout]
+workers = {workers}
+groups_per_order = {groups_per_order}
+max_new_tokens = {new_tokens}
+
+[[source]]
+prompts = "{prompts}"
+reward = "{reward}"
+"""
+
+
+def prepare(folder: Path, size: str) -> None:
+    """The model, its tokenizer and the prompts of both sides."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(SIDES / "tiny_model.py"), str(folder / "model"), size]
+    subprocess.run(command, check=True, env=our_environment(), capture_output=True)
+    rows = [{"prompt": f"hello world {i} the quick brown fox", "answer": ""} for i in range(256)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def theirs(folder: Path, size: str, steps: int, threads: int) -> dict[str, Any]:
+    """One run of TRL: rate in samples/s, mean length, seconds a step by part."""
+    script = [str(peer_environment("trl")), str(SIDES / "trl_peer.py"), str(folder / "model"), str(folder / "prompts.jsonl")]
+    log = BENCH / "logs" / "trl-peer.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    with log.open("w") as stderr:
+        done = subprocess.run([*script, str(NEW_TOKENS[size]), str(steps)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"TRL's side ended with {done.returncode}; the end of {log}:\n{log.read_text()[-3000:]}")
+    seen = json.loads(done.stdout.splitlines()[-1])
+    parts = {name: statistics.mean(s.get(name, 0.0) for s in seen["spent"][DROP:]) for name in seen["spent"][-1]}
+    return {"rate": samples_per_second(seen["ends"], BATCH, DROP), "length": statistics.mean(seen["lengths"]), "parts": parts}
+
+
+def ours(folder: Path, size: str, steps: int, sets: dict[str, int]) -> dict[str, Any]:
+    """One run of relax-hpc: the same."""
+    recipe = folder / "recipe.toml"
+    recipe.write_text(
+        RECIPE.format(
+            steps=steps, model=folder / "model", group=GROUP, prompts_per_step=PROMPTS, learning_rate=LEARNING_RATE, new_tokens=NEW_TOKENS[size],
+            prompts=folder / "prompts.jsonl", reward="reward:vowels", **sets,
+        )  # fmt: skip
+    )
+    done = run(recipe, f"trl-{size}", {})
+    return {
+        "rate": samples_per_second([s["time"] for s in done.steps], BATCH, DROP),
+        "length": statistics.mean(s["length_mean"] for s in done.steps),
+        "parts": parts_of(done),
+    }
+
+
+def parts_of(done: Finished) -> dict[str, float]:
+    """Mean seconds: of a trainer's step by part, and of a worker's order by part."""
+    orders = [line for path in sorted((done.root / "metrics").glob("rollout-*.jsonl")) for line in read_lines(path) if line.get("kind") == "order"]
+    trainer = {f"trainer {k[:-2]}": statistics.mean(s[k] for s in done.steps[DROP:]) for k in ("step_s", "wait_s", "train_s", "publish_s")}
+    return trainer | {f"order {k[:-2]}": statistics.mean(o[k] for o in orders[DROP:]) for k in ("wait_s", "generate_s", "publish_s")}
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--steps", type=int, default=60, help=f"steps of a run, of which the first {DROP} are dropped")
+    arguments.add_argument("--sizes", nargs="+", choices=NEW_TOKENS, default=list(NEW_TOKENS))
+    arguments.add_argument("--peer-threads", type=int, default=2, help="OMP_NUM_THREADS of TRL")
+    arguments.add_argument("--workers", type=int, default=1, help="rollout.workers")
+    arguments.add_argument("--groups-per-order", type=int, default=4, help="rollout.groups_per_order")
+    arguments.add_argument("--staleness", type=int, default=1, help="async.max_staleness")
+    given = arguments.parse_args()
+    sets = {"workers": given.workers, "groups_per_order": given.groups_per_order, "staleness": given.staleness}
+    found, table = {}, Table("model", "ratio", "samples/s ours", "samples/s TRL", "mean length ours · TRL")
+    parts: dict[str, dict[str, float]] = defaultdict(dict)
+    with progress("trl: rounds", given.rounds * len(given.sizes)) as step:
+        for size in given.sizes:
+            folder = BENCH / "trl" / size
+            prepare(folder, size)
+            sides = {"theirs": lambda _: theirs(folder, size, given.steps, given.peer_threads), "ours": lambda _: ours(folder, size, given.steps, sets)}
+            seen = interleave(sides, given.rounds, done=step)
+            rates = {side: [r["rate"] for r in results] for side, results in seen.items()}
+            found[size] = ratio([1 / r for r in rates["ours"]], [1 / r for r in rates["theirs"]])
+            each = [" ".join(f"{rate:.1f}" for rate in rates[side]) for side in ("ours", "theirs")]
+            table.add_row(size, str(found[size]), *each, f"{seen['ours'][-1]['length']:.1f} · {seen['theirs'][-1]['length']:.1f}")
+            parts |= {f"{size} {side}": results[-1]["parts"] for side, results in seen.items()}
+    console.print(table)
+    for side, seconds in parts.items():
+        console.print(f"{side}, ms: " + ", ".join(f"{name} {1e3 * s:.0f}" for name, s in seconds.items()))
+    finish({"ratio": {size: round(r.median, 3) for size, r in found.items()}}, given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# usage: tools/setup.sh [EXTRA,EXTRA…]     make .venv in this checkout and install relax_hpc with these extras into it
+set -euo pipefail
+cd "$(dirname "$0")/.."
+extras=${1:-analysis}
+lock=requirements/cpu.lock
+
+python=${PYTHON:-python3}
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "relax_hpc needs Python 3.11 or newer; $("$python" --version) is at $(command -v "$python"): set PYTHON=/path/to/python3.11" >&2
+    exit 1
+}
+# Installed already, with the same lock and extras: nothing to do.
+stamp=".venv/.relax-$extras-$(cat "$lock" setup.cfg | sha256sum | cut -c1-16)"
+[ -e "$stamp" ] && exit 0
+
+echo "== relax_hpc: environment in .venv (about 1.5 GB, a minute or two)"
+[ -x .venv/bin/python ] || "$python" -m venv .venv
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location)
+# torch first and by its exact version: a plain `torch` may bring gigabytes of CUDA packages.
+"${pip[@]}" "$(grep '^torch==' "$lock")"
+"${pip[@]}" --constraint "$lock" --editable ".[$extras]"
+touch "$stamp"
