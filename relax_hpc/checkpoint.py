@@ -34,9 +34,11 @@ def commit(run: RunDir, folder: Path, step: int, state: dict[str, Any]) -> None:
     write_file(folder / "DONE", b"")
     sync_folder(folder)
     final = run.checkpoint(step)
-    if final.exists():
+    if (final / "DONE").exists():
         shutil.rmtree(folder)
         return
+    if final.exists():  # a folder that somebody copied or removed half
+        os.rename(final, folder.with_name(f"torn-{step}"))
     os.rename(folder, final)
     sync_folder(final.parent)
 

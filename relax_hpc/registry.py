@@ -55,6 +55,8 @@ def _from_module(kind: str, where: str) -> Any:
         return importlib.import_module(where)
     except ImportError as error:
         raise RegistryError(f"{kind}: cannot import '{where}': {error}; is it installed in {sys.prefix}?") from error
+    except Exception as error:
+        raise RegistryError(f"{kind}: '{where}' does not load: {type(error).__name__}: {error}") from error
 
 
 def _from_file(kind: str, path: Path) -> Any:

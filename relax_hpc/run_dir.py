@@ -141,7 +141,10 @@ def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> boo
 def publish(final: Path, data: bytes, *, via: Path | None = None, durable: bool = True) -> bool:
     """Publish `data` under a name that nobody has; False when somebody has it. `via`: the folder of the temporary name."""
     temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
-    final.parent.mkdir(parents=True, exist_ok=True)
+    if not final.parent.is_dir():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        if durable:
+            sync_folder(final.parent.parent)
     try:
         write_file(temporary, data, durable=durable)
         return link_exclusive(temporary, final, durable=durable)

@@ -85,6 +85,7 @@ class Telemetry:
                 self._checked.add(path)
                 file.write(line.encode())
         except OSError as error:
+            self._checked.discard(path)  # part of the line may have been written
             self.log.warning("metrics not written: %s", error)
 
 

@@ -2,16 +2,18 @@
 
     LEASE/000002/holder.json          the supervisor that holds the run
     LEASE/000002/i000007/             an incarnation: all that this trainer commits passes through here, by path
-    LEASE/000001.over/                superseded: whatever still wants to commit through it fails
+    LEASE/000001.5c0ffee5.over/       superseded: whatever still wants to commit through it fails
 
 One rename fences everything a superseded holder has, whenever it wakes up: no clock, no lock, no server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,17 +60,14 @@ class Lease:
 
     def release(self) -> None:
         """Give the lease up; what lies in its folders was committed or is of no use."""
-        over = self.folder.with_name(self.folder.name + OVER)
-        try:
-            os.rename(self.folder, over)
-        except FileNotFoundError:
-            return
-        _empty(over)
+        with contextlib.suppress(FileNotFoundError):
+            _empty(_supersede(self.folder))
 
 
 def acquire(run: RunDir) -> Lease:
     """Take the run's lease. Raises RunError naming the holder when it is held by somebody who lives."""
-    numbers = sorted(int(p.name[:6]) for p in run.lease.glob("[0-9]*"))
+    # Before looking who holds it: whoever takes it meanwhile makes this very folder, and one of us fails.
+    number = max((int(p.name[:6]) for p in run.lease.glob("[0-9]*")), default=0) + 1
     for held in (p for p in run.lease.glob("[0-9]*") if not p.name.endswith(OVER)):
         holder = read_json(held / "holder.json")
         if _lives(held, holder):
@@ -77,28 +76,24 @@ def acquire(run: RunDir) -> Lease:
                 f"end it with `relax-hpc stop {run.root}`"
             )
         try:
-            os.rename(held, held.with_name(held.name + OVER))
+            _supersede(held)
         except FileNotFoundError:
             raise RunError(
                 f"'{run.root}' was taken over by another supervisor at this moment: look again in a minute"
             ) from None
     for over in run.lease.glob(f"*{OVER}"):
         _empty(over)
-    number = (numbers[-1] if numbers else 0) + 1
     folder = run.lease / f"{number:06d}"
+    process = psutil.Process()
+    about = {"host": os.uname().nodename, "pid": process.pid, "started": _started(process), "since": time.time()}
     try:
         folder.mkdir()
-    except FileExistsError:
+        if any(p != folder and int(p.name[:6]) >= number for p in run.lease.glob("[0-9]*")):
+            folder.rmdir()  # somebody held it and gave it up since we looked: numbers are not given twice
+            raise FileExistsError(folder)
+        replace(folder / "holder.json", to_json(about))
+    except (FileExistsError, FileNotFoundError):  # somebody was faster; or we slept, and somebody thought us dead
         raise RunError(f"'{run.root}' was taken by another supervisor at this moment: look again in a minute") from None
-    process = psutil.Process()
-    about = {
-        "host": os.uname().nodename,
-        "boot": psutil.boot_time(),
-        "pid": process.pid,
-        "started": process.create_time(),
-        "since": time.time(),
-    }
-    replace(folder / "holder.json", to_json(about))
     return Lease(run, number, folder, time.time())
 
 
@@ -112,14 +107,32 @@ def holder(run: RunDir) -> dict[str, Any] | None:
 
 
 def _lives(folder: Path, about: dict[str, Any] | None) -> bool:
-    if about is None:  # made a moment ago, or its maker died between two calls
-        return time.time() - folder.stat().st_mtime < SILENT_S
-    if about["host"] == os.uname().nodename:
+    if about is not None and about["host"] == os.uname().nodename:
         try:
-            return abs(psutil.Process(about["pid"]).create_time() - about["started"]) < 1.0
+            process = psutil.Process(about["pid"])
+            if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent has not looked yet
+                return False
+            return bool(abs(_started(process) - about["started"]) < 1.0)
         except psutil.NoSuchProcess:
             return False
-    return time.time() - (folder / "holder.json").stat().st_mtime < SILENT_S
+    # Without holder.json: made a moment ago, or its maker died between two calls.
+    path = folder if about is None else folder / "holder.json"
+    try:
+        return time.time() - path.stat().st_mtime < SILENT_S
+    except FileNotFoundError:  # given up while we looked
+        return False
+
+
+def _started(process: psutil.Process) -> float:
+    """Seconds from the machine's boot to the start of a process: the time of day would change when the clock is set."""
+    return float(process.create_time() - psutil.boot_time())
+
+
+def _supersede(folder: Path) -> Path:
+    """Rename a lease's folder, which fences all that commits through it. Raises FileNotFoundError when somebody did."""
+    over = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{OVER}")
+    os.rename(folder, over)
+    return over
 
 
 def _describe(about: dict[str, Any] | None) -> str:
@@ -133,4 +146,5 @@ def _empty(over: Path) -> None:
     """Remove what superseded trainers left half done; incarnation numbers stay, so that they are never given twice."""
     for incarnation in over.glob("i*"):
         for path in incarnation.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            # Several may clean up at once.
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

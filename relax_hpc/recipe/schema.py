@@ -96,9 +96,10 @@ Model = Annotated[
 class Warmup(Table):
     """A short supervised phase on the sources' own answers before step 0, for models that know nothing yet."""
 
-    steps: PositiveInt = Key(400, "Supervised steps.")
+    steps: PositiveInt = Key(400, "Supervised steps at most.")
     batch_size: PositiveInt = Key(128, "Examples a step, over all trainer processes.")
-    learning_rate: PositiveFloat = Key(1e-3, "Peak learning rate; it rises over the first eighth, then falls linearly to a tenth.")
+    learning_rate: PositiveFloat = Key(1e-3, "Peak learning rate; it rises linearly over the first 50 steps.")
+    stop_at_loss: float = Key(0.0, "End when the loss a token (nats, smoothed over about 10 steps) is this low; 0 makes all steps.", ge=0)
 
 
 class Algorithm(Table):

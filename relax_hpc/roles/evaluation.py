@@ -34,6 +34,7 @@ class Evaluations:
     """(source, index) of the held-out prompts."""
     pending: dict[int, list[str]] = field(default_factory=dict)
     watch: FolderWatch = field(init=False)
+    _asked: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.watch = FolderWatch(self.run.evals)
@@ -43,8 +44,16 @@ class Evaluations:
         if self.recipe.evaluation is None:
             return
         due = version % self.recipe.evaluation.every == 0 or version == self.recipe.run.steps
-        if not due or version in self.pending:
-            return
+        if due and version not in self._asked:
+            self._ask(version)
+
+    def resume(self) -> None:
+        """Wait again for the scores that a trainer before us asked for."""
+        for version in {int(i[1:7]) for i in self.queue.in_play() if i.startswith("e")}:
+            self._ask(version)
+
+    def _ask(self, version: int) -> None:
+        self._asked.add(version)
         rows = self.recipe.rollout.groups_per_order * self.recipe.algorithm.group_size
         orders = []
         for k, begin in enumerate(range(0, len(self.held_out), rows)):

@@ -89,10 +89,12 @@ class Intake:
         """Account for a step that was trained, and release what may now be asked for."""
         replacements = self.book.apply(entry.step, [t.order for t in entry.take], [d.order for d in entry.dropped])
         self._dropped |= {d.order: d for d in entry.dropped}
-        for order_id in (t.order for t in entry.take):
+        for order_id in (*(t.order for t in entry.take), *(d.order for d in entry.dropped)):
             shard = self._complete.pop(order_id, None)
             if shard is not None:
                 shard.close()
+                if order_id in self._dropped:
+                    self.retention.add(-shard.bytes)  # it is counted with the late ones
         if not self.live:
             self.book.release(upto=step + self.book.ahead)
             return
@@ -115,6 +117,8 @@ class Intake:
         for order_id in self._published(list(self._dropped)):
             del self._dropped[order_id]
             with Shard(self._run.shard(order_id)) as shard:
+                if self.live:
+                    self.retention.add(shard.bytes)
                 arrived.append((order_id, float(shard.offsets[-1]) / max(len(shard.samples), 1)))
         return arrived
 
@@ -128,7 +132,7 @@ class Intake:
 
     def _reconcile(self, step: int, version: int) -> None:
         """At the end of a replay: whatever is outstanding and neither open, claimed nor published is released again."""
-        self.live = True
+        self.queue.remove_torn()
         self.retention.scan(excluding=self.book.outstanding)
         somewhere = self.queue.in_play()  # before the shards: an order moves from here to there, never back unseen
         missing = [
@@ -140,6 +144,7 @@ class Intake:
         if missing or stray:
             logging.getLogger("trainer").info("released again: %s; withdrawn: %s", [o.id for o in missing], stray)
         self.release(step)
+        self.live = True  # last: where the disk is full, all of this is done again
 
     def _wait(self, step: int, version: int) -> Choice | None:
         """What `step` takes, polling for up to POLL_FOR_S."""
@@ -147,7 +152,7 @@ class Intake:
         for pause_s in backoff():
             self._look()
             choice = self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, {})
-            if choice is None and len(self._complete) >= self.book.n:
+            if (choice is None or choice.drop) and len(self._complete) >= self.book.n:
                 choice = self._choose_knowing_starts(step, version)
             if choice is not None or time.monotonic() > deadline:
                 return choice

@@ -63,6 +63,7 @@ class Lead:
         if isinstance(self.intake, Intake):
             self.intake.begin(state)
         self.publish()
+        self.evaluations.resume()
 
     def new_book(self) -> OrderBook:
         """A book with nothing asked for yet."""

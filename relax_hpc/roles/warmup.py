@@ -12,10 +12,12 @@ from relax_hpc.roles.process import RoleProcess, Stop
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import Trainer
 
-RAMP_SHARE = 1 / 8
-"""The learning rate rises over this share of the steps: Adam's first steps at full rate spoil a fresh model."""
-FINAL_SHARE = 0.1
-"""Then it falls linearly to this share of its peak."""
+RAMP_STEPS = 50
+"""The learning rate rises over this many steps: Adam's first steps at full rate spoil a fresh model."""
+SMOOTHING = 0.1
+"""Weight of a step in the running loss that ends the phase."""
+LINE_EVERY = 20
+"""Steps between two lines of metrics."""
 SEED_OFFSET = 0x5EED
 """Warm-up draws the training prompts in an order of its own."""
 
@@ -25,6 +27,7 @@ def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, tokenizer:
     warmup = recipe.warmup
     assert warmup is not None
     cursor = PromptCursor(sources, recipe.run.seed + SEED_OFFSET)
+    smooth: float | None = None
     for step in range(warmup.steps):
         if process.stopping:
             raise Stop
@@ -38,9 +41,12 @@ def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, tokenizer:
             np.asarray([*tokenizer.encode(p.answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)
             for p in prompts
         ]
-        done = step / warmup.steps
-        rate = warmup.learning_rate * min(1.0, (done + 1 / warmup.steps) / RAMP_SHARE) * (1 - (1 - FINAL_SHARE) * done)
+        rate = warmup.learning_rate * min(1.0, (step + 1) / RAMP_STEPS)
         loss = trainer.supervised_step([p.tokens for p in prompts], answers, rate)
+        smooth = loss if smooth is None else (1 - SMOOTHING) * smooth + SMOOTHING * loss
         process.telemetry.beat("warming up", warmup_step=step + 1, warmup_steps=warmup.steps, warmup_loss=loss)
-        if (step + 1) % max(1, warmup.steps // 20) == 0 and process.arguments.rank == 0:
-            process.telemetry.metrics(kind="warmup", step=step + 1, loss=loss)
+        ended = smooth < warmup.stop_at_loss or step + 1 == warmup.steps
+        if (ended or (step + 1) % LINE_EVERY == 0) and process.arguments.rank == 0:
+            process.telemetry.metrics(kind="warmup", step=step + 1, loss=loss, smooth_loss=smooth)
+        if ended:
+            break

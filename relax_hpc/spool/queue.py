@@ -10,6 +10,7 @@ how many workers died on it. Orders are not fsynced: what a power failure takes,
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable
@@ -66,10 +67,21 @@ class Queue:
 
     def in_play(self) -> dict[str, int]:
         """Version of every order that is open (oldest it may start from) or claimed (started with)."""
-        # Forwards along an order's way, so that one which moves meanwhile is seen at least once.
-        open_now = [Ticket.parse(n) for n in os.listdir(self._run.open_orders) if not n.startswith(".")]
+        # Open ones twice: an order that is claimed or given back meanwhile is seen at least once.
+        before = _tickets(self._run.open_orders)
         claimed = [ticket for worker in self._workers() for ticket in _tickets(worker)]
-        return {t.order_id: t.version for t in [*open_now, *claimed]}
+        versions: dict[str, int] = {}
+        for ticket in [*before, *claimed, *_tickets(self._run.open_orders)]:
+            versions[ticket.order_id] = min(ticket.version, versions.get(ticket.order_id, ticket.version))
+        return versions
+
+    def remove_torn(self) -> None:
+        """Remove order files that a power failure left without their content, so that they count as missing."""
+        for path in (p for folder in (self._run.open_orders, *self._workers()) for p in folder.glob("[!.]*")):
+            try:
+                read_json(path)
+            except ValueError:
+                path.unlink(missing_ok=True)
 
     def raise_oldest(self, version: int) -> bool:
         """Orders that nobody has started may not start from versions before `version` any more; True if any was raised.
@@ -103,10 +115,11 @@ class Queue:
             mine = Ticket(ticket.order_id, ticket.attempt, version)
             path = folder / mine.name
             if _moved(self._run.open_orders / ticket.name, path):
-                content = read_json(path)
-                if content is None:  # given back to others between the rename and the read: this worker counts as lost
+                order = _read(path)
+                if order is None:  # torn; or given back to others since the rename: this worker counts as lost
+                    path.unlink(missing_ok=True)
                     continue
-                return Claim(Order.from_json(content), mine, path)
+                return Claim(order, mine, path)
         return None
 
     def open_workplace(self, worker: str) -> None:
@@ -118,15 +131,17 @@ class Queue:
         """Open a worker's claims again; `lost`: it died on them. Returns the order ids. Its folder is removed."""
         folder = self._run.claimed_orders / worker
         given = []
-        for ticket in _tickets(folder):
-            again = Ticket(ticket.order_id, ticket.attempt + lost, ticket.version)
-            if _moved(folder / ticket.name, self._run.open_orders / again.name):
-                given.append(ticket.order_id)
-        try:
+        while tickets := _tickets(folder):  # again while a worker that counts as lost goes on claiming
+            given += [t.order_id for t in tickets if self._reopen(folder, t, lost)]
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # from here on it cannot claim
+        with contextlib.suppress(OSError):
             folder.rmdir()
-        except OSError:  # already gone, or a claim slipped in: the next give-back takes it
-            pass
         return given
+
+    def _reopen(self, folder: Path, ticket: Ticket, lost: bool) -> bool:
+        again = Ticket(ticket.order_id, ticket.attempt + lost, ticket.version)
+        return _moved(folder / ticket.name, self._run.open_orders / again.name)
 
     def workers(self) -> list[str]:
         return [folder.name for folder in self._workers()]
@@ -159,6 +174,15 @@ def _tickets(folder: Path) -> list[Ticket]:
         return [Ticket.parse(n) for n in os.listdir(folder) if not n.startswith(".")]
     except FileNotFoundError:
         return []
+
+
+def _read(path: Path) -> Order | None:
+    """The order in a file; None where there is none, or a torn one."""
+    try:
+        content = read_json(path)
+    except ValueError:
+        return None
+    return None if content is None else Order.from_json(content)
 
 
 def _moved(source: Path, target: Path) -> bool:

@@ -92,7 +92,7 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
-    checksums = {name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(a).view(np.uint8)) for name, a in flat.items()}
+    checksums = {name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(a).view(np.uint8).data) for name, a in flat.items()}
     about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
     flat["meta"] = np.frombuffer(json.dumps(about, ensure_ascii=False, default=str).encode(), np.uint8)
     access = _core_access(sum(a.nbytes for a in flat.values()) + (1 << 14))
@@ -107,7 +107,7 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
 
 def _write(file: h5f.FileID, flat: dict[str, NDArray[Any]], compression: Compression) -> bytes:
     """Fill an empty file and give its image."""
-    _attributes(file, xxhash.xxh3_64_intdigest(flat["meta"]))
+    _attributes(file, xxhash.xxh3_64_intdigest(flat["meta"].data))
     for name, array in flat.items():
         layout = h5p.create(h5p.DATASET_CREATE)
         layout.set_obj_track_times(False)
@@ -189,7 +189,9 @@ class Shard:
     def _rows(self, dataset: h5d.DatasetID, column: str, begin: int, end: int | None) -> NDArray[Any]:
         rows: int = dataset.shape[0]
         end = rows if end is None else min(end, rows)
-        array = np.empty(max(end - begin, 0), COLUMNS[column] if column in COLUMNS else dataset.dtype)
+        # dataset.dtype translates HDF5's type anew: slow for tables, so only where the column is not a known one.
+        dtype = COLUMNS[column] if column in COLUMNS else dataset.dtype  # noqa: SIM401
+        array = np.empty(max(end - begin, 0), dtype)
         if array.size:
             where = dataset.get_space()
             where.select_hyperslab((begin,), array.shape)
@@ -211,7 +213,7 @@ class Shard:
     def meta(self) -> dict[str, Any]:
         if "meta" not in self._cache:
             data = self.read("meta")
-            if xxhash.xxh3_64_intdigest(data) != self._meta_checksum:
+            if xxhash.xxh3_64_intdigest(data.data) != self._meta_checksum:
                 raise RunError(
                     f"'{self.path}': `meta` does not have its checksum: the file was damaged after it was written"
                 )
@@ -255,14 +257,23 @@ class Shard:
         return cast("NDArray[np.int32]", np.repeat(versions, np.diff(edges)))
 
     def rollouts(self, which: NDArray[np.int64] | None = None) -> Rollouts:
-        """The samples `which` (ascending indices; all by default), reading no more than the stretch they lie in."""
+        """The samples `which` (ascending indices; all by default), reading no others: memory peaks at what is returned."""
         picked = np.arange(len(self.samples)) if which is None else np.asarray(which, np.int64)
-        begin, end = (int(self.offsets[picked[0]]), int(self.offsets[picked[-1] + 1])) if len(picked) else (0, 0)
-        stretch = {name: self.read(name, begin, end) for name in TOKEN_COLUMNS}
-        stretch["versions"] = self.versions(begin, end)
-        spans = [(int(self.offsets[i]) - begin, int(self.offsets[i + 1]) - begin) for i in picked]
-        if len(picked) and len(picked) < picked[-1] - picked[0] + 1:
-            stretch = {name: np.concatenate([a[x:y] for x, y in spans]) for name, a in stretch.items()}
+        runs = [r for r in np.split(picked, np.flatnonzero(np.diff(picked) > 1) + 1) if len(r)]
+        pieces = [(int(self.offsets[r[0]]), int(self.offsets[r[-1] + 1])) for r in runs]
+
+        def gather(read: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
+            """The pieces one after the other; each is copied into its place at once, so that no column is held twice."""
+            if len(pieces) <= 1:
+                return read(*pieces[0]) if pieces else read(0, 0)
+            array, done = np.empty(sum(end - begin for begin, end in pieces), read(0, 0).dtype), 0
+            for begin, end in pieces:
+                array[done : done + end - begin] = read(begin, end)
+                done += end - begin
+            return array
+
+        flat = {name: gather(functools.partial(self.read, name)) for name in TOKEN_COLUMNS}
+        flat["versions"] = gather(self.versions)
         of_group = self.samples["group"][picked]
         prompts, prompt_offsets = self._small("prompt_tokens"), self.prompt_offsets
         return Rollouts(
@@ -274,9 +285,9 @@ class Shard:
                 [prompts[prompt_offsets[g] : prompt_offsets[g + 1]] for g in of_group], np.int32
             ),
             prompt_offsets=_offsets([int(prompt_offsets[g + 1] - prompt_offsets[g]) for g in of_group]),
-            offsets=_offsets([y - x for x, y in spans]),
+            offsets=_offsets(np.diff(self.offsets)[picked].tolist()),
             finish=self.samples["finish"][picked],
-            **stretch,
+            **flat,
         )
 
     def group(self, index: int) -> Group:
@@ -311,7 +322,7 @@ class Shard:
     def validate(self) -> None:
         """Compare every column with its checksum, and offsets with lengths. Raises RunError naming what differs."""
         for name, expected in self.meta["checksums"].items():
-            found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.read(name)).view(np.uint8))
+            found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.read(name)).view(np.uint8).data)
             if found != expected:
                 raise RunError(
                     f"'{self.path}': column '{name}' has checksum {found}, expected {expected}: the file was damaged"
@@ -387,11 +398,12 @@ def _read_attributes(file: h5f.FileID) -> list[Any]:
         attribute = h5a.open(file, name)
         value = np.empty(attribute.shape, attribute.dtype)
         attribute.read(value)
-        found.append(value[()].decode() if value.dtype.kind == "S" else value[()])
+        scalar: Any = value[()]
+        found.append(scalar.decode() if isinstance(scalar, bytes) else scalar)
     return found
 
 
-def _compress(layout: h5p.PropDCID, compression: Compression, size: int) -> None:
+def _compress(layout: h5p.PropDCID, compression: Literal["lz4", "zstd"], size: int) -> None:
     """Blosc2 with byte shuffle, in chunks."""
     import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
 

@@ -35,8 +35,8 @@ class FolderWatch:
             return frozenset()
         now = time.monotonic()
         if mtime != self._listed_mtime or now - self._listed_at > RELIST_S:
+            settled = time.time_ns() - mtime > RECENT_NS  # before listing, which may take long
             self._names = frozenset(n for n in os.listdir(self.folder) if not n.startswith("."))
-            settled = time.time_ns() - mtime > RECENT_NS
             self._listed_mtime, self._listed_at = (mtime if settled else -1), now
         return self._names
 

@@ -35,26 +35,41 @@ class FilePublisher:
 
     def __init__(self, run: RunDir, via: Path, incarnation: int) -> None:
         self._run, self._via, self._incarnation = run, via, incarnation
-        newest = _newest(run)
-        self.lineage = newest.lineage if newest else 0
+        self.lineage = 0
+        """Of the version published last; until then, the oldest there can be."""
 
     def publish(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> Version:
         """Make version `number` the newest, unless the same bits were published before. Raises FileNotFoundError if fenced."""
         image = save(dict(tensors))
         checksum = xxhash.xxh3_128_hexdigest(image)
-        published = _manifest(self._run, number, self.lineage)
+        lineage = self._last_lineage(number)
+        published = _manifest(self._run, number, lineage)
         if published is not None and published["checksum"] == checksum:
+            self.lineage = lineage
+            self._catch_up(published)
             return _version(published)
         if published is not None:
-            self.lineage += 1
-        version = Version(number, self.lineage, self._incarnation, checksum)
-        data = self._run.weights / f"v{number:08d}.l{self.lineage}.i{self._incarnation}.safetensors"
+            lineage += 1
+        version = Version(number, lineage, self._incarnation, checksum)
+        data = self._run.weights / f"v{number:08d}.l{lineage}.i{self._incarnation}.safetensors"
         publish(data, image, via=self._via)
         about = {**asdict(version), "file": data.name, "bytes": len(image)}
-        publish(_manifest_path(self._run, number, self.lineage), to_json(about), via=self._via)
+        publish(_manifest_path(self._run, number, lineage), to_json(about), via=self._via)
         replace(self._run.weights / "latest.json", to_json(about), via=self._via)
+        self.lineage = lineage
         self._retire(number)
         return version
+
+    def _last_lineage(self, number: int) -> int:
+        """The newest lineage that has a version `number`; the one we are in when none of it or after it has."""
+        found = [int(p.stem.partition(".l")[2]) for p in self._run.weights.glob(f"v{number:08d}.l*.json")]
+        return max([self.lineage, *found])
+
+    def _catch_up(self, published: dict[str, Any]) -> None:
+        """A trainer may have died after it published the manifest and before anybody could learn of it."""
+        newest = _newest(self._run)
+        if newest is None or (newest.lineage, newest.number) < (published["lineage"], published["number"]):
+            replace(self._run.weights / "latest.json", to_json(published), via=self._via)
 
     def _retire(self, newest: int) -> None:
         """Remove tensors that no receiver takes any more. Moved into our own folder first: a superseded trainer deletes nothing."""
@@ -89,11 +104,12 @@ class FileReceiver:
         path = self._run.weights / manifest["file"]
         try:
             found = _checksum(path)
+            if found != version.checksum:
+                raise WeightsError(f"'{path}' has checksum {found}, its manifest says {version.checksum}: refused")
+            opened = safe_open(path, framework="pt")
         except FileNotFoundError:
             raise WeightsError(f"version {version.number} was retired: take the newest one") from None
-        if found != version.checksum:
-            raise WeightsError(f"'{path}' has checksum {found}, its manifest says {version.checksum}: refused")
-        with safe_open(path, framework="pt") as file:
+        with opened as file:
             yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
 
 
@@ -116,6 +132,8 @@ def _manifest(run: RunDir, number: int, lineage: int) -> dict[str, Any] | None:
 
 
 def _checksum(path: Path) -> str:
+    if not path.stat().st_size:
+        return xxhash.xxh3_128_hexdigest(b"")  # nothing can be mapped
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         return xxhash.xxh3_128_hexdigest(view)
 

@@ -30,6 +30,8 @@ BENCH = ROOT / ".bench"
 SIDES = Path(__file__).resolve().parent / "sides"
 LOCKS = Path(__file__).resolve().parent / "locks"
 TORCH = "torch==2.13.0"
+QUIET_LOAD = 0.7
+"""Load average of the last minute above which figures are not worth keeping: threads that spin for a core lose it."""
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
@@ -82,6 +84,15 @@ def parser(docstring: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--json", action="store_true", help="print the results as one JSON object, the last line of stdout")
     return made
+
+
+def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; say so when something else is keeping the machine busy."""
+    given = arguments.parse_args()
+    load = os.getloadavg()[0]
+    if load > QUIET_LOAD:
+        console.print(f"[yellow]the machine is not quiet (load {load:.1f}): these figures show that it works, not how fast it is")
+    return given
 
 
 def finish(result: dict[str, Any], as_json: bool) -> None:

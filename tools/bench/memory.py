@@ -16,11 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
 import psutil
-from common import SIDES, console, disk_directory, finish, our_environment, parser
 from rich.table import Table
-from runs import QUICKSTART, run
+
+from tools.bench.common import SIDES, console, disk_directory, finish, our_environment, parse, parser
+from tools.bench.runs import QUICKSTART, run
 
 EVERY_S = 0.5
 SCRIPT = str(SIDES / "shard_memory.py")
@@ -79,7 +82,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=500, help="run.steps of the quickstart")
     arguments.add_argument("--shard-bytes", type=int, default=10**9, help="size of the shard that is read")
-    given = arguments.parse_args()
+    given = parse(arguments)
     folder = disk_directory("memory")
     with console.status("making the shard"):
         make = [sys.executable, SCRIPT, "make", str(folder / "large.h5"), "--bytes", str(given.shard_bytes)]

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from common import console, finish, parser, progress
-from runs import QUICKSTART, run
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+from tools.bench.common import console, finish, parse, parser, progress
+from tools.bench.runs import QUICKSTART, run
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--seeds", type=int, default=3, metavar="N", help="runs, with run.seed = 0 … N-1")
     arguments.add_argument("--steps", type=int, help="run.steps, where another number than the recipe's is wanted")
-    given = arguments.parse_args()
+    given = parse(arguments)
     sets = {"run.steps": given.steps} if given.steps else {}
     before, after, seconds = [], [], []
     with progress("quickstart: seeds", given.seeds) as step:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import BENCH, ROOT, our_environment
+from tools.bench.common import BENCH, ROOT, our_environment
 
 QUICKSTART = ROOT / "recipes" / "quickstart.toml"
 

@@ -28,11 +28,28 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import numpy as np
-from common import BENCH, Ratio, SIDES, console, disk_directory, finish, interleave, our_environment, parser, peer_environment, progress, ratio
 from rich.table import Table
-from sides.child import Child
-from sides.payload import MARKER_BEGIN, MARKER_END
+
+from tools.bench.common import (
+    BENCH,
+    SIDES,
+    Ratio,
+    console,
+    disk_directory,
+    finish,
+    interleave,
+    our_environment,
+    parse,
+    parser,
+    peer_environment,
+    progress,
+    ratio,
+)
+from tools.bench.sides.child import Child
+from tools.bench.sides.payload import MARKER_BEGIN, MARKER_END
 
 SIZES = (512, 4096)
 BATCHES = ("8", "64", "all")
@@ -65,8 +82,8 @@ class Sides:
 
     def ours(self, number: int) -> tuple[float, float]:
         """(put, get) in seconds."""
-        seconds = self.producer.call("put", number=number), self.consumer.call("get", number=number)
-        self.producer.call("remove", number=number)
+        seconds = self.producer.call("put", number=number), self.consumer.call("get")
+        self.producer.call("remove")
         return seconds
 
     def theirs(self, number: int) -> tuple[float, float]:
@@ -116,7 +133,7 @@ def system_calls(root: Path, samples: int) -> Counter[str]:
     strace = shutil.which("strace")
     if strace is None:
         raise SystemExit("strace is not installed (apt-get install strace): it counts the system calls")
-    log = BENCH / "logs" / f"strace-{samples}.txt"
+    log = root / f"strace-{samples}.txt"
     ours = [sys.executable, str(SIDES / "ours.py"), "--traced", str(samples), "--root", str(root / "traced")]
     subprocess.run([strace, "-f", "-o", str(log), "-e", "trace=%file,%desc", *ours], check=True, env=our_environment())
     return count_calls(log.read_text(errors="replace"))
@@ -136,7 +153,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=7, help="interleaved rounds of each case, after two that warm up")
     arguments.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="samples in a case")
-    given = arguments.parse_args()
+    given = parse(arguments)
     root = disk_directory("spool")
     with ExitStack() as stack:
         sides = Sides(stack, root)

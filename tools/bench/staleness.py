@@ -7,12 +7,17 @@ seconds_per_step is the median of a run's steps. The age of a token is the step 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-from common import console, finish, parser, progress
 from rich.table import Table
-from runs import QUICKSTART, run
+
+from tools.bench.common import console, finish, parse, parser, progress
+from tools.bench.runs import QUICKSTART, run
 
 
 def main() -> None:
@@ -20,7 +25,7 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each bound, with run.seed = 0 … N-1")
     arguments.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4], help="values of async.max_staleness")
     arguments.add_argument("--steps", type=int, help="run.steps, where another number than the recipe's is wanted")
-    given = arguments.parse_args()
+    given = parse(arguments)
     sets = {"run.steps": given.steps} if given.steps else {}
     score, max_age, seconds = defaultdict[str, list[float]](list), defaultdict[str, list[int]](list), defaultdict[str, list[float]](list)
     ages: dict[int, np.ndarray] = {bound: np.zeros(bound + 1, np.int64) for bound in given.bounds}

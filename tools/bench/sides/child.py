@@ -41,7 +41,7 @@ def serve(handlers: Mapping[str, Callable[..., Any]]) -> None:
 class Child:
     """The benchmark's handle on a side; a context manager that ends the process."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as stderr:

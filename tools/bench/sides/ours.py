@@ -41,12 +41,13 @@ class Side:
     """Producer or consumer; `root` is the folder that both use, each has its own copy of the payload."""
 
     def __init__(self) -> None:
-        self.root = Path()
+        self.root = self.folder = Path()
 
     def prepare(self, root: str, samples: int, batch: int) -> int:
         """Make the payload and cut it into orders of `batch` samples; returns its bytes."""
         self.root = Path(root)
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.folder = self.root / "shards"  # there already, as it is for all but the first of dozens of orders
+        self.folder.mkdir(parents=True, exist_ok=True)
         data = payload.make(samples)
         groups = groups_of(data)
         per_order = batch // GROUP
@@ -58,30 +59,26 @@ class Side:
 
     def put(self, number: int) -> float:
         """Seconds from per-sample arrays to shards that are durable and visible under their names."""
-        folder = self.root / f"{number:04d}"
         begin = time.perf_counter()
         for i, groups in enumerate(self.orders):
             order = f"s{number:06d}-{i:03d}"
-            run_dir.publish(folder / f"{order}.h5", encode(order, groups, {"attempt": 1, "version": 7}))
+            run_dir.publish(self.folder / f"{order}.h5", encode(order, groups, {"attempt": 1, "version": 7}))
         return time.perf_counter() - begin
 
-    def get(self, number: int) -> float:
+    def get(self) -> float:
         """Seconds from listing the folder to having read and summed every value of every shard in it."""
-        folder = self.root / f"{number:04d}"
         sums = np.zeros(4)
         begin = time.perf_counter()
-        for name in sorted(FolderWatch(folder).names()):
-            sums += read(folder / name)
+        for name in sorted(FolderWatch(self.folder).names()):
+            sums += read(self.folder / name)
         seconds = time.perf_counter() - begin
         if not payload.agree(sums.tolist(), self.expected):
             raise AssertionError(f"read {sums.tolist()}, expected {self.expected}")
         return seconds
 
-    def remove(self, number: int) -> None:
-        folder = self.root / f"{number:04d}"
-        for path in folder.iterdir():
+    def remove(self) -> None:
+        for path in self.folder.iterdir():
             path.unlink()
-        folder.rmdir()
 
     def raw_put(self, number: int) -> float:
         """Seconds to write the payload's bytes, flat already, into one file and fsync it."""
@@ -111,24 +108,22 @@ class Side:
             time.sleep(random.exponential(mean_wait_s))
             name = f"s{i:06d}-000.h5"
             begun[name] = time.monotonic()
-            run_dir.publish(self.root / "stream" / name, image)
+            run_dir.publish(self.folder / name, image)
         return begun
 
     def read_stream(self, count: int) -> dict[str, float]:
         """Poll as the trainer does, read what is new; the clock's time when each shard's values were read, by name."""
-        folder = self.root / "stream"
-        watch, read_at = FolderWatch(folder), dict[str, float]()
+        watch, read_at = FolderWatch(self.folder), dict[str, float]()
         waits = backoff()
         while len(read_at) < count:
             if new := watch.names() - read_at.keys():
                 for name in sorted(new):
-                    read(folder / name)
+                    read(self.folder / name)
                     read_at[name] = time.monotonic()
                 waits = backoff()
             else:
                 time.sleep(next(waits))
-        for name in read_at:
-            (folder / name).unlink()
+        self.remove()
         return read_at
 
 
@@ -147,9 +142,9 @@ def traced(root: str, samples: int) -> None:
     for number in (0, 1):
         os.access(payload.MARKER_BEGIN if number else "/", os.F_OK)
         side.put(number)
-        side.get(number)
+        side.get()
         os.access(payload.MARKER_END if number else "/", os.F_OK)
-        side.remove(number)
+        side.remove()
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def total(column: torch.Tensor, dtype: torch.dtype) -> float:
     return float(column.sum(dtype=dtype))
 
 
-@ray.remote(num_cpus=0.1)  # type: ignore[untyped-decorator]
+@ray.remote(num_cpus=0.1)
 class Actor:
     """Producer or consumer."""
 

@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 BATCH, GROUP, LEARNING_RATE = 32, 8, 1e-4
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class Clock(TrainerCallback):
     """The time at the end of every step, and the seconds that named methods took in all of them."""
 
     def __init__(self) -> None:

@@ -1,0 +1,315 @@
+"""What every transport must do, whoever dies and when. A transport is added by adding it to TRANSPORTS."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights import FilePublisher, FileReceiver, Publisher, Receiver, Version, WeightsError
+
+torch.set_num_threads(1)
+
+
+@dataclass
+class Transport:
+    """One run's transport, with hands to hurt it."""
+
+    run: RunDir
+    publisher: Callable[[Path, int], Publisher]
+    receiver: Callable[[], Receiver]
+    flip: Callable[[Version], None]
+    """Change one byte of a version's tensors behind everybody's back."""
+    fetch_for_ever: str
+    """A program: argv[1] is the run; prints a line when it has begun to fetch, and goes on fetching."""
+
+    def incarnation(self, number: int) -> Path:
+        """The folder of a new incarnation; the one before is fenced."""
+        for old in self.run.lease.glob("000001/i??????"):
+            old.rename(old.with_name(old.name + ".over"))
+        via = self.run.lease / "000001" / f"i{number:06d}"
+        via.mkdir(parents=True)
+        return via
+
+    def trainer(self, number: int) -> Publisher:
+        return self.publisher(self.incarnation(number), number)
+
+
+FETCH = """
+import sys
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights import FileReceiver
+receiver = FileReceiver(RunDir(sys.argv[1]))
+print("ready", flush=True)
+while True:
+    with receiver.fetch(receiver.newest()) as tensors:
+        for name, tensor in tensors:
+            tensor.clone()
+"""
+
+
+def file_transport(run: RunDir) -> Transport:
+    def flip(version: Version) -> None:
+        (path,) = run.weights.glob(f"v{version.number:08d}.l{version.lineage}.*.safetensors")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    return Transport(run, lambda via, n: FilePublisher(run, via, n), lambda: FileReceiver(run), flip, FETCH)
+
+
+TRANSPORTS = {"file": file_transport}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+    run = RunDir(tmp_path)
+    run.create()
+    return TRANSPORTS[request.param](run)
+
+
+def weights(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "layer.weight": torch.randn(7, 5, generator=generator),
+        "layer.bias": torch.randn(5, generator=generator).bfloat16(),
+        "half": torch.randn(3, 1, 2, generator=generator).half(),
+        "steps": torch.randint(-(2**40), 2**40, (4,), generator=generator),
+        "scalar": torch.tensor(float(seed)),
+        "empty": torch.empty(0, 3),
+        "odd values": torch.tensor([float("inf"), float("-inf"), float("nan"), -0.0, 1e-45]),
+    }
+
+
+def fetch(transport: Transport, version: Version) -> dict[str, Tensor]:
+    with transport.receiver().fetch(version) as tensors:
+        return {name: tensor.clone() for name, tensor in tensors}
+
+
+def assert_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
+        as_bytes = lambda t: bytes(t.contiguous().reshape(-1).view(torch.uint8).numpy())
+        assert as_bytes(got[name]) == as_bytes(tensor), name
+
+
+def publish(publisher: Publisher, number: int, seed: int | None = None) -> Version:
+    given: Iterable[tuple[str, Tensor]] = weights(number if seed is None else seed).items()
+    return publisher.publish(number, given)
+
+
+def newest(transport: Transport) -> Version:
+    version = transport.receiver().newest()
+    assert version is not None
+    return version
+
+
+def test_the_same_bits_arrive(transport: Transport) -> None:
+    assert transport.receiver().newest() is None
+    version = publish(transport.trainer(1), 0)
+    assert newest(transport) == version and (version.number, version.lineage) == (0, 0)
+    assert_bits(fetch(transport, version), weights(0))
+
+
+def test_a_late_joiner_gets_the_newest_and_its_neighbour_is_still_there(transport: Transport) -> None:
+    publisher = transport.trainer(1)
+    versions = [publish(publisher, n) for n in range(6)]
+    assert newest(transport) == versions[5]
+    for version in versions[4:]:
+        assert_bits(fetch(transport, version), weights(version.number))
+
+
+def test_a_retired_version_says_so(transport: Transport) -> None:
+    publisher = transport.trainer(1)
+    versions = [publish(publisher, n) for n in range(6)]
+    with pytest.raises(WeightsError, match="version 0"):
+        fetch(transport, versions[0])
+
+
+def test_an_unknown_version_says_so(transport: Transport) -> None:
+    publish(transport.trainer(1), 0)
+    with pytest.raises(WeightsError, match="version 9"):
+        fetch(transport, Version(9, 0, 1, "0" * 32))
+
+
+def test_a_version_of_other_bits_is_refused(transport: Transport) -> None:
+    version = publish(transport.trainer(1), 0)
+    with pytest.raises(WeightsError):
+        fetch(transport, Version(version.number, version.lineage, version.incarnation, "0" * 32))
+
+
+def test_a_flipped_bit_is_refused_before_a_tensor_is_given(transport: Transport) -> None:
+    version = publish(transport.trainer(1), 0)
+    transport.flip(version)
+    with pytest.raises(WeightsError, match="checksum"), transport.receiver().fetch(version):
+        pytest.fail("a tensor was served")
+
+
+def test_the_same_bits_again_are_the_same_version(transport: Transport) -> None:
+    first = publish(transport.trainer(1), 0)
+    assert publish(transport.trainer(2), 0) == first == newest(transport)
+
+
+def test_a_replay_to_the_bit_changes_nothing_and_goes_on(transport: Transport) -> None:
+    publisher = transport.trainer(1)
+    before = [publish(publisher, n) for n in range(6)]
+    successor = transport.trainer(2)
+    for n in range(3, 6):
+        assert publish(successor, n) == before[n]
+        assert newest(transport) == before[5]
+    sixth = publish(successor, 6)
+    assert newest(transport) == sixth and (sixth.lineage, sixth.incarnation) == (0, 2)
+
+
+def test_a_replay_that_differs_opens_a_lineage(transport: Transport) -> None:
+    publisher = transport.trainer(1)
+    before = [publish(publisher, n) for n in range(6)]
+    successor = transport.trainer(2)
+    assert publish(successor, 3) == before[3]
+    other = publish(successor, 4, seed=44)
+    assert (other.number, other.lineage) == (4, 1) and newest(transport) == other
+    assert_bits(fetch(transport, other), weights(44))
+    assert_bits(fetch(transport, before[5]), weights(5))  # who reads it may finish
+    fifth = publish(successor, 5, seed=55)
+    assert fifth.lineage == 1 and newest(transport) == fifth
+
+
+def test_a_lineage_goes_on_after_a_restart(transport: Transport) -> None:
+    """The third trainer replays what the second began: version 3 of the old lineage, 4 and 5 of the new, then new ones."""
+    first = transport.trainer(1)
+    before = [publish(first, n) for n in range(7)]
+    second = transport.trainer(2)
+    publish(second, 3)
+    changed = [publish(second, 4, seed=44), publish(second, 5, seed=55)]
+    third = transport.trainer(3)
+    assert publish(third, 3) == before[3]
+    assert newest(transport) == changed[1], "a version that is no news must not take the place of a newer one"
+    assert [publish(third, 4, seed=44), publish(third, 5, seed=55)] == changed
+    assert newest(transport) == changed[1]
+    sixth = publish(third, 6, seed=66)
+    assert (sixth.number, sixth.lineage) == (6, 1) and newest(transport) == sixth
+    assert_bits(fetch(transport, sixth), weights(66))
+
+
+def test_a_name_belongs_to_one_content_for_ever(transport: Transport) -> None:
+    seen: dict[tuple[int, int], str] = {}
+    for incarnation, seeds in enumerate([[0, 1, 2, 3], [1, 2, 30], [10, 20], [1, 2, 3, 4], [2, 30]], 1):
+        publisher = transport.trainer(incarnation)
+        begin = 4 - len(seeds) if incarnation != 4 else 0
+        for number, seed in enumerate(seeds, begin):
+            version = publish(publisher, number, seed)
+            assert seen.setdefault((version.number, version.lineage), version.checksum) == version.checksum
+            assert_bits(fetch(transport, version), weights(seed))
+
+
+def test_a_fenced_publisher_changes_nothing(transport: Transport) -> None:
+    publisher = transport.trainer(1)
+    versions = [publish(publisher, n) for n in range(3)]
+    transport.incarnation(2)
+    for number, seed in ((3, 3), (2, 22), (9, 9)):
+        with pytest.raises(FileNotFoundError):
+            publish(publisher, number, seed)
+    assert newest(transport) == versions[2]
+    for version in versions:
+        assert_bits(fetch(transport, version), weights(version.number))
+
+
+def test_receivers_killed_while_they_fetch_harm_nothing(transport: Transport) -> None:
+    publisher = transport.trainer(1)
+    publish(publisher, 0)
+    for attempt in range(3):
+        command = [sys.executable, "-c", transport.fetch_for_ever, str(transport.run.root)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.05)
+        assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        version = publish(publisher, attempt + 1)
+        assert_bits(fetch(transport, version), weights(attempt + 1))
+
+
+PUBLISH = """
+import itertools, sys, torch
+from pathlib import Path
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights import FilePublisher
+publisher = FilePublisher(RunDir(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+print("ready", flush=True)
+for number in itertools.count(int(sys.argv[4])):
+    publisher.publish(number, [("w", torch.full((200_000,), float(number)))])
+"""
+
+
+def test_file_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.create()
+    transport, begin = file_transport(run), 0
+    for attempt in range(1, 5):
+        via = transport.incarnation(attempt)
+        command = [sys.executable, "-c", PUBLISH, str(run.root), str(via), str(attempt), str(begin)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(0.05 + 0.03 * attempt)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        version = newest(transport)
+        got = fetch(transport, version)
+        assert torch.equal(got["w"], torch.full((200_000,), float(version.number)))
+        assert version.lineage == 0, "the same bits opened a lineage"
+        begin = max(0, version.number - 2)
+
+
+def test_file_one_that_died_before_it_said_newest_is_made_good(transport: Transport) -> None:
+    """Manifest published, then killed: the replay finds the version there, and workers must hear of it all the same."""
+    run = transport.run
+    publisher = transport.trainer(1)
+    publish(publisher, 0)
+    shutil.copy(run.weights / "latest.json", run.root / "before")
+    first = publish(publisher, 1)
+    shutil.copy(run.root / "before", run.weights / "latest.json")
+    assert newest(transport).number == 0
+    successor = transport.trainer(2)
+    publish(successor, 0)
+    assert newest(transport).number == 0
+    assert publish(successor, 1) == first == newest(transport)
+
+
+def test_file_cut_to_nothing_is_refused(transport: Transport) -> None:
+    version = publish(transport.trainer(1), 0)
+    (path,) = transport.run.weights.glob("*.safetensors")
+    path.write_bytes(b"")
+    with pytest.raises(WeightsError, match="checksum"):
+        fetch(transport, version)
+
+
+def test_file_retired_between_check_and_opening_says_so(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    from relax_hpc.weights import file
+
+    version = publish(transport.trainer(1), 0)
+    checksum = file._checksum
+    monkeypatch.setattr(file, "_checksum", lambda path: (checksum(path), path.unlink())[0])
+    with pytest.raises(WeightsError, match="retired"):
+        fetch(transport, version)
+
+
+def test_file_keeps_no_more_tensors_than_it_says(transport: Transport) -> None:
+    publisher = transport.trainer(1)
+    for n in range(8):
+        publish(publisher, n)
+    assert len(list(transport.run.weights.glob("*.safetensors"))) == 3
+    assert isinstance(publisher, FilePublisher)
+    publisher.forget(6)
+    assert sorted(p.name[:9] for p in transport.run.weights.glob("v*.json")) == ["v00000006", "v00000007"]
+    assert not list(transport.run.weights.glob(".*"))

@@ -1,0 +1,79 @@
+"""The ledger: one entry a step, whoever comes first; a superseded incarnation commits nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    return run
+
+
+def incarnation(run: RunDir, number: int) -> Path:
+    folder = run.lease / "000001" / f"i{number:06d}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def entry(step: int, number: int) -> Entry:
+    return Entry(
+        step, number, 0, (Taken("o000000-000", 3), Taken("o000000-001r1", 4)), {"o000000-000/1": "failed: ü"},
+        (Dropped("o000000-001", "late", "o000000-001r1"),),
+    )  # fmt: skip
+
+
+def test_an_entry_comes_back_as_it_went(run: RunDir) -> None:
+    ledger = Ledger(run, incarnation(run, 1))
+    assert ledger.find(1234) is None
+    committed = ledger.commit(entry(1234, 1))
+    assert Ledger(run).find(1234) == committed == entry(1234, 1).__class__.from_json(committed.to_json())
+
+
+def test_who_comes_second_adopts(run: RunDir) -> None:
+    first = Ledger(run, incarnation(run, 1)).commit(entry(0, 1))
+    second = Ledger(run, incarnation(run, 2))
+    assert second.commit(Entry(0, 2, 1, (Taken("o000009-000", 0),))) == first
+    assert second.find(0) == first
+
+
+def test_a_fenced_incarnation_cannot_commit(run: RunDir) -> None:
+    via = incarnation(run, 1)
+    ledger = Ledger(run, via)
+    ledger.commit(entry(0, 1))
+    via.rename(via.with_name("i000001.over"))
+    with pytest.raises(FileNotFoundError):
+        ledger.commit(entry(1, 1))
+    with pytest.raises(FileNotFoundError):
+        ledger.commit(entry(0, 1))
+    assert [p.name for p in run.ledger.rglob("*") if p.is_file()] == ["00000000.json"]
+
+
+def _commit(root: Path, number: int, results: Any) -> None:
+    via = RunDir(root).lease / "000001" / f"i{number:06d}"
+    results.put([(step, Ledger(RunDir(root), via).commit(entry(step, number)).incarnation) for step in range(30)])
+
+
+def test_processes_that_race_agree_on_every_entry(run: RunDir) -> None:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = []
+    for number in range(1, 5):
+        incarnation(run, number)
+        processes.append(context.Process(target=_commit, args=(run.root, number, results)))
+    for process in processes:
+        process.start()
+    answers = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert all(a == answers[0] for a in answers)
+    assert len(list(run.ledger.rglob("*.json"))) == 30

@@ -1,0 +1,303 @@
+"""Orders as files: races of real processes, workers that die, workers that are thought dead and are not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.spool import watch
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.queue import Queue, Ticket, publish_shard
+from relax_hpc.spool.watch import FolderWatch, backoff
+
+FORK = multiprocessing.get_context("fork")
+
+
+def order(k: int, version: int = 0, kind: str = "o", batch: int = 0) -> Order:
+    return Order(f"{kind}{batch:06d}-{k:03d}", ((0, k),), 4, k, version)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    return run
+
+
+@pytest.fixture
+def queue(run: RunDir) -> Queue:
+    queue = Queue(run)
+    for worker in ("a", "b"):
+        queue.open_workplace(worker)
+    return queue
+
+
+def claim_all(root: Path, worker: str, total: int, results: Any) -> None:
+    queue, mine = Queue(RunDir(root)), []
+    queue.open_workplace(worker)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and os.listdir(RunDir(root).open_orders):
+        claim = queue.claim(worker, 0)
+        if claim is not None:
+            assert claim.path.parent.name == worker and claim.order.id == claim.ticket.order_id
+            mine.append(claim.order.id)
+    results.put(mine)
+
+
+def test_processes_that_race_claim_every_order_once(run: RunDir, queue: Queue) -> None:
+    orders = [order(k) for k in range(200)]
+    queue.put(orders)
+    results = FORK.Queue()
+    processes = [FORK.Process(target=claim_all, args=(run.root, f"w{i}", 200, results)) for i in range(6)]
+    for process in processes:
+        process.start()
+    claimed = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(30)
+    assert Counter(i for mine in claimed for i in mine) == Counter(o.id for o in orders)
+    assert sum(bool(mine) for mine in claimed) > 1, "one process took all: no race"
+
+
+def test_an_order_is_claimed_whole_evaluations_first_then_in_order(queue: Queue) -> None:
+    queue.put([order(1), order(0), order(5, kind="e", batch=9)])
+    claims = [queue.claim("a", 3) for _ in range(4)]
+    assert [c.order for c in claims if c] == [order(5, kind="e", batch=9), order(0), order(1)]
+    assert claims[0] is not None and claims[0].ticket == Ticket("e000009-005", 0, 3)
+
+
+def test_older_weights_than_asked_for_claim_nothing(queue: Queue) -> None:
+    queue.put([order(0, version=5), order(1, version=4)])
+    claim = queue.claim("a", 4)
+    assert claim is not None and claim.order.id == "o000000-001"
+    assert queue.claim("a", 4) is None
+    assert queue.in_play() == {"o000000-000": 5, "o000000-001": 4}
+
+
+def test_what_nobody_started_may_be_told_to_start_later(queue: Queue) -> None:
+    queue.put([order(0, 1), order(1, 1), order(2, 9)])
+    queue.claim("a", 2)
+    assert queue.raise_oldest(6)
+    assert queue.in_play() == {"o000000-000": 2, "o000000-001": 6, "o000000-002": 9}
+    assert not queue.raise_oldest(6)
+    assert queue.claim("b", 5) is None
+    claim = queue.claim("b", 6)
+    assert claim is not None and claim.order == order(1, 1)
+
+
+def test_a_dead_workers_claims_are_open_again_with_the_version_they_were_started_with(queue: Queue, run: RunDir) -> None:
+    queue.put([order(0), order(1)])
+    queue.claim("a", 3)
+    queue.claim("a", 4)
+    assert sorted(queue.give_back("a", lost=True)) == ["o000000-000", "o000000-001"]
+    assert sorted(os.listdir(run.open_orders)) == ["o000000-000.a1.v3", "o000000-001.a1.v4"]
+    assert queue.workers() == ["b"]
+    assert queue.give_back("a", lost=True) == []
+    again = queue.claim("b", 3)
+    assert again is not None and again.ticket.attempt == 1
+    assert queue.give_back("b", lost=False) == ["o000000-000"]
+    assert sorted(os.listdir(run.open_orders)) == ["o000000-000.a1.v3", "o000000-001.a1.v4"]
+
+
+def test_a_worker_that_is_thought_dead_claims_nothing_more(queue: Queue) -> None:
+    zombie = Queue(queue._run)
+    queue.put([order(0), order(1)])
+    assert zombie.claim("a", 0) is not None
+    queue.give_back("a", lost=True)
+    assert zombie.claim("a", 0) is None
+    assert len(queue.in_play()) == 2
+
+
+def claim_for_ever(root: Path) -> None:
+    queue = Queue(RunDir(root))
+    while True:
+        queue.claim("a", 10**6)
+
+
+def test_nothing_stays_with_a_worker_that_claims_while_it_is_given_up(run: RunDir, queue: Queue) -> None:
+    for attempt in range(8):
+        queue.put([order(k, batch=attempt) for k in range(40)])
+        queue.open_workplace("a")
+        process = FORK.Process(target=claim_for_ever, args=(run.root,))
+        process.start()
+        while not os.listdir(run.claimed_orders / "a"):
+            pass
+        queue.give_back("a", lost=True)
+        left = "a" in queue.workers()
+        process.kill()
+        process.join(30)
+        assert not left
+        assert len(queue.in_play()) == 40 * (attempt + 1) == len(os.listdir(run.open_orders))
+
+
+def test_the_loser_of_a_name_is_put_aside_with_its_reason(queue: Queue, run: RunDir) -> None:
+    queue.put([order(0)])
+    zombies = queue.claim("a", 0)
+    queue.give_back("a", lost=True)
+    second = queue.claim("b", 0)
+    assert zombies is not None and second is not None
+    assert publish_shard(run, zombies, b"zombie was first", "a")
+    assert not publish_shard(run, second, b"second", "b")
+    assert run.shard("o000000-000").read_bytes() == b"zombie was first"
+    assert (run.aside / "o000000-000.b.h5").read_bytes() == b"second"
+    reason = read_json(run.aside / "o000000-000.b.reason.json")
+    assert (reason["order"], reason["worker"]) == ("o000000-000", "b") and "published first" in reason["reason"]
+    assert queue.in_play() == {}
+
+
+def test_a_zombie_that_comes_second_loses_and_harms_nothing(queue: Queue, run: RunDir) -> None:
+    queue.put([order(0)])
+    zombies = queue.claim("a", 0)
+    queue.give_back("a", lost=True)
+    second = queue.claim("b", 0)
+    assert zombies is not None and second is not None
+    assert publish_shard(run, second, b"second", "b")
+    assert not publish_shard(run, zombies, b"zombie", "a")
+    assert run.shard("o000000-000").read_bytes() == b"second"
+    assert (run.aside / "o000000-000.a.h5").read_bytes() == b"zombie"
+
+
+def _publish(root: Path, worker: str, claim: Any, results: Any) -> None:
+    results.put(publish_shard(RunDir(root), claim, worker.encode() * 100_000, worker))
+
+
+def test_of_attempts_that_race_one_wins(queue: Queue, run: RunDir) -> None:
+    queue.put([order(0)])
+    claim = queue.claim("a", 0)
+    results = FORK.Queue()
+    processes = [FORK.Process(target=_publish, args=(run.root, f"w{i}", claim, results)) for i in range(5)]
+    for process in processes:
+        process.start()
+    assert sorted(results.get(timeout=30) for _ in processes) == [False] * 4 + [True]
+    for process in processes:
+        process.join(30)
+    content = run.shard("o000000-000").read_bytes()
+    assert content == content[:2] * 100_000
+    assert len(list(run.aside.glob("*.h5"))) == len(list(run.aside.glob("*.reason.json"))) == 4
+
+
+def test_withdrawn_is_what_is_still_open(queue: Queue) -> None:
+    queue.put([order(0), order(1), order(2)])
+    queue.claim("a", 0)
+    queue.withdraw(["o000000-000", "o000000-001"])
+    assert set(queue.in_play()) == {"o000000-000", "o000000-002"}
+
+
+def test_an_order_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two looks at folders, the order moves on: open, claimed, open again."""
+    for first in ("open", "claimed"):
+        queue.put([order(0)])
+        if first == "claimed":
+            queue.claim("a", 0)
+        listdir, moves = os.listdir, iter([lambda: queue.claim("a", 0), lambda: queue.give_back("a", lost=False)][first == "claimed" :])
+
+        def moving(path: Any, moves: Any = moves, listdir: Any = listdir) -> list[str]:
+            names = listdir(path)
+            monkeypatch.setattr(os, "listdir", listdir)
+            next(moves, lambda: None)()
+            monkeypatch.setattr(os, "listdir", moving)
+            return names
+
+        monkeypatch.setattr(os, "listdir", moving)
+        assert queue.in_play() == {"o000000-000": 0}
+        monkeypatch.setattr(os, "listdir", listdir)
+        queue.open_workplace("a")
+        queue.give_back("a", lost=False)
+        queue.open_workplace("a")
+        queue.withdraw(["o000000-000"])
+
+
+def test_of_two_attempts_in_play_the_older_start_counts(queue: Queue, run: RunDir) -> None:
+    (run.open_orders / "o000000-000.a1.v7").write_text("{}")
+    (run.claimed_orders / "a" / "o000000-000.a0.v9").write_text("{}")
+    (run.claimed_orders / "b" / "o000000-000.a0.v4").write_text("{}")
+    assert queue.in_play() == {"o000000-000": 4}
+
+
+def test_an_order_file_that_a_power_failure_emptied_stops_nobody(queue: Queue, run: RunDir) -> None:
+    queue.put([order(0), order(1), order(2)])
+    (run.open_orders / "o000000-000.a0.v0").write_bytes(b"")
+    claim = queue.claim("a", 0)
+    assert claim is not None and claim.order == order(1)
+    (run.open_orders / "o000000-009.a0.v0").write_bytes(b'{"id": "o0')
+    (run.claimed_orders / "b" / "o000000-008.a0.v0").write_bytes(b"")
+    queue.remove_torn()
+    assert set(queue.in_play()) == {"o000000-001", "o000000-002"}
+
+
+def test_a_name_is_seen_at_the_next_poll_even_when_the_folders_time_stands_still(tmp_path: Path) -> None:
+    folder = FolderWatch(tmp_path)
+    for i in range(50):
+        (tmp_path / f"one{i}").touch()
+        tick = os.stat(tmp_path)
+        assert f"one{i}" in folder.names()
+        (tmp_path / f"two{i}").touch()
+        os.utime(tmp_path, ns=(tick.st_atime_ns, tick.st_mtime_ns))  # as a coarse clock would have it
+        assert f"two{i}" in folder.names()
+
+
+def test_a_listing_that_takes_long_is_not_taken_for_settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = FolderWatch(tmp_path)
+    (tmp_path / "one").touch()
+    tick = os.stat(tmp_path)
+    listdir = os.listdir
+
+    def slow(path: Any) -> list[str]:
+        names = listdir(path)
+        time.sleep(2 * watch.RECENT_NS / 1e9)
+        return names
+
+    monkeypatch.setattr(os, "listdir", slow)
+    assert folder.names() == {"one"}
+    monkeypatch.setattr(os, "listdir", listdir)
+    (tmp_path / "two").touch()
+    os.utime(tmp_path, ns=(tick.st_atime_ns, tick.st_mtime_ns))
+    assert folder.names() == {"one", "two"}
+
+
+def test_a_poll_costs_one_stat_when_nothing_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(10):
+        (tmp_path / f"f{i}").touch()
+    (tmp_path / ".temporary").touch()
+    folder = FolderWatch(tmp_path)
+    time.sleep(2 * watch.RECENT_NS / 1e9)
+    assert len(folder.names()) == 10
+    calls: Counter[str] = Counter()
+    for name in ("stat", "listdir", "scandir", "open"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, real=real, name=name, **k: (calls.update([name]), real(*a, **k))[1])
+    for _ in range(100):
+        assert len(folder.names()) == 10
+    assert calls["stat"] == 100 and calls.total() - calls["stat"] <= 1  # one listing if two seconds went by
+
+
+def test_a_folder_is_listed_again_after_a_while_whatever_its_time_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = FolderWatch(tmp_path)
+    long_ago = (10**18, 10**18)
+    os.utime(tmp_path, ns=long_ago)
+    assert folder.names() == frozenset()
+    (tmp_path / "new").touch()
+    os.utime(tmp_path, ns=long_ago)
+    assert folder.names() == frozenset()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + watch.RELIST_S + 1)
+    assert folder.names() == {"new"}
+
+
+def test_a_missing_folder_has_no_names_until_it_comes(tmp_path: Path) -> None:
+    folder = FolderWatch(tmp_path / "later")
+    assert folder.names() == frozenset()
+    (tmp_path / "later").mkdir()
+    (tmp_path / "later" / "x").touch()
+    assert folder.names() == {"x"}
+
+
+def test_pauses_grow_to_a_limit() -> None:
+    pauses = backoff(0.1, 0.3)
+    assert [round(next(pauses), 3) for _ in range(5)] == [0.1, 0.15, 0.225, 0.3, 0.3]

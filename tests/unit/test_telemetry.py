@@ -1,0 +1,125 @@
+"""Telemetry: torn lines, orphans, a heartbeat that is a whole file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.run_dir import RunDir
+from relax_hpc.telemetry import Orphaned, Telemetry, read_beat, read_metrics
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    return run
+
+
+def test_a_line_that_a_kill_cut_spoils_only_itself(run: RunDir) -> None:
+    path = run.metrics / "trainer-0.jsonl"
+    Telemetry(run, "trainer-0", 0).metrics(step=1)
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "rew')
+    records, offset = read_metrics(path)
+    assert [r["step"] for r in records] == [1]
+    after = Telemetry(run, "trainer-0", 1)
+    after.metrics(step=3)
+    after.metrics(step=4)
+    more, end = read_metrics(path, offset)
+    assert [r["step"] for r in more] == [3, 4] and end == path.stat().st_size
+    assert [r["step"] for r in read_metrics(path)[0]] == [1, 3, 4]
+
+
+def test_a_line_that_is_half_written_waits(run: RunDir) -> None:
+    path = run.metrics / "x.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2')
+    records, offset = read_metrics(path)
+    assert records == [{"a": 1}]
+    path.write_bytes(path.read_bytes() + b"2}\n")
+    assert read_metrics(path, offset)[0] == [{"a": 22}]
+
+
+def test_a_line_that_a_full_disk_cut_spoils_only_itself(run: RunDir) -> None:
+    code = (
+        "import resource, signal, sys; from relax_hpc.run_dir import RunDir; from relax_hpc.telemetry import Telemetry\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); t = Telemetry(RunDir(sys.argv[1]), 'r', 0)\n"
+        "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
+        "t.metrics(step=1); resource.setrlimit(resource.RLIMIT_FSIZE, (120, hard)); t.metrics(step=2, long='x' * 100)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); t.metrics(step=3); t.metrics(step=4)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run.root)], check=True)
+    assert b"xxx" in (run.metrics / "r.jsonl").read_bytes(), "nothing was cut: the test proves nothing"
+    assert [r["step"] for r in read_metrics(run.metrics / "r.jsonl")[0]] == [1, 3, 4]
+
+
+def test_no_file_is_no_records(run: RunDir) -> None:
+    assert read_metrics(run.metrics / "none.jsonl", 5) == ([], 5)
+    assert read_beat(run, "none") is None
+
+
+def test_samples_of_a_step_are_grouped_by_order(run: RunDir) -> None:
+    Telemetry(run, "trainer-0", 0).trained(3, 7, ["o000001-000/0", "o000001-001r1/4", "o000001-000/2"])
+    (record,), _ = read_metrics(run.metrics / "trainer-0.trained.jsonl")
+    assert record == {"step": 3, "incarnation": 7, "samples": {"o000001-000": [0, 2], "o000001-001r1": [4]}}
+
+
+def test_a_new_state_is_written_at_once_and_progress_stays(run: RunDir) -> None:
+    telemetry = Telemetry(run, "rollout-1", 2)
+    telemetry.beat("idle", orders=5)
+    telemetry.beat("generating")
+    beat = read_beat(run, "rollout-1")
+    assert beat is not None
+    assert (beat["state"], beat["orders"], beat["attempt"], beat["pid"]) == ("generating", 5, 2, os.getpid())
+    assert os.listdir(run.heartbeats) == ["rollout-1.json"]
+
+
+def test_beats_of_one_state_are_few(run: RunDir) -> None:
+    telemetry = Telemetry(run, "r", 0)
+    telemetry.beat("idle")
+    first = (run.heartbeats / "r.json").stat().st_ino
+    for _ in range(1000):
+        telemetry.beat("idle")
+    assert (run.heartbeats / "r.json").stat().st_ino == first
+
+
+def test_a_child_notices_that_its_supervisor_was_killed(run: RunDir) -> None:
+    child = (
+        "import sys, time; from relax_hpc.run_dir import RunDir; from relax_hpc.telemetry import Orphaned, Telemetry\n"
+        "t = Telemetry(RunDir(sys.argv[1]), 'child', 0, int(sys.argv[2]))\n"
+        "try:\n"
+        "    for _ in range(600): t.beat('idle'); time.sleep(0.05)\n"
+        "except Orphaned as gone: open(sys.argv[1] + '/gone', 'w').write(str(gone))"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, sys.argv[1], str(os.getpid())]); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent, str(run.root)])
+    from tests.runs import wait_for
+
+    wait_for(lambda: read_beat(run, "child"))
+    assert not (run.root / "gone").exists()
+    process.kill()
+    process.wait()
+    wait_for(lambda: (run.root / "gone").exists() and (run.root / "gone").read_text())
+    assert str(process.pid) in (run.root / "gone").read_text()
+
+
+def test_another_process_than_its_supervisor_is_none(run: RunDir) -> None:
+    Telemetry(run, "r", 0, os.getppid()).beat("idle")
+    with pytest.raises(Orphaned):
+        Telemetry(run, "r", 0, 1 if os.getppid() != 1 else 2).beat("idle")
+
+
+def test_a_heartbeat_that_cannot_be_written_harms_nobody(run: RunDir, tmp_path: Path) -> None:
+    run.heartbeats.rmdir()
+    telemetry = Telemetry(run, "r", 0)
+    telemetry.beat("idle")
+    run.heartbeats.mkdir()
+    telemetry.beat("working")
+    beat = read_beat(run, "r")
+    assert beat is not None and beat["state"] == "working"

@@ -1,0 +1,194 @@
+"""Kill -9 anything at any moment, and count what is lost, trained twice, torn or biased.
+
+Three pairs of runs of one small recipe, each against an undisturbed run:
+
+    max_staleness 0   half of the kills; the final weights must have the same bits
+    max_staleness 1   the other half; lengths of groups against the undisturbed run (Kolmogorov-Smirnov)
+    spare worker      rollout workers alone are killed, one more than the trainer needs: how long it waits then
+
+A kill hits the supervisor, a trainer or a rollout worker: at a random moment, or as soon as a file that is being published
+or a checkpoint that is being written is seen. A killed supervisor is followed by the same command again, as a person or a
+scheduler would do. What was trained is counted from the samples that entered the loss (relax_hpc.analysis.audit).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scipy.stats import ks_2samp
+
+from relax_hpc.analysis.audit import audit
+from relax_hpc.launch.lease import holder
+from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.telemetry import read_beat, read_metrics
+from tools.bench import common
+
+STEPS_A_KILL = 2
+MOMENTS = ("any", "publishing a shard", "checkpointing")
+MOMENT_S = 5.0
+"""How long a kill waits for its moment before it comes anyway."""
+RECIPE = common.ROOT / "tools" / "bench" / "chaos.toml"
+
+
+@dataclass
+class Monkey:
+    """Runs a recipe to its end and kills along the way."""
+
+    run: RunDir
+    arguments: list[str]
+    roles: list[str]
+    random: random.Random
+    done: Callable[[], None] = lambda: None
+    kills: list[str] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+
+    def play(self, kills: int, steps: int) -> None:
+        """Kill `kills` times, spread over `steps` steps, then let the run end. Raises SystemExit when it does not."""
+        for k in range(kills):
+            self._until(lambda k=k: self.step() >= k * steps // kills)
+            self.kill()
+            self.done()
+        self._until(lambda: (read_json(self.run.outcome) or {}).get("outcome") == "done")
+        if self.process is not None:
+            self.process.wait(60)
+
+    def step(self) -> int:
+        return int((read_beat(self.run, "trainer-0") or {}).get("step", 0)) if self.run.exists else -1
+
+    def kill(self) -> None:
+        """One kill -9."""
+        role, moment = self.random.choice(self.roles), self.random.choice(MOMENTS)
+        if moment == "any":
+            time.sleep(self.random.uniform(0, 1.0))
+        else:
+            pattern = "shards/*/.*" if moment == "publishing a shard" else "lease/*/i*/checkpoint-*/*"
+            deadline = time.monotonic() + MOMENT_S
+            while time.monotonic() < deadline and not next(self.run.root.glob(pattern), None):
+                self._alive()
+        pid = self._pid(role)
+        if pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.kills.append(f"{role} while {moment}")
+
+    def _pid(self, role: str) -> int | None:
+        """The process of a role now; waits for one to be there."""
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            self._alive()
+            about = holder(self.run) if role == "supervisor" else read_beat(self.run, role)
+            if about and _is_alive(int(about["pid"])):
+                return int(about["pid"])
+            time.sleep(0.02)
+        return None
+
+    def _until(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 300
+        while not reached():
+            self._alive()
+            if time.monotonic() > deadline:
+                raise SystemExit(f"no progress in 300 s at step {self.step()} after {self.kills[-3:]}: see {self.run.root}")
+            time.sleep(0.01)
+
+    def _alive(self) -> None:
+        """Give the command again when its process is gone and the run is not done."""
+        if self.process is not None and self.process.poll() is None:
+            return
+        if (read_json(self.run.outcome) or {}).get("outcome") == "done":
+            return
+        if self.process is not None and self.process.returncode not in (0, -signal.SIGKILL):
+            raise SystemExit(f"the run ended with {self.process.returncode}: {read_json(self.run.outcome)}; see {self.run.root}")
+        log = (self.run.root.parent / f"{self.run.root.name}.log").open("ab")
+        command = [sys.executable, "-m", "relax_hpc", "run", *self.arguments]
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def monkey(folder: Path, name: str, steps: int, seed: int, roles: list[str], done: Callable[[], None], *sets: str) -> Monkey:
+    """A monkey for a run called `name` in `folder`."""
+    values = [f"run.root={folder}", f"run.name={name}", f"run.steps={steps}", *sets]
+    arguments = [str(RECIPE), *(word for value in values for word in ("--set", value))]
+    return Monkey(RunDir(folder / name), arguments, roles, random.Random(seed), done)
+
+
+def final_weights(run: RunDir, step: int) -> str:
+    """The checksum of the last version."""
+    return str(read_json(run.weights / f"v{step:08d}.l0.json")["checksum"])
+
+
+def waits(run: RunDir) -> list[float]:
+    """Seconds that the trainer waited for data, step by step, the first ones (loading) left out."""
+    records, _ = read_metrics(run.metrics / "trainer-0.jsonl")
+    return [r["wait_s"] for r in records if r["kind"] == "step" and r["step"] >= 5]
+
+
+def order_seconds(run: RunDir) -> float:
+    """How long an order takes, median."""
+    records = [r for path in run.metrics.glob("rollout-?.jsonl") for r in read_metrics(path)[0]]
+    return statistics.median(r["generate_s"] + r["publish_s"] for r in records if r["kind"] == "order")
+
+
+def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
+    folder = common.disk_directory("chaos") / time.strftime("%H%M%S")
+    half = kills - kills // 2
+    everyone = ["supervisor", "trainer-0", "rollout-0"]
+    result: dict[str, Any] = {"kills": 0, "lost": 0, "twice": 0, "torn": 0}
+    with common.progress("kills", kills + spare_kills) as done:
+        pairs = {}
+        for bound, count in ((0, half), (1, kills - half)):
+            steps = max(count * STEPS_A_KILL, 20)
+            for name, number in (("calm", 0), ("killed", count)):
+                each = monkey(folder, f"{name}-{bound}", steps, seed, everyone, done, f"async.max_staleness={bound}")
+                each.play(number, steps)
+                pairs[name, bound] = each
+                found = audit(each.run.root)
+                result["kills"] += len(each.kills)
+                for key in ("lost", "twice", "torn"):
+                    result[key] += len(getattr(found, key))
+        steps = max(half * STEPS_A_KILL, 20)
+        result["bit_identical"] = final_weights(pairs["calm", 0].run, steps) == final_weights(pairs["killed", 0].run, steps)
+        lengths = {name: audit(pairs[name, 1].run.root).mean_lengths for name in ("calm", "killed")}
+        result["ks_p"] = float(ks_2samp(lengths["calm"], lengths["killed"]).pvalue)
+
+        spare, steps = {}, 20 + spare_kills * 40
+        for name, number in (("calm", 0), ("killed", spare_kills)):
+            workers = ["rollout-0", "rollout-1"]
+            spare[name] = monkey(folder, f"{name}-spare", steps, seed, workers, done, "rollout.workers=2", "async.max_staleness=2")
+            spare[name].play(number, steps)
+        result["kills"] += len(spare["killed"].kills)
+        result["trainer_wait_s"] = max(waits(spare["killed"].run)) - max(waits(spare["calm"].run))
+        result["order_s"] = order_seconds(spare["calm"].run)
+    return result
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main() -> None:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--kills", type=int, default=100, help="kills of any role (default: %(default)s)")
+    arguments.add_argument("--spare-kills", type=int, default=10, help="kills of a worker that is not needed (default: %(default)s)")
+    arguments.add_argument("--seed", type=int, default=0, help="of the kills")
+    given = arguments.parse_args()
+    common.finish(measure(given.kills, given.spare_kills, given.seed), given.json)
+
+
+if __name__ == "__main__":
+    main()
