@@ -1,9 +1,10 @@
 """Samples -> micro-batches: balanced over data-parallel ranks, under a token budget, packed into rows with little padding.
 
-    lengths ──balance──► a share of samples a rank ──cut──► micro-batches of rows of samples ──pack──► arrays
+    samples ──join──► trees ──balance──► a share of trees a rank ──cut──► micro-batches of rows of trees ──pack──► arrays
 
-All of it depends on the lengths alone: every process computes the whole plan and takes its own share. A sequence goes in
-without its last token, which predicts nothing.
+A tree is a prompt and the answers to it that are trained on behind one copy of it: where prompts are longer than answers,
+that saves most of the work. All of it depends on the samples alone: every process computes the whole plan and takes its
+own share. An answer goes in without its last token, which predicts nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ from numpy.typing import NDArray
 
 from relax_hpc.records import Rollouts
 
-Rows = list[list[int]]
-"""A micro-batch: rows of samples, by index."""
+Tree = tuple[int, ...]
+"""Samples behind one copy of their prompt, by index; most often one."""
+Rows = list[list[Tree]]
+"""A micro-batch: rows of trees."""
+
+LONGEST_SHARED = 2048
+"""Tokens of a tree with several answers at most: attention costs the square of a row's length, answers apart would not."""
 
 PADDING = -1
 """The segment of tokens that only fill a row."""
@@ -28,55 +34,77 @@ class MicroBatch:
     """What one forward reads. R rows of L tokens, M tokens that enter the loss."""
 
     tokens: NDArray[np.int64]  # [R, L]
-    positions: NDArray[np.int64]  # [R, L] each sample begins again at 0; padding counts on
-    segments: NDArray[np.int64]  # [R, L] which sample of the row, PADDING after the last
+    positions: NDArray[np.int64]  # [R, L] each tree begins again at 0, each answer behind the prompt; padding counts on
+    segments: NDArray[np.int64]  # [R, L] which tree of the row, PADDING after the last
+    branches: NDArray[np.int64]  # [R, L] which answer of the tree, from 1; 0 is the prompt
     predictors: NDArray[np.int64]  # [M] where, in the flattened [R * L], the model predicts the token
     targets: NDArray[np.int64]  # [M] the token itself, by its index in rollouts.tokens
 
     @property
     def one_sample_a_row(self) -> bool:
         """Causal attention alone keeps the samples apart: what follows a row's only sample is padding."""
-        return bool((self.segments < 1).all())
+        return bool((self.segments < 1).all() and (self.branches < 2).all())
 
     def attention_mask(self) -> NDArray[np.bool_]:
-        """[R, 1, L, L] True where a query (second last axis) may look: its own sample, not after itself."""
+        """[R, 1, L, L] True where a query (second last axis) may look: its own prompt and answer, not after itself."""
         same = self.segments[:, None, :, None] == self.segments[:, None, None, :]
         mask: NDArray[np.bool_] = same & np.tri(self.segments.shape[1], dtype=np.bool_)
+        if (self.branches > 1).any():
+            queries, keys = self.branches[:, None, :, None], self.branches[:, None, None, :]
+            mask &= (keys == queries) | (keys == 0)
         return mask
 
 
+def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
+    """The samples `used` as trees: a group shares its prompt where that saves at least as many tokens as its answers have."""
+    groups: dict[int, list[int]] = {}
+    for sample in used.tolist():
+        groups.setdefault(int(rollouts.group[sample]), []).append(sample)
+    trees: list[Tree] = []
+    for samples in groups.values():
+        prompts = [rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[s : s + 2])] for s in samples]
+        answers = sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in samples)
+        saved = len(prompts[0]) * (len(samples) - 1)
+        short = len(prompts[0]) + answers <= LONGEST_SHARED
+        if saved >= max(answers, 1) and short and all(np.array_equal(p, prompts[0]) for p in prompts):
+            trees.append(tuple(samples))
+        else:
+            trees += [(sample,) for sample in samples]
+    return trees
+
+
 def balance(lengths: NDArray[np.int64], ranks: int) -> list[list[int]]:
-    """Shares of samples, one a rank, of nearly equal tokens: the longest first, each to the rank with the fewest.
+    """Shares of trees, one a rank, of nearly equal tokens: the longest first, each to the rank with the fewest.
 
     Within 4/3 of the best possible largest share (R. L. Graham, 1969).
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
     load = [(0, rank) for rank in range(ranks)]
-    for sample in np.argsort(-lengths, kind="stable").tolist():
+    for tree in np.argsort(-lengths, kind="stable").tolist():
         tokens, rank = heapq.heappop(load)
-        shares[rank].append(sample)
-        heapq.heappush(load, (tokens + int(lengths[sample]), rank))
+        shares[rank].append(tree)
+        heapq.heappush(load, (tokens + int(lengths[tree]), rank))
     return shares
 
 
-def cut(share: list[int], lengths: NDArray[np.int64], budget: int) -> list[Rows]:
-    """Micro-batches of at most `budget` tokens, padding included; one sample beyond the budget stands alone.
+def cut(share: list[int], lengths: NDArray[np.int64], budget: int) -> list[list[list[int]]]:
+    """Micro-batches (rows of trees, by index) of at most `budget` tokens, padding included; a longer tree stands alone.
 
-    Rows are as long as the micro-batch's longest sample and filled first-fit decreasing.
+    Rows are as long as the micro-batch's longest tree and filled first-fit decreasing.
     """
     if not share:
         return []
-    ordered = sorted(share, key=lambda sample: (-int(lengths[sample]), sample))
+    ordered = sorted(share, key=lambda tree: (-int(lengths[tree]), tree))
     shortest = int(lengths[ordered[-1]])
-    batches: list[Rows] = []
+    batches: list[list[list[int]]] = []
     width = 0
     open_rows: list[tuple[list[int], int]] = []  # (row, tokens that it has room for)
-    for sample in ordered:
-        length = int(lengths[sample])
+    for tree in ordered:
+        length = int(lengths[tree])
         place = next((i for i, (_, room) in enumerate(open_rows) if room >= length), None)
         if place is not None:
             row, room = open_rows[place]
-            row.append(sample)
+            row.append(tree)
             open_rows[place] = (row, room - length)
             if room - length < shortest:
                 del open_rows[place]
@@ -84,7 +112,7 @@ def cut(share: list[int], lengths: NDArray[np.int64], budget: int) -> list[Rows]
         if not batches or (len(batches[-1]) + 1) * width > budget:
             batches.append([])
             open_rows, width = [], length
-        row = [sample]
+        row = [tree]
         batches[-1].append(row)
         if width - length >= shortest:
             open_rows.append((row, width - length))
@@ -98,31 +126,42 @@ def plan(rollouts: Rollouts, ranks: int, budget: int) -> list[list[Rows]]:
         raise ValueError(f"sample {rollouts.ids[empty]} has no prompt tokens: nothing predicts its first token")
     counted = np.concatenate([[0], np.cumsum(rollouts.loss_mask, dtype=np.int64)])
     used = np.flatnonzero(counted[rollouts.offsets[1:]] > counted[rollouts.offsets[:-1]])
-    lengths = rollouts.lengths() - 1
-    shares = balance(lengths[used], ranks)
-    return [cut([int(used[i]) for i in share], lengths, budget) for share in shares]
+    trees = join(rollouts, used)
+    lengths = np.array([tree_length(rollouts, tree) for tree in trees], np.int64)
+    shares = balance(lengths, ranks)
+    return [[[[trees[i] for i in row] for row in rows] for rows in cut(share, lengths, budget)] for share in shares]
+
+
+def tree_length(rollouts: Rollouts, tree: Tree) -> int:
+    """Tokens that a tree puts into a row."""
+    prompt = int(rollouts.prompt_offsets[tree[0] + 1] - rollouts.prompt_offsets[tree[0]])
+    return prompt + sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in tree)
 
 
 def pack(rollouts: Rollouts, rows: Rows) -> MicroBatch:
     """The arrays of one micro-batch."""
-    lengths = rollouts.lengths() - 1
-    width = max(sum(int(lengths[sample]) for sample in row) for row in rows)
+    width = max(sum(tree_length(rollouts, tree) for tree in row) for row in rows)
     tokens = np.zeros((len(rows), width), np.int64)
     positions = np.tile(np.arange(width), (len(rows), 1))
     segments = np.full((len(rows), width), PADDING, np.int64)
+    branches = np.zeros((len(rows), width), np.int64)
     predictors, targets = [], []
     for r, row in enumerate(rows):
-        start = 0
-        for segment, sample in enumerate(row):
-            prompt = rollouts.prompt_tokens[rollouts.prompt_offsets[sample] : rollouts.prompt_offsets[sample + 1]]
-            first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
-            end = start + int(lengths[sample])
-            tokens[r, start : start + len(prompt)] = prompt
-            tokens[r, start + len(prompt) : end] = rollouts.tokens[first : last - 1]
-            positions[r, start:end] = np.arange(end - start)
-            segments[r, start:end] = segment
-            chosen = np.flatnonzero(rollouts.loss_mask[first:last])
-            predictors.append(chosen + (r * width + start + len(prompt) - 1))
-            targets.append(chosen + first)
-            start = end
-    return MicroBatch(tokens, positions, segments, np.concatenate(predictors), np.concatenate(targets))
+        at = 0
+        for segment, tree in enumerate(row):
+            prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[tree[0] : tree[0] + 2])]
+            begin, at = at, at + len(prompt)
+            asked = at - 1  # where the prompt's last token predicts the first of every answer
+            tokens[r, begin:at], positions[r, begin:at] = prompt, np.arange(len(prompt))
+            for branch, sample in enumerate(tree, start=1):
+                first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
+                end = at + last - first - 1
+                tokens[r, at:end] = rollouts.tokens[first : last - 1]
+                positions[r, at:end] = len(prompt) + np.arange(end - at)
+                branches[r, at:end] = branch
+                chosen = np.flatnonzero(rollouts.loss_mask[first:last])
+                predictors.append(r * width + np.where(chosen == 0, asked, at - 1 + chosen))
+                targets.append(chosen + first)
+                at = end
+            segments[r, begin:at] = segment
+    return MicroBatch(tokens, positions, segments, branches, np.concatenate(predictors), np.concatenate(targets))

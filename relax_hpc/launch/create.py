@@ -43,9 +43,9 @@ def create(
     draft = RunDir(recipe.run.root / f".{recipe.run.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         draft.create()
-        recipe = _snapshot(draft, recipe)
         write_file(draft.recipe, dump_recipe(recipe).encode())
         _prepare(draft)
+        replace(draft.recipe, dump_recipe(_snapshot(draft, recipe)).encode())
         about = {
             "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
             "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,

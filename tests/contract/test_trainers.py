@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -160,6 +161,28 @@ def test_a_head_in_chunks_is_the_same_head(tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_answers_behind_one_copy_of_their_prompt_have_the_logprobs_and_gradients_of_sequences_apart(tmp_path: Path) -> None:
+    from relax_hpc.data.packing import pack, plan
+
+    recipe = tiny.recipe()
+    model = AutoModelForCausalLM.from_pretrained(tiny.folder(recipe, tmp_path))
+    asked = [p for p in tiny.prompts([20, 12]) for _ in range(4)]
+    shared = tiny.rollouts(asked, tiny.prompts([5, 1, 3, 2, 2, 4, 1, 1], seed=1), 4)
+    apart = dataclasses.replace(shared, group=np.arange(8))
+    found = []
+    for rollouts, trees in ((shared, 2), (apart, 8)):
+        [[rows]] = plan(rollouts, 1, 10000)
+        assert sum(len(row) for row in rows) == trees
+        batch = pack(rollouts, rows)
+        model.zero_grad()
+        logprobs, _ = token_logprobs(model, batch, torch.from_numpy(rollouts.tokens[batch.targets]).long(), 0.9)
+        (logprobs * torch.from_numpy(np.cos(batch.targets))).sum().backward()
+        order = torch.from_numpy(np.argsort(batch.targets))
+        found.append((logprobs.detach()[order], model.model.embed_tokens.weight.grad.clone()))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("samples", [0, 4])
 def test_a_step_without_tokens_leaves_the_weights_alone(backend: str, tmp_path: Path, samples: int) -> None:
     recipe = tiny.recipe(trainer={"backend": backend})
@@ -236,6 +259,7 @@ def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, kl_c
         cut.step(batches[step], algorithm, step)
     saved = tmp_path / "checkpoint"
     saved.mkdir()
+    torch.rand(5)  # a new trainer seeds anew: the saved state must not be that of the beginning
     cut.save(saved)
     drawn = torch.rand(3)
     assert {f.suffix for f in saved.iterdir()} == {".safetensors"}

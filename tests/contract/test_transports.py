@@ -100,8 +100,11 @@ def assert_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype and got[name].shape == tensor.shape
-        as_bytes = lambda t: bytes(t.contiguous().reshape(-1).view(torch.uint8).numpy())
-        assert as_bytes(got[name]) == as_bytes(tensor), name
+        assert _bytes(got[name]) == _bytes(tensor), name
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def publish(publisher: Publisher, number: int, seed: int | None = None) -> Version:

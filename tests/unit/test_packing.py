@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -53,7 +55,7 @@ def test_pack_says_what_the_samples_say(seed: int, ranks: int, budget: int) -> N
         batch = pack(made, rows)
         flat_tokens, flat_positions = batch.tokens.ravel(), batch.positions.ravel()
         for r, row in enumerate(rows):
-            for segment, sample in enumerate(row):
+            for segment, (sample,) in enumerate(row):
                 asked = made.prompt_tokens[made.prompt_offsets[sample] : made.prompt_offsets[sample + 1]]
                 sequence = [*asked, *made.tokens[made.offsets[sample] : made.offsets[sample + 1]]]
                 where = batch.segments[r] == segment
@@ -73,7 +75,7 @@ def test_pack_says_what_the_samples_say(seed: int, ranks: int, budget: int) -> N
 def test_the_mask_is_causal_within_a_sample_and_blind_outside() -> None:
     made = rollouts(prompts([2, 1, 5]), prompts([2, 3, 3]), 3)  # inputs of 3, 3 and 7 tokens
     [[rows]] = plan(made, 1, 1000)
-    assert rows == [[2], [0, 1]]
+    assert rows == [[(2,)], [(0,), (1,)]]
     batch = pack(made, rows)
     assert not batch.one_sample_a_row
     row = batch.attention_mask()[1, 0]
@@ -92,7 +94,28 @@ def test_the_plan_is_the_same_every_time_and_leaves_out_what_has_no_loss() -> No
     made = random_rollouts(20, masked=0.0)
     made.loss_mask[made.offsets[3] : made.offsets[4]] = 0
     assert plan(made, 2, 64) == plan(made, 2, 64)
-    assert 3 not in [s for share in plan(made, 2, 64) for rows in share for row in rows for s in row]
+    assert 3 not in [s for share in plan(made, 2, 64) for rows in share for row in rows for tree in row for s in tree]
+
+
+def test_answers_to_a_long_prompt_share_one_copy_of_it_and_do_not_see_each_other() -> None:
+    asked, answers = prompts([5])[0], prompts([3, 1, 2])
+    made = dataclasses.replace(rollouts([asked] * 3, answers, 3), group=np.array([7, 7, 7]))
+    [[rows]] = plan(made, 1, 1000)
+    assert rows == [[(0, 1, 2)]]
+    batch = pack(made, rows)
+    assert batch.tokens[0].tolist() == [*asked, *answers[0][:2], answers[2][0]]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 5]
+    assert batch.predictors.tolist() == [4, 5, 6, 4, 4, 7]
+    row = batch.attention_mask()[0, 0]
+    assert np.flatnonzero(row[6]).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert np.flatnonzero(row[7]).tolist() == [0, 1, 2, 3, 4, 7]
+
+
+def test_answers_longer_than_their_prompt_and_other_prompts_stand_alone() -> None:
+    long = dataclasses.replace(rollouts([prompts([2])[0]] * 2, prompts([9, 9]), 2), group=np.array([0, 0]))
+    assert sorted(t for rows in plan(long, 1, 1000)[0] for row in rows for t in row) == [(0,), (1,)]
+    other = dataclasses.replace(rollouts(prompts([8, 8]), prompts([2, 2]), 2), group=np.array([0, 0]))
+    assert sorted(t for rows in plan(other, 1, 1000)[0] for row in rows for t in row) == [(0,), (1,)]
 
 
 def test_no_samples_make_no_micro_batches() -> None:

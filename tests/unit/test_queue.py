@@ -114,26 +114,22 @@ def test_a_worker_that_is_thought_dead_claims_nothing_more(queue: Queue) -> None
     assert len(queue.in_play()) == 2
 
 
-def claim_for_ever(root: Path) -> None:
-    queue = Queue(RunDir(root))
-    while True:
-        queue.claim("a", 10**6)
+def test_nothing_stays_with_a_worker_that_claims_while_it_is_given_up(
+    queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker claims once more between the last look into its folder and the folder's end."""
+    queue.put([order(0), order(1)])
+    zombie, rmdir = Queue(run), Path.rmdir
+    assert zombie.claim("a", 0) is not None
 
+    def late(folder: Path) -> None:
+        monkeypatch.setattr(Path, "rmdir", rmdir)
+        assert zombie.claim("a", 0) is not None
+        rmdir(folder)
 
-def test_nothing_stays_with_a_worker_that_claims_while_it_is_given_up(run: RunDir, queue: Queue) -> None:
-    for attempt in range(8):
-        queue.put([order(k, batch=attempt) for k in range(40)])
-        queue.open_workplace("a")
-        process = FORK.Process(target=claim_for_ever, args=(run.root,))
-        process.start()
-        while not os.listdir(run.claimed_orders / "a"):
-            pass
-        queue.give_back("a", lost=True)
-        left = "a" in queue.workers()
-        process.kill()
-        process.join(30)
-        assert not left
-        assert len(queue.in_play()) == 40 * (attempt + 1) == len(os.listdir(run.open_orders))
+    monkeypatch.setattr(Path, "rmdir", late)
+    assert sorted(queue.give_back("a", lost=True)) == ["o000000-000", "o000000-001"]
+    assert queue.workers() == ["b"] and len(os.listdir(run.open_orders)) == 2
 
 
 def test_the_loser_of_a_name_is_put_aside_with_its_reason(queue: Queue, run: RunDir) -> None:
@@ -198,7 +194,7 @@ def test_an_order_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatc
         listdir, moves = os.listdir, iter([lambda: queue.claim("a", 0), lambda: queue.give_back("a", lost=False)][first == "claimed" :])
 
         def moving(path: Any, moves: Any = moves, listdir: Any = listdir) -> list[str]:
-            names = listdir(path)
+            names: list[str] = listdir(path)
             monkeypatch.setattr(os, "listdir", listdir)
             next(moves, lambda: None)()
             monkeypatch.setattr(os, "listdir", moving)

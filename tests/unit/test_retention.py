@@ -103,8 +103,8 @@ def test_outstanding_shards_are_counted_when_they_are_taken_in(run: RunDir) -> N
 def test_the_largest_possible_shard_fits_into_what_is_reserved(run: RunDir) -> None:
     """8 samples of 16 tokens, prompts as long as the context leaves; a real shard of that is not larger."""
     prompt = np.zeros(48, np.int32)
-    sample = lambda: Sample(np.zeros(16, np.int32), np.ones(16, np.uint8), np.zeros(16, np.float32), [(0, 3)], Finish.LENGTH)
-    groups = [Group(Prompt(0, i, "x" * 48, prompt, "1"), [sample() for _ in range(2)]) for i in range(4)]
+    sample = Sample(np.zeros(16, np.int32), np.ones(16, np.uint8), np.zeros(16, np.float32), [(0, 3)], Finish.LENGTH)
+    groups = [Group(Prompt(0, i, "x" * 48, prompt, "1"), [sample, sample]) for i in range(4)]
     assert len(encode("o000000-000", groups, {"version": 0})) <= retention(run).order_bytes
 
 

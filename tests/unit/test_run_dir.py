@@ -88,7 +88,7 @@ def test_a_reader_of_a_replaced_file_sees_old_or_new_whole(tmp_path: Path) -> No
     replace(tmp_path / "f", b"000000" * 200_000)
     process = writer(tmp_path, "replace")
     try:
-        seen = set()
+        seen: set[bytes] = set()
         deadline = time.monotonic() + 60
         while len(seen) < 10 and time.monotonic() < deadline:
             content = (tmp_path / "f").read_bytes()

@@ -1,0 +1,186 @@
+"""Kill real processes of real runs, at random and at chosen moments: nothing is lost, nothing is trained twice."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from relax_hpc import checkpoint
+from relax_hpc.analysis.audit import audit
+from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.telemetry import read_metrics
+from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+from tools.bench.chaos import final_weights, monkey
+
+KILLS, STEPS = 14, 28
+
+
+def sound(run: RunDir) -> None:
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+
+
+@pytest.mark.timeout(600)
+def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp_path):
+    roles = ["supervisor", "trainer-0", "rollout-0"]
+    calm = monkey(tmp_path, "calm", STEPS, 0, roles, lambda: None, "async.max_staleness=0")
+    calm.play(0, STEPS)
+    killed = monkey(tmp_path, "killed", STEPS, 1, roles, lambda: None, "async.max_staleness=0")
+    killed.play(KILLS, STEPS)
+    assert len(killed.kills) == KILLS
+    sound(killed.run)
+    assert audit(killed.run.root).trained == audit(calm.run.root).trained
+    assert final_weights(killed.run, STEPS) == final_weights(calm.run, STEPS)
+
+
+@pytest.mark.timeout(300)
+def test_two_trainer_processes_survive_the_loss_of_either_and_keep_the_bits(tmp_path):
+    sets = ("async.max_staleness=0", "trainer.processes=2")
+    calm = monkey(tmp_path, "calm", 12, 0, [], lambda: None, *sets)
+    calm.play(0, 12)
+    killed = monkey(tmp_path, "killed", 12, 2, ["trainer-0", "trainer-1"], lambda: None, *sets)
+    killed.play(3, 12)
+    sound(killed.run)
+    assert final_weights(killed.run, 12) == final_weights(calm.run, 12)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("late", ["wait", "drop"])
+def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path, late):
+    sets = ("async.max_staleness=2", f"async.late={late}", "rollout.workers=2")
+    killed = monkey(tmp_path, "killed", 20, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
+    killed.play(6, 20)
+    sound(killed.run)
+    assert max(s["age_max"] for s in steps_of(killed.run)) <= 2
+
+
+@pytest.fixture
+def endless(tmp_path):
+    """A run that goes on until the test ends it; a list of processes to clean up."""
+    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 100000").replace("max_restarts", "hang_s = 3.0\nmax_restarts"))
+    run, processes = RunDir(tmp_path / "small"), []
+    process = start("run", recipe)
+    processes.append(process)
+    wait_for(lambda: run.exists and step_now(run) >= 3)
+    yield run, processes
+    for each in processes:
+        with contextlib.suppress(ProcessLookupError):
+            each.send_signal(signal.SIGTERM)
+    for each in processes:
+        try:
+            each.wait(30)
+        except subprocess.TimeoutExpired:
+            each.kill()
+    for role in ("trainer-0", "rollout-0"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid_of(run, role) or 0, signal.SIGKILL) if pid_of(run, role) else None
+
+
+@pytest.mark.parametrize("role", ["rollout-0", "trainer-0"])
+def test_a_role_that_hangs_is_found_by_its_heartbeat_and_started_again(endless, role):
+    run, _ = endless
+    hung, step = pid_of(run, role), step_now(run)
+    os.kill(hung, signal.SIGSTOP)
+    wait_for(lambda: (pid_of(run, role) or hung) != hung and step_now(run) > step + 3)
+    kinds = [(r["kind"], r.get("role")) for r in read_metrics(run.metrics / "supervisor.jsonl")[0]]
+    assert ("silent", role) in kinds
+    with pytest.raises(ProcessLookupError):
+        os.kill(hung, 0)
+
+
+def test_a_trainer_that_wakes_up_after_its_successor_began_commits_nothing(endless):
+    run, processes = endless
+    zombie = pid_of(run, "trainer-0")
+    os.kill(zombie, signal.SIGSTOP)  # first, so that it cannot notice that its supervisor goes
+    processes[0].kill()
+    processes[0].wait()
+    before = _committed(run)
+    processes.append(start("run", run.root))
+    wait_for(lambda: step_now(run) > before + 3 and pid_of(run, "trainer-0") != zombie)
+    os.kill(zombie, signal.SIGCONT)
+    wait_for(lambda: not _alive(zombie), timeout=30)
+    last = read_json(run.weights / "latest.json")
+    wait_for(lambda: step_now(run) > last["number"] + 3)
+    relax_hpc("stop", run.root)
+    processes[1].wait(30)
+    incarnations = [json.loads(p.read_text())["incarnation"] for p in sorted(run.ledger.rglob("*.json"))]
+    assert incarnations == sorted(incarnations), "the superseded trainer committed after its successor"
+    sound(run)
+
+
+def test_a_second_run_of_a_live_one_is_refused_and_a_dead_supervisor_is_followed(endless):
+    run, processes = endless
+    refused = relax_hpc("run", run.root, code=2).stderr
+    assert f"pid {processes[0].pid}" in refused and "relax-hpc stop" in refused
+    processes[0].kill()
+    processes[0].wait()
+    step = step_now(run)
+    processes.append(start("run", run.root))
+    wait_for(lambda: step_now(run) > step + 3)
+    relax_hpc("stop", run.root)
+    assert processes[1].wait(30) == 0
+    sound(run)
+
+
+def test_a_zombie_that_publishes_an_order_long_consumed_and_removed_changes_nothing(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL + '\n[spool]\nkeep = "needed"\n')
+    relax_hpc("run", recipe, "--set", "run.keep_checkpoints=1")
+    run = RunDir(tmp_path / "small")
+    consumed = run.shard("o000000-000")
+    assert not consumed.exists(), "retention kept what no checkpoint replays"
+    consumed.write_bytes(b"what a zombie made")
+    relax_hpc("run", run.root, "--set", "run.steps=8")
+    assert outcome(run)["outcome"] == "done" and [s["step"] for s in steps_of(run)] == list(range(8))
+
+
+def test_orders_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp_path):
+    deadly = tmp_path / "deadly.py"
+    deadly.write_text(
+        "import os\n"
+        "class Deadly:\n"
+        "    def reset(self, prompt): self.prompt = prompt\n"
+        "    def step(self, answer):\n"
+        "        from relax_hpc.environments import Turn\n"
+        "        if self.prompt.index % 16 == 0: os.kill(os.getpid(), 9)\n"
+        "        return Turn(done=True)\n"
+        "    def close(self): pass\n"
+    )
+    text = SMALL.replace('task = "basic', f'environment = "{deadly}:Deadly"\ntask = "basic')
+    recipe = write_recipe(tmp_path, text)
+    relax_hpc("run", recipe, "--set", "rollout.max_attempts=2", "--set", "run.steps=4", "--set", "rollout.max_failed_fraction=1.0")
+    run = RunDir(tmp_path / "small")
+    entries = [json.loads(p.read_text()) for p in sorted(run.ledger.rglob("*.json"))]
+    reasons = {r for e in entries for r in e["filtered"].values()}
+    assert any("2 workers died on this order" in r for r in reasons)
+    assert checkpoint.steps(run)[-1] == 4
+
+
+def _committed(run: RunDir) -> int:
+    return max(int(p.stem) for p in run.ledger.rglob("*.json"))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A dead child of init may stay a zombie for a moment.
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def test_time_between_death_and_claims_given_back_is_short(endless):
+    run, _ = endless
+    victim = pid_of(run, "rollout-0")
+    os.kill(victim, signal.SIGKILL)
+    died = time.time()
+    lost = wait_for(lambda: [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"], timeout=10)
+    assert lost[0]["role"] == "rollout-0" and lost[0]["reason"] == "killed by SIGKILL"
+    assert lost[0]["time"] - died < 5

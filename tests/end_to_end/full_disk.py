@@ -1,0 +1,68 @@
+"""Body of the full-disk test, inside a mount namespace: a run on a tmpfs of a few megabytes, filled up under it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from relax_hpc.analysis.audit import audit
+from relax_hpc.run_dir import RunDir
+from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+
+SIZE = 24 << 20
+
+
+def main(folder: Path) -> None:
+    small = folder / "disk"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(small)], check=True)
+    recipe = write_recipe(small, SMALL.replace("steps = 6", "steps = 100000"))
+    run = RunDir(small / "small")
+    process = start("run", recipe, "--set", "spool.full_disk_wait_s=4.0", "--set", "run.keep_checkpoints=1")
+    wait_for(lambda: run.exists and step_now(run) >= 3)
+    ballast = small / "ballast"
+    with ballast.open("wb") as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+                file.flush()
+        except OSError:
+            pass
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "no room for" in output and "spool.full_disk_wait_s" in output and "Traceback" not in output, output
+    ballast.unlink()
+    stopped_at = max(s["step"] for s in steps_of(run))
+    relax_hpc("run", run.root, "--set", f"run.steps={stopped_at + 4}")
+    assert outcome(run)["outcome"] == "done"
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn) == ([], [], []), found
+    waited_then_had_room(small)
+
+
+def waited_then_had_room(small: Path) -> None:
+    """Room that comes back in time costs nothing but the wait."""
+    run = RunDir(small / "small")
+    process = start("run", run.root, "--set", "run.steps=100000", "--set", "spool.full_disk_wait_s=100.0")
+    step = step_now(run)
+    wait_for(lambda: step_now(run) > step)
+    ballast = small / "ballast"
+    with ballast.open("wb") as file:
+        try:
+            while True:
+                file.write(b"\0" * 4096)
+                file.flush()
+        except OSError:
+            pass
+    stuck = wait_for(lambda: any("no room" in p.read_text() for p in run.logs.glob("*.log")) and step_now(run))
+    ballast.unlink()
+    wait_for(lambda: step_now(run) > stuck + 2)
+    relax_hpc("stop", run.root)
+    assert process.wait(60) == 0
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)

@@ -1,0 +1,135 @@
+"""What a person can do wrong ends in words, not in a traceback, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from relax_hpc import checkpoint
+from relax_hpc.analysis.audit import audit
+from relax_hpc.run_dir import RunDir
+from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+
+FILE_SOURCE = SMALL[: SMALL.index("[[source]]")] + '[[source]]\nprompts = "{root}/prompts.jsonl"\nreward = "{root}/rewards.py:judge"\n'
+
+
+def with_prompts(folder, reward="return float(answer == prompt.answer)", lines=None):
+    """A recipe on a prompt file of its own and a reward of the user's own."""
+    rows = [json.dumps({"prompt": f"{a} + {b} = ", "answer": str(a + b)}) for a in range(10) for b in range(10)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines or rows) + "\n")
+    (folder / "rewards.py").write_text(f"import time, math\ndef judge(prompt, answer):\n    {reward}\n")
+    return write_recipe(folder, FILE_SOURCE)
+
+
+def refused(*arguments) -> str:
+    error = relax_hpc("run", *arguments, code=2).stderr
+    assert "Traceback" not in error
+    return error
+
+
+def test_an_unknown_key_names_the_valid_ones(tmp_path):
+    error = refused(write_recipe(tmp_path, SMALL.replace("learning_rate", "learningrate")))
+    assert "learningrate" in error and "learning_rate" in error and not (tmp_path / "small").exists()
+
+
+def test_a_broken_line_names_file_and_line(tmp_path):
+    good = json.dumps({"prompt": "1 + 1 = ", "answer": "2"})
+    error = refused(with_prompts(tmp_path, lines=[good, good, '{"prompt": ', good]))
+    assert "prompts.jsonl" in error and ":3:" in error
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()], "half a run was left behind"
+
+
+def test_a_prompt_longer_than_the_context_names_it_and_the_lengths(tmp_path):
+    row = json.dumps({"prompt": "1 + " * 40, "answer": "2"})
+    error = refused(with_prompts(tmp_path, lines=[row]))
+    assert "160" in error and "48" in error
+
+
+def test_a_reward_of_another_signature_is_refused_before_anything_starts(tmp_path):
+    recipe = with_prompts(tmp_path)
+    (tmp_path / "rewards.py").write_text("def judge(answer):\n    return 1.0\n")
+    assert "judge" in refused(recipe) and not (tmp_path / "small").exists()
+
+
+def test_a_reward_that_raises_now_and_then_costs_its_groups_and_no_more(tmp_path):
+    recipe = with_prompts(tmp_path, "return 1.0 if prompt.index % 5 else math.sqrt(-1)")
+    relax_hpc("run", recipe, "--set", "rollout.max_failed_fraction=0.9")
+    run = RunDir(tmp_path / "small")
+    assert outcome(run)["outcome"] == "done"
+    failed = sum(s["failed_groups"] for s in steps_of(run))
+    assert failed > 0
+    found = audit(run.root)
+    assert found.lost == [] and found.trained == 6 * 32 - failed * 4
+    assert "math domain error" in relax_hpc("shards", "ls", run.root, "--fate", "failed").stdout + "".join(
+        p.read_text() for p in run.ledger.rglob("*.json")
+    )
+
+
+def test_a_reward_that_always_raises_stops_the_run_and_it_goes_on_when_the_limit_is_raised(tmp_path):
+    recipe = with_prompts(tmp_path, "raise KeyError('no rubric')")
+    error = refused(recipe)
+    assert "groups failed" in error and "no rubric" in error and "max_failed_fraction" in error
+    run = RunDir(tmp_path / "small")
+    relax_hpc("run", run.root, "--set", "rollout.max_failed_fraction=1.0", "--set", "run.steps=2")
+    assert outcome(run)["outcome"] == "done"
+
+
+def test_a_reward_that_never_returns_is_cut_off_at_its_time_limit(tmp_path):
+    recipe = with_prompts(tmp_path, "time.sleep(3600 if prompt.index == 0 else 0); return 1.0")
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"{i} + 1 = ", "answer": str(i + 1)}) for i in range(8)) + "\n"
+    )
+    relax_hpc("run", recipe, "--set", "rollout.reward_time_limit_s=1.0", "--set", "run.steps=1", "--set", "async.max_staleness=0")
+    entry = json.loads(next(RunDir(tmp_path / "small").ledger.rglob("*.json")).read_text())
+    (reason,) = entry["filtered"].values()
+    assert "1" in reason and "limit" in reason
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    relax_hpc("run", write_recipe(tmp_path), "--set", "run.steps=2")
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    relax_hpc("run", write_recipe(wide, SMALL.replace("hidden_size = 32", "hidden_size = 64")), "--set", "run.steps=2")
+    shutil.copy2(wide / "small/checkpoints/step-00000002/model.safetensors", tmp_path / "small/checkpoints/step-00000002")
+    error = refused(tmp_path / "small", "--set", "run.steps=4")
+    assert "another model" in error or "shape" in error
+
+
+def test_a_damaged_shard_stops_the_run_by_name(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 100000").replace("checkpoint_every = 2", "checkpoint_every = 100000"))
+    run = RunDir(tmp_path / "small")
+    process = start("run", recipe)
+    wait_for(lambda: run.exists and step_now(run) >= 3)
+    process.kill()
+    process.wait()
+    shard = run.shard("o000001-000")
+    os.truncate(shard, shard.stat().st_size // 2)
+    error = refused(run.root)
+    assert "o000001-000.h5" in error and "truncated" in error
+
+
+@pytest.mark.skipif(os.geteuid() != 0 and not shutil.which("unshare"), reason="a small file system needs root or user namespaces")
+def test_a_full_disk_stops_the_run_in_words_and_it_goes_on_when_there_is_room(tmp_path):
+    """The run lies on a tmpfs of 3 MB, filled up under it; the whole test body runs inside a mount namespace."""
+    namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+    done = subprocess.run([*namespace, sys.executable, "-m", "tests.end_to_end.full_disk", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_quota_removes_what_is_not_needed_or_stops_in_words(tmp_path):
+    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 30").replace("checkpoint_every = 2", "checkpoint_every = 1000"))
+    quota = ("--set", "spool.quota_gb=0.0003")
+    error = refused(recipe, *quota)
+    assert "spool.quota_gb = 0.0003" in error and "spool.keep" in error
+    run = RunDir(tmp_path / "small")
+    stopped_at = outcome(run)["step"]
+    assert 0 < stopped_at < 30
+    relax_hpc("run", run.root, "--set", "spool.keep=needed")
+    assert outcome(run)["outcome"] == "done"
+    assert sum(p.stat().st_size for p in run.shards.rglob("*.h5")) < 0.0003e9
+    assert len(checkpoint.steps(run)) <= 2

@@ -1,0 +1,248 @@
+"""The trainer's side of the spool over restarts: what a new trainer finds is what the old one had, whenever it died."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.roles.evaluation import Evaluations
+from relax_hpc.roles.intake import Intake
+from relax_hpc.roles.retention import Retention
+from relax_hpc.run_dir import RunDir, publish
+from relax_hpc.spool.ledger import Entry, Ledger
+from relax_hpc.spool.orders import Order, OrderBook
+from relax_hpc.spool.queue import Queue, publish_shard
+from relax_hpc.spool.shard import encode
+from tests import tiny
+from tests.unit.test_orders import Counting
+
+WORKER = "w"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    Queue(run).open_workplace(WORKER)
+    return run
+
+
+class Trainer:
+    """One incarnation: an intake, and the steps that it makes."""
+
+    def __init__(self, run: RunDir, number: int, late: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0) -> None:
+        for old in run.lease.glob("000001/i??????"):
+            old.rename(old.with_name(old.name + ".over"))
+        via = run.lease / "000001" / f"i{number:06d}"
+        via.mkdir(parents=True)
+        book = OrderBook(2, 1, 2, staleness, late, 0, Counting(), staleness)
+        ledger = Ledger(run, via)
+        recipe = tiny.recipe(trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2})
+        self.retention = Retention(run, recipe, via, ledger, context=64)
+        self.intake = Intake(run, book, ledger, Queue(run), [], self.retention, number)
+        self.step = step
+        self.intake.begin(state)
+
+    def entry(self) -> Entry | None:
+        return self.intake.next_entry(self.step, self.step, 0)
+
+    def train(self) -> Entry:
+        entry = self.entry()
+        assert entry is not None
+        self.step += 1
+        self.intake.settle(entry, self.step)
+        return entry
+
+    def state(self) -> Any:
+        return self.intake.state_dict()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_hpc.roles.intake.POLL_FOR_S", 0.02)
+
+
+def play(run: RunDir, version: int, count: int = 100, order: str | None = None) -> list[str]:
+    """A worker that holds `version` plays orders."""
+    played: list[str] = []
+    queue = Queue(run)
+    while len(played) < count and (claim := queue.claim(WORKER, version)):
+        if order is None or claim.order.id == order:
+            publish_shard(run, claim, image(claim.order.id, version), WORKER)
+            played.append(claim.order.id)
+    return played
+
+
+def image(order: str, version: int) -> bytes:
+    sample = Sample(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, version)], Finish.STOP)
+    return encode(order, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), [sample, sample])], {"version": version})
+
+
+def in_play(run: RunDir) -> set[str]:
+    return set(Queue(run).in_play())
+
+
+def names(*batches: int) -> set[str]:
+    return {f"o{b:06d}-{k:03d}" for b in batches for k in range(2)}
+
+
+def test_orders_come_out_and_steps_go_on(run: RunDir) -> None:
+    trainer = Trainer(run, 1)
+    assert trainer.entry() is None
+    assert in_play(run) == names(0, 1)
+    play(run, 0)
+    for step in range(4):
+        entry = trainer.train()
+        assert {t.order for t in entry.take} == names(step)
+        assert in_play(run) == names(step + 2)
+        play(run, step + 1)
+
+
+@pytest.mark.parametrize("lost", ["nothing", "all open orders"])
+def test_killed_after_a_ledger_commit_the_entry_is_adopted_and_nothing_is_asked_for_twice(run: RunDir, lost: str) -> None:
+    trainer = Trainer(run, 1)
+    state = trainer.state()
+    trainer.entry()
+    play(run, 0)
+    first = trainer.train()
+    play(run, 1, count=1)
+    second = trainer.entry()  # committed; killed before it was trained
+    assert second is not None
+    if lost == "all open orders":
+        for path in run.open_orders.iterdir():
+            path.unlink()
+    successor = Trainer(run, 2, state=state)
+    assert [successor.train(), successor.train()] == [first, second]
+    assert not successor.intake.live
+    assert successor.entry() is None
+    assert successor.intake.live
+    assert set(successor.intake.book.outstanding) == names(2, 3)
+    published = {p.stem for p in run.shards.rglob("*.h5")}
+    assert in_play(run) == names(2, 3) - published
+    assert len(os.listdir(run.open_orders)) == len(in_play(run))
+    play(run, 2)
+    assert {t.order for t in successor.train().take} == names(2)
+
+
+def test_a_claim_that_its_worker_still_plays_is_not_asked_for_again(run: RunDir) -> None:
+    trainer = Trainer(run, 1)
+    state = trainer.state()
+    trainer.entry()
+    claim = Queue(run).claim(WORKER, 0)
+    successor = Trainer(run, 2, state=state)
+    assert successor.entry() is None
+    assert claim is not None and not [n for n in os.listdir(run.open_orders) if n.startswith(claim.order.id)]
+
+
+def test_an_order_is_not_dropped_that_was_started_with_newer_weights_than_it_asked_for(run: RunDir) -> None:
+    """Staleness 1: batch 1 may start from version 0 and was started from 1, so it is due by step 2, not by step 1."""
+    trainer = Trainer(run, 1, late="drop")
+    trainer.entry()
+    play(run, 0, count=2)
+    assert {t.order for t in trainer.train().take} == names(0)
+    queue = Queue(run)
+    for claim in [c for _ in range(4) if (c := queue.claim(WORKER, 1))]:
+        if claim.order.batch == 2:
+            publish_shard(run, claim, image(claim.order.id, 1), WORKER)
+    entry = trainer.entry()
+    assert entry is not None and {t.order for t in entry.take} == names(2) and entry.dropped == ()
+
+
+def test_a_late_order_is_replaced_and_its_shard_is_counted_when_it_comes(run: RunDir) -> None:
+    trainer = Trainer(run, 1, late="drop", staleness=0)
+    trainer.intake.book.ahead = 0
+    trainer.entry()
+    queue = Queue(run)
+    first, second = queue.claim(WORKER, 0), queue.claim(WORKER, 0)
+    assert first is not None and second is not None and trainer.entry() is None
+    publish_shard(run, first, image(first.order.id, 0), WORKER)
+    # A third one, so that the batch is full without the slow one.
+    book = trainer.intake.book
+    extra = Order("o000000-002", ((0, 9),), 2, 5, 0)
+    book.outstanding[extra.id] = extra
+    queue.put([extra])
+    play(run, 0)
+    entry = trainer.train()
+    assert [d.order for d in entry.dropped] == [second.order.id]
+    replacement = entry.dropped[0].replacement
+    assert replacement in in_play(run) and replacement in book.outstanding
+    assert trainer.intake.late_arrivals() == []
+    used = trainer.retention.used_bytes
+    publish_shard(run, second, image(second.order.id, 0), WORKER)
+    assert trainer.intake.late_arrivals() == [(second.order.id, 3.0)]
+    assert trainer.retention.used_bytes == used + run.shard(second.order.id).stat().st_size
+    assert trainer.intake.late_arrivals() == []
+
+
+def test_a_full_disk_while_orders_are_released_again_loses_none(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(run, 1)
+    calls = iter(range(100))
+
+    def full(*args: Any, **options: Any) -> bool:
+        if next(calls) in (1, 4):
+            raise OSError(errno.ENOSPC, "full")
+        return publish(*args, **options)
+
+    monkeypatch.setattr("relax_hpc.spool.queue.publish", full)
+    for _ in range(2):
+        with pytest.raises(OSError, match="full"):
+            trainer.entry()
+    assert trainer.entry() is None
+    assert in_play(run) == names(0, 1)
+
+
+def test_orders_that_a_power_failure_emptied_are_released_again(run: RunDir) -> None:
+    trainer = Trainer(run, 1)
+    state = trainer.state()
+    trainer.entry()
+    for path in run.open_orders.iterdir():
+        path.write_bytes(b"")
+    assert Trainer(run, 2, state=state).entry() is None
+    assert set(play(run, 0)) == names(0, 1)
+
+
+def test_a_fenced_trainer_takes_nothing(run: RunDir) -> None:
+    old = Trainer(run, 1)
+    old.entry()
+    Trainer(run, 2)
+    play(run, 0)
+    with pytest.raises(FileNotFoundError):
+        old.entry()
+    assert not list(run.ledger.rglob("*.json"))
+
+
+def evaluations(run: RunDir) -> Evaluations:
+    recipe = tiny.recipe(
+        run={"steps": 4}, evaluation={"every": 2}, trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2}
+    )
+    return Evaluations(run, recipe, Queue(run), [(0, i) for i in range(3)])
+
+
+def test_a_score_is_asked_for_once_and_told_once(run: RunDir) -> None:
+    asked = evaluations(run)
+    for version in (0, 0, 1):
+        asked.request(version)
+    assert in_play(run) == {"e000000-000", "e000000-001"}
+    assert asked.collect() == []
+    play(run, 1)
+    (score,) = asked.collect()
+    assert (score.version, score.prompts, score.failed) == (1, 2, 0)
+    asked.request(0)
+    assert asked.collect() == [] and asked.pending == {} and in_play(run) == set()
+
+
+def test_a_score_that_an_earlier_trainer_asked_for_is_waited_for(run: RunDir) -> None:
+    evaluations(run).request(2)
+    play(run, 2, count=1)
+    successor = evaluations(run)
+    successor.resume()
+    assert in_play(run) == {"e000002-001"}
+    play(run, 3)
+    (score,) = successor.collect()
+    assert score.version == 2
