@@ -17,6 +17,7 @@ from relax_hpc.launch.view import live, render
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
+from relax_hpc.spool.front import Front
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
             outcome = Supervisor(run, recipe, lease, look).supervise()
     finally:
         lease.release()
+    Front(run, recipe.spool.front).clear()
     console.print(render(Status.of(run)))
     return outcome
 

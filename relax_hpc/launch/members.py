@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
 
 LONGEST_BACKOFF_S = 60.0
+PIPE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +32,15 @@ class Member:
     process: subprocess.Popen[bytes] | None = None
     started_at: float = 0.0
     workplace: str = ""
+    _last_words: int = -1
+    """Reading end of a pipe for what the role says when it fails: heartbeat and log may lie on a disk that is full."""
 
     def start(self, arguments: list[str]) -> None:
         """Start it, with a log of its own, in a session of its own: Ctrl-C is the supervisor's to decide on."""
+        reading, writing = os.pipe()
         command = [
             sys.executable, "-P", "-m", "relax_hpc.roles", self.role, str(self.run.root), "--name", self.name,
-            "--attempt", str(self.attempt), "--supervisor", str(os.getpid()), *arguments,
+            "--attempt", str(self.attempt), "--supervisor", str(os.getpid()), "--last-words", str(writing), *arguments,
         ]  # fmt: skip
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -45,7 +50,11 @@ class Member:
                 stderr=subprocess.STDOUT,
                 env=role_environment(self.run),
                 start_new_session=True,
+                pass_fds=(writing,),
             )
+        os.close(writing)
+        self._close_pipe()
+        self._last_words = reading
         self.started_at = time.time()
 
     @property
@@ -68,6 +77,19 @@ class Member:
         limit = limits.start_s if beat is None or beat.get("state") == "starting" else limits.hang_s
         silent = time.time() - since
         return silent if silent > limit else None
+
+    def error(self) -> str:
+        """Why it failed, in its own words; where its log is when it said nothing."""
+        said = ""
+        if self._last_words >= 0 and select.select([self._last_words], [], [], 0)[0]:
+            said = os.read(self._last_words, PIPE_BYTES).decode(errors="replace")
+            self._close_pipe()
+        return said or f"see {self.log}"
+
+    def _close_pipe(self) -> None:
+        if self._last_words >= 0:
+            os.close(self._last_words)
+            self._last_words = -1
 
     def end(self, grace_s: float) -> None:
         """Ask it to stop, and kill it when it does not within `grace_s`."""

@@ -100,7 +100,7 @@ class Supervisor:
         lead = codes[self.trainers[0]]
         if lead in FINAL:
             final = FINAL[Exit(lead)]
-            reason = self.failure or (self._error_of(self.trainers[0]) if final == "failed" else "")
+            reason = self.failure or (self.trainers[0].error() if final == "failed" else "")
             return self._outcome("failed" if self.failure else final, reason)
         if lead is None and all(code in (None, *FINAL) for code in codes.values()):
             return None  # the others leave a moment before rank 0
@@ -142,7 +142,7 @@ class Supervisor:
         orderly = code == Exit.STOPPED
         given = self.queue.give_back(worker.workplace, lost=not orderly)
         if code == Exit.FATAL:
-            self.failure = self.failure or f"{worker.name}: {self._error_of(worker)}"
+            self.failure = self.failure or f"{worker.name}: {worker.error()}"
         if self._asked or code == Exit.FATAL:
             return
         reason = how_it_ended(code)
@@ -180,14 +180,10 @@ class Supervisor:
         for member in self.trainers:
             member.end(GRACE_S if self.interrupts < 2 else 0)
 
-    def _error_of(self, member: Member) -> str:
-        beat = read_beat(self.run, member.name) or {}
-        return str(beat.get("error") or f"see {member.log}")
-
     def _too_often(self, name: str, member: Member, reason: str) -> str:
         return (
             f"{name} was lost {self.patience[name].failures} times without progress (supervision.max_restarts = "
-            f"{self.recipe.supervision.max_restarts}), last: {reason}; {self._error_of(member)}; its log: {member.log}"
+            f"{self.recipe.supervision.max_restarts}), last: {reason}; {member.error()}; its log: {member.log}"
         )
 
     def _outcome(self, outcome: str, reason: str) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from relax_hpc.run_dir import RunError
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
 ROLES = ("trainer", "rollout")
+PIPE_BYTES = 4096
+"""What a pipe takes whole, without anybody reading."""
 
 
 def main() -> None:
@@ -29,6 +31,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="unique name of this process, such as rollout-3")
     parser.add_argument("--attempt", type=int, default=0, help="how often it was started before")
     parser.add_argument("--supervisor", type=int, help="pid of the supervisor; when it is gone, the role leaves")
+    parser.add_argument("--last-words", type=int, help="file descriptor for what it says when it fails")
     parser.add_argument("--workplace", help="rollout: name of the folder for claims; one process has it, once")
     parser.add_argument("--incarnation", help="trainer: folder through which it commits")
     parser.add_argument("--rank", type=int, default=0, help="trainer: this process among --world")
@@ -55,12 +58,19 @@ def run(process: RoleProcess, role: str) -> Exit:
         return Exit.FENCED
     except (RunError, RecipeError, RegistryError) as error:
         process.log.error("%s", error)
-        process.telemetry.beat("failed", error=str(error))
+        say_last_words(process, "failed", str(error))
         return Exit.FATAL
     except Exception as error:
         process.log.exception("unexpected error")
-        process.telemetry.beat("crashed", error=f"{type(error).__name__}: {error}")
+        say_last_words(process, "crashed", f"{type(error).__name__}: {error}")
         return Exit.CRASHED
+
+
+def say_last_words(process: RoleProcess, state: str, error: str) -> None:
+    """To the supervisor's pipe, and into the heartbeat for whoever looks later."""
+    if process.arguments.last_words is not None:
+        os.write(process.arguments.last_words, error.encode()[:PIPE_BYTES])
+    process.telemetry.beat(state, error=error)
 
 
 def prepare_cpu(recipe: Recipe, role: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from relax_hpc.algorithms.filters import Filter
 from relax_hpc.roles.retention import Retention
 from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
 from relax_hpc.spool.orders import Choice, OrderBook, replacement_id
 from relax_hpc.spool.queue import Queue
@@ -36,9 +37,10 @@ class Intake:
         queue: Queue,
         filters: list[Filter],
         retention: Retention,
+        front: Front,
         incarnation: int,
     ) -> None:
-        self.book, self.ledger, self.queue, self.retention = book, ledger, queue, retention
+        self.book, self.ledger, self.queue, self.retention, self.front = book, ledger, queue, retention, front
         self._run, self._filters, self._incarnation = run, filters, incarnation
         self._watches: dict[Path, FolderWatch] = {}
         self._complete: dict[str, Shard] = {}
@@ -116,6 +118,7 @@ class Intake:
         arrived = []
         for order_id in self._published(list(self._dropped)):
             del self._dropped[order_id]
+            self.front.remove(order_id)
             with Shard(self._run.shard(order_id)) as shard:
                 if self.live:
                     self.retention.add(shard.bytes)
@@ -170,7 +173,7 @@ class Intake:
         """Open the shards that appeared: one stat a folder, whatever is outstanding."""
         waiting = [i for i in self.book.outstanding if i not in self._complete]
         for order_id in self._published(waiting):
-            self._complete[order_id] = shard = Shard(self._run.shard(order_id))
+            self._complete[order_id] = shard = Shard(self.front.path(order_id))
             self.retention.add(shard.bytes)
 
     def _published(self, order_ids: Iterable[str]) -> list[str]:

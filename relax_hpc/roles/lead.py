@@ -48,7 +48,9 @@ class Lead:
         if role.shards == run:
             filters = make_filters(recipe.algorithm.filters)
             book = self.new_book()
-            self.intake: Intake | Replay = Intake(run, book, ledger, queue, filters, self.retention, self.incarnation)
+            self.intake: Intake | Replay = Intake(
+                run, book, ledger, queue, filters, self.retention, role.front, self.incarnation
+            )
         else:
             self.intake = Replay(role.shards, ledger)
         self.publisher = FilePublisher(run, via, self.incarnation)

@@ -20,6 +20,7 @@ from relax_hpc.records import Group, Prompt
 from relax_hpc.rewards import Judge
 from relax_hpc.roles.episodes import play
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
+from relax_hpc.spool.front import Front
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Claim, Queue, publish_shard
 from relax_hpc.spool.shard import encode
@@ -51,6 +52,7 @@ class RolloutWorker:
         self.receiver = FileReceiver(process.run)
         self.queue = Queue(process.run)
         self.queue.open_workplace(workplace)
+        self.front = Front(process.run, self.recipe.spool.front)
         self.held: Version | None = None
         r = self.recipe.rollout
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
@@ -112,9 +114,11 @@ class RolloutWorker:
         }  # fmt: skip
         image = encode(order.id, groups, meta, self.recipe.spool.compression)
         publishing = time.perf_counter()
-        self.process.when_room(
+        won = self.process.when_room(
             lambda: publish_shard(self.process.run, claim, image, self.workplace), f"shard {order.id}"
         )
+        if won:
+            self.front.put(order.id, image)
         self.orders += 1
         samples = [s for g in groups for s in g.samples]
         self.process.telemetry.beat("published", orders=self.orders, order=order.id, version=held.number)

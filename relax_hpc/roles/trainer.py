@@ -23,6 +23,7 @@ from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
 from relax_hpc.roles.warmup import warm_up
 from relax_hpc.run_dir import RunDir, RunError, read_json
+from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry
 from relax_hpc.spool.shard import Shard, concatenate
 from relax_hpc.trainers import make_trainer
@@ -56,6 +57,7 @@ class TrainerRole:
         self.debug: str | None = about["debug"]
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         """The run whose shards are trained on."""
+        self.front = Front(self.shards, recipe.spool.front)
         # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
@@ -143,7 +145,7 @@ class TrainerRole:
         """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
         parts = []
         for taken in entry.take:
-            with Shard(self.shards.shard(taken.order)) as shard:
+            with Shard(self.front.path(taken.order)) as shard:
                 out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
                 parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out))))
         rollouts = concatenate(parts)

@@ -92,7 +92,9 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
-    checksums = {name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(a).view(np.uint8).data) for name, a in flat.items()}
+    checksums = {
+        name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(a).view(np.uint8).data) for name, a in flat.items()
+    }
     about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
     flat["meta"] = np.frombuffer(json.dumps(about, ensure_ascii=False, default=str).encode(), np.uint8)
     access = _core_access(sum(a.nbytes for a in flat.values()) + (1 << 14))

@@ -89,9 +89,17 @@ class FileReceiver:
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
+        self._seen: tuple[tuple[int, int] | None, Version | None] = (None, None)
 
     def newest(self) -> Version | None:
-        return _newest(self._run)
+        """One stat, and a read only when another version was published: each replaces the file by a new one."""
+        try:
+            stat = os.stat(self._run.weights / "latest.json")
+        except FileNotFoundError:
+            return None
+        if (stat.st_ino, stat.st_mtime_ns) != self._seen[0]:
+            self._seen = ((stat.st_ino, stat.st_mtime_ns), _newest(self._run))
+        return self._seen[1]
 
     @contextlib.contextmanager
     def fetch(self, version: Version) -> Iterator[Iterator[tuple[str, Tensor]]]:

@@ -63,7 +63,9 @@ def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path,
 @pytest.fixture
 def endless(tmp_path):
     """A run that goes on until the test ends it; a list of processes to clean up."""
-    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 100000").replace("max_restarts", "hang_s = 3.0\nmax_restarts"))
+    recipe = write_recipe(
+        tmp_path, SMALL.replace("steps = 6", "steps = 100000").replace("max_restarts", "hang_s = 3.0\nmax_restarts")
+    )
     run, processes = RunDir(tmp_path / "small"), []
     process = start("run", recipe)
     processes.append(process)
@@ -153,7 +155,16 @@ def test_orders_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp
     )
     text = SMALL.replace('task = "basic', f'environment = "{deadly}:Deadly"\ntask = "basic')
     recipe = write_recipe(tmp_path, text)
-    relax_hpc("run", recipe, "--set", "rollout.max_attempts=2", "--set", "run.steps=4", "--set", "rollout.max_failed_fraction=1.0")
+    relax_hpc(
+        "run",
+        recipe,
+        "--set",
+        "rollout.max_attempts=2",
+        "--set",
+        "run.steps=4",
+        "--set",
+        "rollout.max_failed_fraction=1.0",
+    )
     run = RunDir(tmp_path / "small")
     entries = [json.loads(p.read_text()) for p in sorted(run.ledger.rglob("*.json"))]
     reasons = {r for e in entries for r in e["filtered"].values()}
@@ -181,6 +192,8 @@ def test_time_between_death_and_claims_given_back_is_short(endless):
     victim = pid_of(run, "rollout-0")
     os.kill(victim, signal.SIGKILL)
     died = time.time()
-    lost = wait_for(lambda: [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"], timeout=10)
+    lost = wait_for(
+        lambda: [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"], timeout=10
+    )
     assert lost[0]["role"] == "rollout-0" and lost[0]["reason"] == "killed by SIGKILL"
     assert lost[0]["time"] - died < 5

@@ -161,7 +161,9 @@ def test_a_head_in_chunks_is_the_same_head(tmp_path: Path) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_answers_behind_one_copy_of_their_prompt_have_the_logprobs_and_gradients_of_sequences_apart(tmp_path: Path) -> None:
+def test_answers_behind_one_copy_of_their_prompt_have_the_logprobs_and_gradients_of_sequences_apart(
+    tmp_path: Path,
+) -> None:
     from relax_hpc.data.packing import pack, plan
 
     recipe = tiny.recipe()

@@ -41,7 +41,10 @@ def work(
     trainer, algorithm = make_trainer(recipe, where, rank, world), make_algorithm(recipe.algorithm)
     if first:
         trainer.load(out)
-    metrics = [trainer.step(tiny.random_rollouts(samples, seed=step), algorithm, step) for step in range(first, last)]
+    metrics = []
+    for step in range(first, last):
+        metrics.append(trainer.step(tiny.random_rollouts(samples, seed=step), algorithm, step))
+        torch.rand(step + 1)  # moves the random state on, so that a resumed process must have taken it back
     loss = (
         trainer.supervised_step(tiny.prompts([3, 9, 4]), tiny.prompts([2, 5, 8], seed=4), 1e-4)
         if last == STEPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,16 +21,11 @@ def main(folder: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(small)], check=True)
     recipe = write_recipe(small, SMALL.replace("steps = 6", "steps = 100000"))
     run = RunDir(small / "small")
+    ballast = small / "ballast"
+
     process = start("run", recipe, "--set", "spool.full_disk_wait_s=4.0", "--set", "run.keep_checkpoints=1")
     wait_for(lambda: run.exists and step_now(run) >= 3)
-    ballast = small / "ballast"
-    with ballast.open("wb") as file:
-        try:
-            while True:
-                file.write(b"\0" * 4096)
-                file.flush()
-        except OSError:
-            pass
+    fill(ballast)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2, output
     assert "no room for" in output and "spool.full_disk_wait_s" in output and "Traceback" not in output, output
@@ -42,6 +38,13 @@ def main(folder: Path) -> None:
     waited_then_had_room(small)
 
 
+def fill(ballast: Path) -> None:
+    """Write until nothing more fits."""
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+
+
 def waited_then_had_room(small: Path) -> None:
     """Room that comes back in time costs nothing but the wait."""
     run = RunDir(small / "small")
@@ -49,13 +52,7 @@ def waited_then_had_room(small: Path) -> None:
     step = step_now(run)
     wait_for(lambda: step_now(run) > step)
     ballast = small / "ballast"
-    with ballast.open("wb") as file:
-        try:
-            while True:
-                file.write(b"\0" * 4096)
-                file.flush()
-        except OSError:
-            pass
+    fill(ballast)
     stuck = wait_for(lambda: any("no room" in p.read_text() for p in run.logs.glob("*.log")) and step_now(run))
     ballast.unlink()
     wait_for(lambda: step_now(run) > stuck + 2)

@@ -15,7 +15,10 @@ from relax_hpc.analysis.audit import audit
 from relax_hpc.run_dir import RunDir
 from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
-FILE_SOURCE = SMALL[: SMALL.index("[[source]]")] + '[[source]]\nprompts = "{root}/prompts.jsonl"\nreward = "{root}/rewards.py:judge"\n'
+FILE_SOURCE = (
+    SMALL[: SMALL.index("[[source]]")]
+    + '[[source]]\nprompts = "{root}/prompts.jsonl"\nreward = "{root}/rewards.py:judge"\n'
+)
 
 
 def with_prompts(folder, reward="return float(answer == prompt.answer)", lines=None):
@@ -84,7 +87,16 @@ def test_a_reward_that_never_returns_is_cut_off_at_its_time_limit(tmp_path):
     (tmp_path / "prompts.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"{i} + 1 = ", "answer": str(i + 1)}) for i in range(8)) + "\n"
     )
-    relax_hpc("run", recipe, "--set", "rollout.reward_time_limit_s=1.0", "--set", "run.steps=1", "--set", "async.max_staleness=0")
+    relax_hpc(
+        "run",
+        recipe,
+        "--set",
+        "rollout.reward_time_limit_s=1.0",
+        "--set",
+        "run.steps=1",
+        "--set",
+        "async.max_staleness=0",
+    )
     entry = json.loads(next(RunDir(tmp_path / "small").ledger.rglob("*.json")).read_text())
     (reason,) = entry["filtered"].values()
     assert "1" in reason and "limit" in reason
@@ -95,13 +107,18 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     wide = tmp_path / "wide"
     wide.mkdir()
     relax_hpc("run", write_recipe(wide, SMALL.replace("hidden_size = 32", "hidden_size = 64")), "--set", "run.steps=2")
-    shutil.copy2(wide / "small/checkpoints/step-00000002/model.safetensors", tmp_path / "small/checkpoints/step-00000002")
+    shutil.copy2(
+        wide / "small/checkpoints/step-00000002/model.safetensors", tmp_path / "small/checkpoints/step-00000002"
+    )
     error = refused(tmp_path / "small", "--set", "run.steps=4")
     assert "another model" in error or "shape" in error
 
 
 def test_a_damaged_shard_stops_the_run_by_name(tmp_path):
-    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 100000").replace("checkpoint_every = 2", "checkpoint_every = 100000"))
+    recipe = write_recipe(
+        tmp_path,
+        SMALL.replace("steps = 6", "steps = 100000").replace("checkpoint_every = 2", "checkpoint_every = 100000"),
+    )
     run = RunDir(tmp_path / "small")
     process = start("run", recipe)
     wait_for(lambda: run.exists and step_now(run) >= 3)
@@ -113,16 +130,25 @@ def test_a_damaged_shard_stops_the_run_by_name(tmp_path):
     assert "o000001-000.h5" in error and "truncated" in error
 
 
-@pytest.mark.skipif(os.geteuid() != 0 and not shutil.which("unshare"), reason="a small file system needs root or user namespaces")
+@pytest.mark.skipif(
+    os.geteuid() != 0 and not shutil.which("unshare"), reason="a small file system needs root or user namespaces"
+)
 def test_a_full_disk_stops_the_run_in_words_and_it_goes_on_when_there_is_room(tmp_path):
-    """The run lies on a tmpfs of 3 MB, filled up under it; the whole test body runs inside a mount namespace."""
+    """The run lies on a tmpfs of 24 MB, filled up under it; the whole test body runs inside a mount namespace."""
     namespace = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
-    done = subprocess.run([*namespace, sys.executable, "-m", "tests.end_to_end.full_disk", str(tmp_path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*namespace, sys.executable, "-m", "tests.end_to_end.full_disk", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_quota_removes_what_is_not_needed_or_stops_in_words(tmp_path):
-    recipe = write_recipe(tmp_path, SMALL.replace("steps = 6", "steps = 30").replace("checkpoint_every = 2", "checkpoint_every = 1000"))
+    recipe = write_recipe(
+        tmp_path, SMALL.replace("steps = 6", "steps = 30").replace("checkpoint_every = 2", "checkpoint_every = 1000")
+    )
     quota = ("--set", "spool.quota_gb=0.0003")
     error = refused(recipe, *quota)
     assert "spool.quota_gb = 0.0003" in error and "spool.keep" in error

@@ -133,3 +133,16 @@ def test_rollout_only_generates_and_train_only_trains_on_that(tmp_path):
     assert [s["step"] for s in steps_of(trained)] == list(range(6))
     assert not list(trained.shards.rglob("*.h5"))
     assert steps_of(trained)[-1]["raw_reward"] == steps_of(generated)[-1]["raw_reward"]
+
+
+def test_a_spool_with_memory_in_front_trains_the_same_and_leaves_nothing_there(finished, tmp_path):
+    _, run, _ = finished
+    front = tmp_path / "memory"
+    recipe = write_recipe(tmp_path, SMALL.replace("max_staleness = 1", "max_staleness = 0"))
+    sets = ("--set", f"spool.front={front}", "--set", "spool.compression=lz4")
+    relax_hpc("run", recipe, "--set", "run.name=plain")
+    relax_hpc("run", recipe, *sets, "--set", "run.name=fronted")
+    plain, fronted = (RunDir(tmp_path / name) for name in ("plain", "fronted"))
+    assert front.is_dir() and not list(front.rglob("*.h5"))
+    assert [s["loss"] for s in steps_of(plain)] == [s["loss"] for s in steps_of(fronted)]
+    assert len(list(fronted.shards.rglob("*.h5"))) == len(list(plain.shards.rglob("*.h5")))

@@ -96,7 +96,9 @@ def _shard(run: RunDir, order: str, groups: list[Group]) -> None:
     path.write_bytes(encode(order, groups, {"version": 0, "worker": "rollout-0", "attempt": 0}))
 
 
-def _ledger(run: RunDir, step: int, take: dict[str, int], filtered: dict[str, str] | None = None, dropped: Any = ()) -> None:
+def _ledger(
+    run: RunDir, step: int, take: dict[str, int], filtered: dict[str, str] | None = None, dropped: Any = ()
+) -> None:
     entry = {
         "step": step, "incarnation": 1, "lineage": 0, "time": 10.0 * step, "filtered": filtered or {}, "dropped": list(dropped),
         "take": [{"order": o, "first_version": v} for o, v in take.items()],

@@ -68,7 +68,13 @@ def test_a_row_says_all_about_a_sample(view: RunView) -> None:
     right, wrong = (table[(table.order == "o000001-000") & (table["sample"] == i)].iloc[0] for i in (0, 1))
     assert (right.source, right.prompt_index, right.prompt, right.answer) == (0, 4, "4+1=", "5")
     assert (right.completion, right.reward, right.raw_reward, right.finish, right.length) == ("5", 1.0, 1.0, "stop", 2)
-    assert (wrong.completion, wrong.reward, wrong.raw_reward, wrong.finish, wrong.length) == ("<b>6", -0.25, 0.0, "length", 4)
+    assert (wrong.completion, wrong.reward, wrong.raw_reward, wrong.finish, wrong.length) == (
+        "<b>6",
+        -0.25,
+        0.0,
+        "length",
+        4,
+    )
     assert (wrong.first_version, wrong.last_version, wrong.step, wrong.age) == (0, 1, 1, 1)
     assert (wrong.prompt_length, wrong.turns) == (4, 1)
     newest = table[table.order == LAST_TRAINED]
@@ -145,7 +151,14 @@ def test_an_empty_run_has_empty_tables_and_a_page(tmp_path: Path) -> None:
     run.create()
     run.identity.write_text("{}")
     view = relax_hpc.open_run(run.root)
-    assert len(view.trajectories(text=False)) == len(view.steps()) == len(view.evals()) == len(view.orders()) == len(view.ages()) == 0
+    assert (
+        len(view.trajectories(text=False))
+        == len(view.steps())
+        == len(view.evals())
+        == len(view.orders())
+        == len(view.ages())
+        == 0
+    )
     assert view.outcome is None
     assert "No step is trained yet" in render(view)
 
@@ -201,7 +214,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.fetched += [v for k, v in attrs if k in ("src", "href", "xlink:href", "srcset") and v and not v.startswith(("#", "data:"))]
+        self.fetched += [
+            v
+            for k, v in attrs
+            if k in ("src", "href", "xlink:href", "srcset") and v and not v.startswith(("#", "data:"))
+        ]
         if tag not in ("meta", "link", "br", "img", "input", "hr"):
             self.open.append(tag)
 
@@ -224,10 +241,19 @@ def test_the_report_is_one_page_that_asks_for_nothing(view: RunView) -> None:
     assert page.open == [] and page.fetched == [] and "script" not in page.tags and "b" in page.tags
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", html)
     assert page.tags.count("svg") >= 12
-    for wanted in ("done", "all steps are trained", "killed by signal 9", "zero_std", "took longer than 30 s", "max_staleness = 1"):
+    for wanted in (
+        "done",
+        "all steps are trained",
+        "killed by signal 9",
+        "zero_std",
+        "took longer than 30 s",
+        "max_staleness = 1",
+    ):
         assert wanted in page.text, wanted
     assert "<b>4" in page.text and "<pre><b>" not in html  # a model's words are text, not markup
-    late = re.search(r"1 dropped orders came in late, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.", page.text)
+    late = re.search(
+        r"1 dropped orders came in late, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.", page.text
+    )
     assert late and late.groups() == ("14.0", "4.0")
 
 

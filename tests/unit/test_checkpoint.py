@@ -64,7 +64,9 @@ def test_killed_at_any_moment_every_visible_checkpoint_is_whole(run: RunDir, tmp
     for attempt in range(6):
         via = run.lease / "000001" / f"i{attempt:06d}"
         via.mkdir(parents=True)
-        process = subprocess.Popen([sys.executable, "-c", WRITER, str(run.root), str(via)], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(run.root), str(via)], stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.03 + attempt * 0.037)
         process.send_signal(signal.SIGKILL)

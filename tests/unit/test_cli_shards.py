@@ -55,7 +55,12 @@ def test_ls_shows_the_newest_and_counts_the_rest(run: RunDir) -> None:
 
 @pytest.mark.parametrize(
     ("fate", "orders"),
-    [("late", ["o000001-001"]), ("failed", ["o000001-000"]), ("filtered", ["o000000-001"]), ("evaluation", ["e000000-000"])],
+    [
+        ("late", ["o000001-001"]),
+        ("failed", ["o000001-000"]),
+        ("filtered", ["o000000-001"]),
+        ("evaluation", ["e000000-000"]),
+    ],
 )
 def test_ls_by_fate(run: RunDir, fate: str, orders: list[str]) -> None:
     rows = [line.split()[0] for line in call("ls", run.root, "--fate", fate).stdout.splitlines() if "00000" in line]
@@ -65,7 +70,16 @@ def test_ls_by_fate(run: RunDir, fate: str, orders: list[str]) -> None:
 
 def test_show_prints_texts_rewards_and_reasons(run: RunDir) -> None:
     output = call("show", run.root, "o000001-000").stdout
-    for wanted in ("4+1=", "<b>6", "reward -0.25 · raw 0", "versions 0–1", "age 1", "length", "group 1 failed", "took longer than 30 s"):
+    for wanted in (
+        "4+1=",
+        "<b>6",
+        "reward -0.25 · raw 0",
+        "versions 0–1",
+        "age 1",
+        "length",
+        "group 1 failed",
+        "took longer than 30 s",
+    ):
         assert wanted in output, wanted
     only = call("show", run.root, LAST_TRAINED, "--group", 1).stdout
     assert "7+1=" in only and "6+1=" not in only and "format 0.5" in only
@@ -82,7 +96,11 @@ def test_show_without_a_tokenizer_prints_token_ids(run: RunDir) -> None:
 
 def test_stats_count_everything(run: RunDir) -> None:
     output = call("stats", run.root).stdout
-    rows = {row[0]: row[1:3] for row in map(str.split, output.splitlines()) if row and row[0] in ("trained", "failed", "late", "unused")}
+    rows = {
+        row[0]: row[1:3]
+        for row in map(str.split, output.splitlines())
+        if row and row[0] in ("trained", "failed", "late", "unused")
+    }
     assert rows == {"trained": ["6", "12"], "failed": ["1", "0"], "late": ["2", "4"], "unused": ["4", "8"]}
     assert "groups filtered: zero_std" in output and "evals" in output and "aside" in output
 
@@ -156,4 +174,6 @@ def test_report_writes_one_page(run: RunDir, tmp_path: Path) -> None:
 def test_help_imports_nothing_heavy() -> None:
     code = "import sys; import relax_hpc.cli.shards, relax_hpc.cli.report; print(*{m.partition('.')[0] for m in sys.modules})"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "h5py", "jinja2", "tokenizers", "pydantic"} & set(loaded)
+    assert not {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "h5py", "jinja2", "tokenizers", "pydantic"} & set(
+        loaded
+    )

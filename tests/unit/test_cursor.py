@@ -25,7 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prompts")
 
 
-def make(folder: Path, sizes: tuple[int, ...] = SIZES, weights: tuple[float, ...] = WEIGHTS, holdout: float = 0.0) -> PromptSources:
+def make(
+    folder: Path, sizes: tuple[int, ...] = SIZES, weights: tuple[float, ...] = WEIGHTS, holdout: float = 0.0
+) -> PromptSources:
     sources = []
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         path = folder / f"{number}-{size}.jsonl"

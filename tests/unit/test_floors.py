@@ -123,7 +123,9 @@ def test_help_needs_nothing_heavy() -> None:
 
 
 def test_the_command_is_installed() -> None:
-    done = subprocess.run([Path(sys.executable).parent / "relax-hpc", "--help"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [Path(sys.executable).parent / "relax-hpc", "--help"], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0 and "run" in done.stdout, done.stderr
 
 
@@ -133,7 +135,9 @@ def test_a_supervisor_never_holds_torch() -> None:
 
 
 def check(*command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -143,6 +147,11 @@ def test_ruff() -> None:
 
 def test_mypy_strict_on_the_lower_floors() -> None:
     lower = FLOORS[0] | FLOORS[1]
-    paths = [str(p.relative_to(ROOT)) for name in sorted(lower) for p in (PACKAGE / name, PACKAGE / f"{name}.py") if p.exists()]
+    paths = [
+        str(p.relative_to(ROOT))
+        for name in sorted(lower)
+        for p in (PACKAGE / name, PACKAGE / f"{name}.py")
+        if p.exists()
+    ]
     assert len(paths) == len(lower)
     check("mypy", "--strict", "--follow-imports=silent", *paths)

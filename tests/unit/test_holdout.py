@@ -46,7 +46,11 @@ def test_the_split_is_the_same_in_another_process_with_another_hash_seed() -> No
     root = str(Path(__file__).resolve().parents[2])
     runs = {
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed, "PYTHONPATH": root}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": root},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     }
@@ -86,7 +90,9 @@ def test_held_out_prompts_follow_the_weights_and_are_distinct_across_sources(tmp
     assert [sum(s == n for s, _ in found) for n in (0, 1)] == [20, 60]
     assert len({sources.text(*ref) for ref in found}) == 80
     everything = sources.held_out(10**6)
-    assert {sources.text(*ref) for ref in everything} == {t for t in [*same, *(f"q{i}" for i in range(2000))] if falls_in(t, 0.2)}
+    assert {sources.text(*ref) for ref in everything} == {
+        t for t in [*same, *(f"q{i}" for i in range(2000))] if falls_in(t, 0.2)
+    }
 
 
 def test_nothing_held_out_is_an_error_and_zero_holds_nothing_out(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake
 from relax_hpc.roles.retention import Retention
 from relax_hpc.run_dir import RunDir, publish
+from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import Order, OrderBook
 from relax_hpc.spool.queue import Queue, publish_shard
@@ -36,16 +37,20 @@ def run(tmp_path: Path) -> RunDir:
 class Trainer:
     """One incarnation: an intake, and the steps that it makes."""
 
-    def __init__(self, run: RunDir, number: int, late: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0) -> None:
+    def __init__(
+        self, run: RunDir, number: int, late: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0
+    ) -> None:
         for old in run.lease.glob("000001/i??????"):
             old.rename(old.with_name(old.name + ".over"))
         via = run.lease / "000001" / f"i{number:06d}"
         via.mkdir(parents=True)
         book = OrderBook(2, 1, 2, staleness, late, 0, Counting(), staleness)
         ledger = Ledger(run, via)
-        recipe = tiny.recipe(trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2})
+        recipe = tiny.recipe(
+            trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2}
+        )
         self.retention = Retention(run, recipe, via, ledger, context=64)
-        self.intake = Intake(run, book, ledger, Queue(run), [], self.retention, number)
+        self.intake = Intake(run, book, ledger, Queue(run), [], self.retention, Front(run, None), number)
         self.step = step
         self.intake.begin(state)
 
@@ -80,8 +85,12 @@ def play(run: RunDir, version: int, count: int = 100, order: str | None = None) 
 
 
 def image(order: str, version: int) -> bytes:
-    sample = Sample(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, version)], Finish.STOP)
-    return encode(order, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), [sample, sample])], {"version": version})
+    sample = Sample(
+        np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, version)], Finish.STOP
+    )
+    return encode(
+        order, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), [sample, sample])], {"version": version}
+    )
 
 
 def in_play(run: RunDir) -> set[str]:
@@ -105,7 +114,9 @@ def test_orders_come_out_and_steps_go_on(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("lost", ["nothing", "all open orders"])
-def test_killed_after_a_ledger_commit_the_entry_is_adopted_and_nothing_is_asked_for_twice(run: RunDir, lost: str) -> None:
+def test_killed_after_a_ledger_commit_the_entry_is_adopted_and_nothing_is_asked_for_twice(
+    run: RunDir, lost: str
+) -> None:
     trainer = Trainer(run, 1)
     state = trainer.state()
     trainer.entry()
@@ -219,7 +230,11 @@ def test_a_fenced_trainer_takes_nothing(run: RunDir) -> None:
 
 def evaluations(run: RunDir) -> Evaluations:
     recipe = tiny.recipe(
-        run={"steps": 4}, evaluation={"every": 2}, trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2}
+        run={"steps": 4},
+        evaluation={"every": 2},
+        trainer={"prompts_per_step": 2},
+        rollout={"groups_per_order": 1},
+        algorithm={"group_size": 2},
     )
     return Evaluations(run, recipe, Queue(run), [(0, i) for i in range(3)])
 

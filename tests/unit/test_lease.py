@@ -51,7 +51,9 @@ def pretend(lease: Lease, **changes: Any) -> None:
 def test_a_second_one_is_told_who_holds_it(run: RunDir) -> None:
     process, _ = hold(run)
     try:
-        with pytest.raises(RunError, match=rf"{run.root}.*pid {process.pid} on {os.uname().nodename} since.*relax-hpc stop"):
+        with pytest.raises(
+            RunError, match=rf"{run.root}.*pid {process.pid} on {os.uname().nodename} since.*relax-hpc stop"
+        ):
             acquire(run)
         about = holder(run)
         assert about is not None and about["pid"] == process.pid

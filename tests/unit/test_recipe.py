@@ -144,13 +144,17 @@ def test_dump_loads_back_equal(tiny: Path, tmp_path: Path) -> None:
 
     prompts = tmp_path / "p.jsonl"
     prompts.touch()
-    own = load_recipe(tiny, [f"source=[{{prompts='{prompts}', answer_key=''}}]", "algorithm={factory='m:f', options={a=[1,2]}}"])
+    own = load_recipe(
+        tiny, [f"source=[{{prompts='{prompts}', answer_key=''}}]", "algorithm={factory='m:f', options={a=[1,2]}}"]
+    )
     copy.write_text(dump_recipe(own))
     assert load_recipe(copy) == own
     assert isinstance(own.source[0], FileSource) and own.source[0].answer_key == ""
 
 
-def test_paths_are_absolute_and_looked_up_beside_the_recipe_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_absolute_and_looked_up_beside_the_recipe_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beside, here = tmp_path / "recipes", tmp_path / "here"
     for folder in (beside, here):
         folder.mkdir()
@@ -189,7 +193,9 @@ def test_sources_say_where_each_value_comes_from(tiny: Path) -> None:
 
 def test_a_resumed_run_may_change_marked_keys_only(tiny: Path) -> None:
     recipe = load_recipe(tiny)
-    changed = change_on_resume(recipe, ["run.steps=500", "rollout.workers=3", "run.seed=0", "source.0.task=basic_arithmetic"])
+    changed = change_on_resume(
+        recipe, ["run.steps=500", "rollout.workers=3", "run.seed=0", "source.0.task=basic_arithmetic"]
+    )
     assert [(c.key, c.old, c.new) for c in differences(recipe, changed)] == [
         ("run.steps", 100, 500),
         ("rollout.workers", 1, 3),

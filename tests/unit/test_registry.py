@@ -62,7 +62,9 @@ def test_a_wrong_signature_is_told_before_anything_starts() -> None:
         return scale
 
     check_call("reward", "own:reward", reward, "prompt", "answer", scale=2.0)
-    with pytest.raises(RegistryError, match=r"reward 'own:reward\(.*scale.*' cannot be called as \(prompt, answer\).*scale"):
+    with pytest.raises(
+        RegistryError, match=r"reward 'own:reward\(.*scale.*' cannot be called as \(prompt, answer\).*scale"
+    ):
         check_call("reward", "own:reward", reward, "prompt", "answer")
     with pytest.raises(RegistryError, match="scal=2"):
         check_call("reward", "own:reward", reward, "prompt", "answer", scal=2)

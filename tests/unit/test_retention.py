@@ -26,7 +26,9 @@ def run(tmp_path: Path) -> RunDir:
     via = run.lease / "000001" / "i000001"
     via.mkdir(parents=True)
     ledger = Ledger(run, via)
-    ledger.commit(Entry(0, 1, 0, (Taken(NAMES[0], 0), Taken(NAMES[1], 0)), dropped=(Dropped(NAMES[3], "late", NAMES[4]),)))
+    ledger.commit(
+        Entry(0, 1, 0, (Taken(NAMES[0], 0), Taken(NAMES[1], 0)), dropped=(Dropped(NAMES[3], "late", NAMES[4]),))
+    )
     ledger.commit(Entry(1, 1, 0, (Taken(NAMES[2], 0), Taken(NAMES[4], 1))))
     for k, name in enumerate(NAMES):
         run.shard(name).parent.mkdir(exist_ok=True)
@@ -38,7 +40,10 @@ def run(tmp_path: Path) -> RunDir:
 def retention(run: RunDir, keep: str = "needed", quota_bytes: float | None = None) -> Retention:
     spool = {"keep": keep} | ({"quota_gb": quota_bytes / 1e9} if quota_bytes else {})
     recipe = tiny.recipe(
-        spool=spool, trainer={"prompts_per_step": 8}, rollout={"groups_per_order": 4, "max_new_tokens": 16}, algorithm={"group_size": 2}
+        spool=spool,
+        trainer={"prompts_per_step": 8},
+        rollout={"groups_per_order": 4, "max_new_tokens": 16},
+        algorithm={"group_size": 2},
     )
     via = run.lease / "000001" / "i000001"
     return Retention(run, recipe, via, Ledger(run), context=64)

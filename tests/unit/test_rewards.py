@@ -245,7 +245,11 @@ def test_a_verifier_that_stumbles_over_the_answer_says_wrong() -> None:
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        ({"prompts": "x", "reward": "exakt"}, RegistryError, r"unknown reward 'exakt'.*\['exact', 'math', 'reasoning_gym'\]"),
+        (
+            {"prompts": "x", "reward": "exakt"},
+            RegistryError,
+            r"unknown reward 'exakt'.*\['exact', 'math', 'reasoning_gym'\]",
+        ),
         ({"prompts": "x", "reward": f"{USER}:absent"}, RegistryError, "no 'absent'; it has .*by_answer"),
         ({"prompts": "x", "reward": "/nowhere.py:f"}, RegistryError, "no file '/nowhere.py'"),
         (
@@ -259,7 +263,9 @@ def test_a_verifier_that_stumbles_over_the_answer_says_wrong() -> None:
         ({"task": "nope"}, RunError, "no such task"),
     ],
 )
-def test_a_reward_that_cannot_work_is_found_at_the_start(source: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_a_reward_that_cannot_work_is_found_at_the_start(
+    source: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         make_rewards(recipe(source).source)
 

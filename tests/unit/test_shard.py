@@ -61,7 +61,9 @@ def groups(draw: st.DrawFn) -> Group:
         answer=draw(st.none() | st.text(max_size=5)),
         metadata=draw(st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)),
     )
-    return Group(prompt, draw(st.lists(samples(), max_size=4)), draw(st.sampled_from(["", "", "TimeoutError: 30 s ≠ ∞"])))
+    return Group(
+        prompt, draw(st.lists(samples(), max_size=4)), draw(st.sampled_from(["", "", "TimeoutError: 30 s ≠ ∞"]))
+    )
 
 
 def versions_of(sample: Sample) -> list[int]:
@@ -78,7 +80,9 @@ def write(path: Path, made: list[Group], **meta: Any) -> Path:
 @given(made=st.lists(groups(), max_size=4), compression=st.sampled_from(["none", "lz4", "zstd"]))
 @settings(max_examples=80, deadline=None)
 def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, made: list[Group], compression: str) -> None:
-    path = write(tmp_path_factory.mktemp("shard") / "a.h5", made, compression=compression, attempt=2, worker="rollout-1")
+    path = write(
+        tmp_path_factory.mktemp("shard") / "a.h5", made, compression=compression, attempt=2, worker="rollout-1"
+    )
     flat = [(g, s) for g, group in enumerate(made) for s in group.samples]
     with Shard(path) as shard:
         shard.validate()
@@ -86,7 +90,9 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, made: 
         assert (shard.meta["attempt"], shard.meta["worker"]) == (2, "rollout-1")
         assert shard.meta["reasons"] == {str(i): g.reason for i, g in enumerate(made) if g.reason}
         assert shard.meta["prompts"] == [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in made]
-        assert [tuple(g) for g in shard.groups.tolist()] == [(g.prompt.source, g.prompt.index, int(bool(g.reason))) for g in made]
+        assert [tuple(g) for g in shard.groups.tolist()] == [
+            (g.prompt.source, g.prompt.index, int(bool(g.reason))) for g in made
+        ]
         assert len(shard.samples) == len(flat)
         for i, (group, sample) in enumerate(flat):
             row, begin, end = shard.samples[i], int(shard.offsets[i]), int(shard.offsets[i + 1])
@@ -108,7 +114,9 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, made: 
 
 @given(made=st.lists(groups(), min_size=1, max_size=4), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_slices_equal_the_whole(tmp_path_factory: pytest.TempPathFactory, made: list[Group], data: st.DataObject) -> None:
+def test_slices_equal_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, made: list[Group], data: st.DataObject
+) -> None:
     path = write(tmp_path_factory.mktemp("shard") / "a.h5", made)
     flat = [(group, s) for group in made for s in group.samples]
     picked = sorted(data.draw(st.sets(st.integers(0, len(flat) - 1)))) if flat else []
@@ -122,7 +130,10 @@ def test_slices_equal_the_whole(tmp_path_factory: pytest.TempPathFactory, made: 
         assert part.loss_mask[begin:end].tolist() == sample.loss_mask.tolist()
         assert part.logprobs[begin:end].tolist() == sample.logprobs.tolist()
         assert part.versions[begin:end].tolist() == versions_of(sample)
-        assert part.prompt_tokens[part.prompt_offsets[row] : part.prompt_offsets[row + 1]].tolist() == group.prompt.tokens.tolist()
+        assert (
+            part.prompt_tokens[part.prompt_offsets[row] : part.prompt_offsets[row + 1]].tolist()
+            == group.prompt.tokens.tolist()
+        )
         assert made[part.group[row]] is group
         assert (part.rewards[row], part.finish[row]) == (sample.reward, sample.finish)
     assert part.offsets[-1] == len(part.tokens) == len(part.loss_mask) == len(part.logprobs) == len(part.versions)
@@ -130,9 +141,17 @@ def test_slices_equal_the_whole(tmp_path_factory: pytest.TempPathFactory, made: 
 
 def three_groups() -> list[Group]:
     """Two groups that were played, over two versions, and a failed one."""
-    prompts = [Prompt(0, 40 + i, "", np.array([1, 2, 3 + i], np.int32), answer=str(i), metadata={"level": i}) for i in range(3)]
+    prompts = [
+        Prompt(0, 40 + i, "", np.array([1, 2, 3 + i], np.int32), answer=str(i), metadata={"level": i}) for i in range(3)
+    ]
     played = [
-        Group(p, [make_sample(list(range(5 + j, 30 + j)), [(0, 4), (9, 5)], reward=float(j), extra={"format": 0.5}) for j in range(2)])
+        Group(
+            p,
+            [
+                make_sample(list(range(5 + j, 30 + j)), [(0, 4), (9, 5)], reward=float(j), extra={"format": 0.5})
+                for j in range(2)
+            ],
+        )
         for p in prompts[:2]
     ]
     return [*played, Group(prompts[2], [], "RewardError: no number in 'x'")]
@@ -182,7 +201,9 @@ def test_a_flipped_bit_is_found_wherever_it_changes_anything(tmp_path: Path) -> 
 
 
 def contents(shard: Shard) -> dict[str, bytes]:
-    return {name: shard.read(name).tobytes() for name in sorted(shard.column_names())} | {"about": json.dumps(shard.meta).encode()}
+    return {name: shard.read(name).tobytes() for name in sorted(shard.column_names())} | {
+        "about": json.dumps(shard.meta).encode()
+    }
 
 
 def test_what_is_no_shard_is_named(tmp_path: Path) -> None:
@@ -219,7 +240,10 @@ def test_the_documented_example_reads_a_shard_with_h5py_alone(tmp_path: Path) ->
     lines = printed.getvalue().splitlines()
     assert lines[0] == "order o000001-002 failed groups: {'2': \"RewardError: no number in 'x'\"}"
     assert len(lines) == 1 + 3 * 4
-    assert lines[4:6] == ["1 group 0 reward 1.0 answer should be 0", f"  prompt [1, 2, 3] completion {list(range(6, 31))}"]
+    assert lines[4:6] == [
+        "1 group 0 reward 1.0 answer should be 0",
+        f"  prompt [1, 2, 3] completion {list(range(6, 31))}",
+    ]
     own = sum(-t / 7 for t in range(25) if (t + 6) % 3 > 0)
     versions, logprob = re.fullmatch(r"  versions (.*) logprob of the model's own tokens (.*)", lines[6]).groups()  # type: ignore[union-attr]
     assert json.loads(versions) == [4] * 9 + [5] * 16
@@ -230,7 +254,9 @@ def test_the_documented_datasets_are_those_of_a_shard(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "shard-format.md").read_text()
     documented = dict(re.findall(r"^\| `(\w+)` \| (\w+) \| \[", page, re.MULTILINE))
     with h5py.File(write(tmp_path / "a.h5", three_groups()), "r", locking=False) as file:
-        found = {n: "compound" if d.dtype.fields else d.dtype.name for n, d in file.items() if isinstance(d, h5py.Dataset)}
+        found = {
+            n: "compound" if d.dtype.fields else d.dtype.name for n, d in file.items() if isinstance(d, h5py.Dataset)
+        }
         fields = {n: t.name for d in (file["samples"], file["groups"]) for n, (t, *_) in d.dtype.fields.items()}
         assert file["extra/format"].dtype == np.float32
     assert documented == found

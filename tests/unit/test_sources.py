@@ -38,13 +38,21 @@ def test_jsonl_rows_become_prompts(tmp_path: Path) -> None:
     sources.check()
     assert sources.sizes == [5]
     prompt = sources.prompt(0, 3)
-    assert (prompt.source, prompt.index, prompt.text, prompt.answer, prompt.metadata) == (0, 3, "3+3=", "6", {"level": 3})
+    assert (prompt.source, prompt.index, prompt.text, prompt.answer, prompt.metadata) == (
+        0,
+        3,
+        "3+3=",
+        "6",
+        {"level": 3},
+    )
     assert str(char_tokenizer().decode(prompt.tokens.tolist())).replace(" ", "") == "3+3="
     assert prompt.tokens.dtype == "int32"
 
 
 def test_parquet_rows_are_the_same_prompts_across_row_groups(tmp_path: Path) -> None:
-    pq.write_table(pa.Table.from_pylist([r | {"image": b"\x00\x01"} for r in ROWS]), tmp_path / "p.parquet", row_group_size=2)
+    pq.write_table(
+        pa.Table.from_pylist([r | {"image": b"\x00\x01"} for r in ROWS]), tmp_path / "p.parquet", row_group_size=2
+    )
     parquet = file_sources(tmp_path / "p.parquet")
     jsonl = file_sources(write_jsonl(tmp_path / "p.jsonl", ROWS))
     parquet.check()
@@ -57,7 +65,9 @@ def test_parquet_rows_are_the_same_prompts_across_row_groups(tmp_path: Path) -> 
 def test_jsonl_is_read_by_line_not_held(tmp_path: Path) -> None:
     """Blank lines, CRLF, characters of many bytes and a last line without its end do not shift the rows."""
     path = tmp_path / "p.jsonl"
-    path.write_bytes('{"prompt": "ä€😀", "answer": 1}\r\n\n   \n{"prompt": "b", "answer": 2}\n\n{"prompt": "c", "answer": 3}'.encode())
+    path.write_bytes(
+        '{"prompt": "ä€😀", "answer": 1}\r\n\n   \n{"prompt": "b", "answer": 2}\n\n{"prompt": "c", "answer": 3}'.encode()
+    )
     sources = file_sources(path)
     assert [sources.text(0, i) for i in range(sources.sizes[0])] == ["ä€😀", "b", "c"]
     assert sources.prompt(0, 1).answer == "2"

@@ -1,0 +1,45 @@
+"""A second copy of shards in the memory of this node, in front of the shared file system.
+
+Only what is published counts: a copy is made by the worker that won the publishing, after it, under the run's own folder.
+Readers on the same node take it, others do not see it; where memory is full there is none, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+from relax_hpc.run_dir import RunDir, read_json, replace
+
+
+class Front:
+    """The copies of one run on this node; without a folder there are none."""
+
+    def __init__(self, run: RunDir, folder: Path | None) -> None:
+        self._run = run
+        self._folder = folder / f"relax_hpc-{read_json(run.identity)['id']}" if folder else None  # two runs may share a node
+
+    def put(self, order_id: str, image: bytes) -> None:
+        """Keep a copy of a shard that was just published."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError):  # no room in memory: readers take the published file
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace(self._folder / f"{order_id}.h5", image, durable=False)
+
+    def path(self, order_id: str) -> Path:
+        """Where to read a published shard."""
+        if self._folder is not None and (copy := self._folder / f"{order_id}.h5").exists():
+            return copy
+        return self._run.shard(order_id)
+
+    def remove(self, order_id: str) -> None:
+        """The shard was consumed."""
+        if self._folder is not None:
+            (self._folder / f"{order_id}.h5").unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """The run ended on this node."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
