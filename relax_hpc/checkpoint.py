@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.run_dir import RunDir, read_json, sync_folder, to_json, write_file
+from relax_hpc.run_dir import RunDir, sync_folder, to_json, write_file
 
 
 def begin(via: Path, step: int) -> Path:
@@ -43,29 +43,18 @@ def commit(run: RunDir, folder: Path, step: int, state: dict[str, Any]) -> None:
     sync_folder(final.parent)
 
 
-def steps(run: RunDir) -> list[int]:
-    """Steps of all complete checkpoints, ascending."""
-    return sorted(int(p.name[5:]) for p in run.checkpoints.glob("step-*") if (p / "DONE").exists())
-
-
 def newest(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
     """The newest complete checkpoint and its state; None before the first."""
-    done = steps(run)
+    done = run.checkpoint_steps()
     if not done:
         return None
     folder = run.checkpoint(done[-1])
     return folder, json.loads((folder / "state.json").read_bytes())
 
 
-def state(run: RunDir, step: int) -> dict[str, Any] | None:
-    """What state.json of a checkpoint says."""
-    value: dict[str, Any] | None = read_json(run.checkpoint(step) / "state.json")
-    return value
-
-
 def rotate(run: RunDir, via: Path, keep: int) -> int:
     """Remove all but the newest `keep`; the step of the oldest that is left. Moved away first: half a checkpoint is none."""
-    done = steps(run)
+    done = run.checkpoint_steps()
     for step in done[:-keep]:
         gone = via / f"old-{step}"
         os.rename(run.checkpoint(step), gone)

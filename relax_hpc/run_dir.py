@@ -84,6 +84,10 @@ class RunDir:
             return self.evals / f"{order_id}.h5"
         return self.shards / f"{int(order_id[1:7]) // ORDERS_PER_FOLDER:04d}" / f"{order_id}.h5"
 
+    def checkpoint_steps(self) -> list[int]:
+        """Steps of all complete checkpoints, ascending."""
+        return sorted(int(p.name[5:]) for p in self.checkpoints.glob("step-*") if (p / "DONE").exists())
+
     def ledger_entry(self, step: int) -> Path:
         return self.ledger / f"{step // STEPS_PER_FOLDER:04d}" / f"{step:08d}.json"
 

@@ -27,7 +27,9 @@ class GrpoAlgorithm:
         return frozenset({"reference"}) if self.kl_coef > 0 else frozenset()
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        relative = group_relative(torch.from_numpy(rollouts.rewards), torch.from_numpy(rollouts.group), normalise_std=self.normalise_std)
+        relative = group_relative(
+            torch.from_numpy(rollouts.rewards), torch.from_numpy(rollouts.group), normalise_std=self.normalise_std
+        )
         return over_tokens(relative, rollouts)
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

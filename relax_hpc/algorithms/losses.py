@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def clipped_surrogate(logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(
+    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, Tensor]:
     """([M] loss, [M] bool: the clip is active, no gradient flows), all inputs [M].
 
     max(-ρA, -clip(ρ, 1 - low, 1 + high)·A) with ρ = exp(logprobs - behaviour): PPO (arXiv 1707.06347, eq. 7), with

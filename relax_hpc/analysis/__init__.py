@@ -40,7 +40,9 @@ class RunView:
     def __repr__(self) -> str:
         return f"RunView('{self.run.root}')"
 
-    def trajectories(self, format: Literal["pandas", "arrow"] = "pandas", columns: Sequence[str] | None = None, text: bool = True) -> Any:
+    def trajectories(
+        self, format: Literal["pandas", "arrow"] = "pandas", columns: Sequence[str] | None = None, text: bool = True
+    ) -> Any:
         """One row a sample, of every shard there is: pandas.DataFrame or pyarrow.Table.
 
         shard, order, group, sample   where it is; group and sample count from 0 within the order
@@ -71,7 +73,9 @@ class RunView:
         """The columns that a table of trajectories will have; opens every shard when extra columns are in question."""
         wanted = columns is None or any(c.startswith("extra/") for c in columns)
         extras = (
-            {c: None for shard in self.iter_shards(broken=[]) for c in shard.column_names() if c.startswith("extra/")} if wanted else {}
+            {c: None for shard in self.iter_shards(broken=[]) for c in shard.column_names() if c.startswith("extra/")}
+            if wanted
+            else {}
         )
         return choose_columns(columns, extras, text)
 
@@ -156,7 +160,9 @@ class RunView:
         """One row an order that has a shard, or that the ledger names (its shard may be gone by retention)."""
         return _frame(list(self.order_rows()))
 
-    def order_rows(self, paths: Sequence[Path] | None = None, broken: list[RunError] | None = None) -> Iterator[dict[str, Any]]:
+    def order_rows(
+        self, paths: Sequence[Path] | None = None, broken: list[RunError] | None = None
+    ) -> Iterator[dict[str, Any]]:
         """The rows of `orders`, as they are read; with `paths`, of these shards alone."""
         fates = self.fates()
         seen = set()
@@ -235,7 +241,11 @@ def _frame(rows: list[dict[str, Any]], columns: list[str] | None = None) -> pd.D
 
     frame = pd.DataFrame(rows, columns=columns if not rows else None)
     # A column of integers with gaps would become floating-point numbers.
-    whole = [c for c in frame if any(type(r.get(c)) is int for r in rows) and all(type(r.get(c)) in (int, type(None)) for r in rows)]
+    whole = [
+        c
+        for c in frame
+        if any(type(r.get(c)) is int for r in rows) and all(type(r.get(c)) in (int, type(None)) for r in rows)
+    ]
     return frame.astype({c: "Int64" for c in whole})
 
 

@@ -11,8 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc import checkpoint
-from relax_hpc.run_dir import RunError, open_existing
+from relax_hpc.run_dir import RunError, open_existing, read_json
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
@@ -40,10 +39,10 @@ class Audit:
 def audit(path: str | Path) -> Audit:
     """Audit the run at `path`, from its files. The run must have been checkpointed at its last step."""
     run = open_existing(path)
-    found = checkpoint.newest(run)
-    if found is None:
+    checkpoints = run.checkpoint_steps()
+    if not checkpoints:
         raise RunError(f"'{path}' has no checkpoint: nothing was trained yet")
-    state = found[1]
+    state = read_json(run.checkpoint(checkpoints[-1]) / "state.json")
     records, _ = read_metrics(run.metrics / "trainer-0.trained.jsonl")
     by_step: dict[int, list[dict[str, list[int]]]] = {}
     for record in records:

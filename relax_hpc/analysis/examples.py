@@ -53,7 +53,9 @@ def best_and_worst(view: RunView, paths: Sequence[Path], count: int) -> dict[str
     for shard in view.iter_shards([p for p in paths if fates.of(p).fate == "trained"], broken=[]):
         groups = list(_groups(shard))
         best = heapq.nlargest(count, best + [max(group) for group in groups])
-        worst = heapq.nlargest(count, worst + [min(group) for group in groups], key=lambda f: (-f.reward, f.order, f.group))
+        worst = heapq.nlargest(
+            count, worst + [min(group) for group in groups], key=lambda f: (-f.reward, f.order, f.group)
+        )
     return {"best": [r for f in best for r in _rows(view, f)], "worst": [r for f in worst for r in _rows(view, f)]}
 
 

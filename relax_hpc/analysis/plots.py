@@ -37,7 +37,9 @@ STYLE: dict[str, Any] = {
 
 def reward(steps: pd.DataFrame) -> str | None:
     """Mean reward of each step, and what the verifier said where shaping changed it."""
-    return _curves(steps, {"reward": "reward"} | ({} if _same(steps, "reward", "raw_reward") else {"raw_reward": "before shaping"}))
+    return _curves(
+        steps, {"reward": "reward"} | ({} if _same(steps, "reward", "raw_reward") else {"raw_reward": "before shaping"})
+    )
 
 
 def score(evals: pd.DataFrame) -> str | None:
@@ -104,7 +106,9 @@ def throughput(trained: list[dict[str, Any]], generated: list[dict[str, Any]]) -
     with _figure() as (figure, axes):
         for side, name, color in ((generated, "generated", SERIES[0]), (trained, "trained", SERIES[1])):
             made, _ = np.histogram([x["time"] for x in side], edges, weights=[x["tokens"] for x in side])
-            axes.stairs(made / width_s, (edges - edges[0]) / unit_s, color=color, label=name, linewidth=1.6, baseline=None)
+            axes.stairs(
+                made / width_s, (edges - edges[0]) / unit_s, color=color, label=name, linewidth=1.6, baseline=None
+            )
         axes.set_xlabel(f"{unit} since the first metric")
         axes.set_ylabel("tokens/s")
         axes.set_ylim(bottom=0)
@@ -227,7 +231,9 @@ class _figure:
 def svg(figure: Figure) -> str:
     """The figure as an <svg> element to put into a page."""
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+    figure.savefig(
+        buffer, format="svg", transparent=True, metadata={"Creator": None, "Date": None, "Format": None, "Type": None}
+    )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     for color, variable in VARIABLES.items():
@@ -247,4 +253,6 @@ def _legend(axes: Axes) -> None:
 
 
 def _same(table: pd.DataFrame, a: str, b: str) -> bool:
-    return not {a, b} <= set(table) or bool(np.allclose(table[a].to_numpy(float), table[b].to_numpy(float), equal_nan=True))
+    return not {a, b} <= set(table) or bool(
+        np.allclose(table[a].to_numpy(float), table[b].to_numpy(float), equal_nan=True)
+    )

@@ -91,9 +91,13 @@ def tiles(view: RunView) -> list[tuple[str, str, str]]:
         if span_s > 0:
             found.append(("wall time", duration(span_s), f"{steps['tokens'].sum() / span_s:,.0f} tokens/s"))
         if "age_max" in steps:
-            found.append(("oldest token", f"{steps['age_max'].max():.0f}", f"versions; mean {steps['age_mean'].mean():.2f}"))
+            found.append(
+                ("oldest token", f"{steps['age_max'].max():.0f}", f"versions; mean {steps['age_mean'].mean():.2f}")
+            )
         if "wait_s" in steps:
-            found.append(("trainer waits", f"{steps['wait_s'].sum() / max(steps['step_s'].sum(), 1e-9):.0%}", "of its time"))
+            found.append(
+                ("trainer waits", f"{steps['wait_s'].sum() / max(steps['step_s'].sum(), 1e-9):.0%}", "of its time")
+            )
     restarts = sum(e.get("kind") == "restart" for e in view.events())
     return [*found, ("restarts", str(restarts), "of roles")]
 
@@ -137,19 +141,34 @@ def role_times(trained: list[dict[str, Any]], workers: dict[str, list[dict[str, 
     def total(lines: list[dict[str, Any]], key: str) -> float:
         return float(sum(line.get(key, 0.0) for line in lines))
 
-    trainer = {"wait": total(trained, "wait_s"), "train": total(trained, "train_s"), "publish": total(trained, "publish_s")}
+    trainer = {
+        "wait": total(trained, "wait_s"),
+        "train": total(trained, "train_s"),
+        "publish": total(trained, "publish_s"),
+    }
     trainer["other"] = max(0.0, total(trained, "step_s") - sum(trainer.values()))
     if len(workers) > WORKERS_SHOWN:
         workers = {f"{len(workers)} workers": [line for lines in workers.values() for line in lines]}
     keys = {"wait": "wait_s", "generate": "generate_s", "score": "score_s", "publish": "publish_s"}
-    return {"trainer": trainer, **{name: {k: total(lines, key) for k, key in keys.items()} for name, lines in workers.items()}}
+    return {
+        "trainer": trainer,
+        **{name: {k: total(lines, key) for k, key in keys.items()} for name, lines in workers.items()},
+    }
 
 
 def fate_rows(counts: Counts) -> Iterator[dict[str, Any]]:
     for fate, tally in counts.fates.items():
-        row: dict[str, Any] = {"fate": fate, "groups": tally.groups, "samples": tally.samples, "tokens": human(tally.tokens)}
+        row: dict[str, Any] = {
+            "fate": fate,
+            "groups": tally.groups,
+            "samples": tally.samples,
+            "tokens": human(tally.tokens),
+        }
         if tally.samples:
-            row |= {"reward": f"{tally.columns['reward'].mean():.3f}", "length": f"{tally.columns['length'].mean():.0f}"}
+            row |= {
+                "reward": f"{tally.columns['reward'].mean():.3f}",
+                "length": f"{tally.columns['length'].mean():.0f}",
+            }
             row |= {"truncated": f"{tally.truncated:.1%}"}
         yield row
 
@@ -160,7 +179,11 @@ def dropped(view: RunView) -> dict[str, float] | None:
     if not late or not len(steps):
         return None
     trained = np.average(steps["length_mean"].to_numpy(float), weights=steps["samples"].to_numpy(float))
-    return {"orders": len(late), "dropped": float(np.mean([line["length_mean"] for line in late])), "trained": float(trained)}
+    return {
+        "orders": len(late),
+        "dropped": float(np.mean([line["length_mean"] for line in late])),
+        "trained": float(trained),
+    }
 
 
 def write(view: RunView, output: Path) -> None:

@@ -59,7 +59,9 @@ def verdicts(shard: Shard, fate: OrderFate) -> list[Verdict]:
     return [fate.group(g, reasons.get(str(g), "")) for g in range(len(shard.groups))]
 
 
-def sample_columns(shard: Shard, fate: OrderFate, columns: Iterable[str], decoder: Decoder | None = None) -> dict[str, Any]:
+def sample_columns(
+    shard: Shard, fate: OrderFate, columns: Iterable[str], decoder: Decoder | None = None
+) -> dict[str, Any]:
     """{name: N values} for the samples of a shard. Integers that may be unknown are masked arrays; `decoder` makes text."""
     samples, groups, group = shard.samples, shard.groups, shard.samples["group"]
     count, offsets = len(samples), shard.offsets
@@ -87,7 +89,9 @@ def sample_columns(shard: Shard, fate: OrderFate, columns: Iterable[str], decode
         "first_version": lambda: _versions(shard)[0],
         "last_version": lambda: _versions(shard)[1],
         "age": lambda: _masked((fate.step or 0) - _versions(shard)[0], fate.step is None),
-        "prompt": lambda: per_group(_decode(decoder, _cut(shard.read("prompt_tokens"), shard.prompt_offsets), special=True)),
+        "prompt": lambda: per_group(
+            _decode(decoder, _cut(shard.read("prompt_tokens"), shard.prompt_offsets), special=True)
+        ),
         "completion": lambda: _decode(decoder, _cut(shard.read("tokens"), offsets), special=False),
         "answer": lambda: per_group([p["answer"] for p in shard.meta["prompts"]]),
         "prompt_tokens": lambda: per_group(_cut(shard.read("prompt_tokens"), shard.prompt_offsets)),

@@ -1,8 +1,8 @@
 """Prompts: where they come from, in which order, which are held out. And samples packed into micro-batches.
 
-    [[source]] ──► PromptSources ──(index ──► Prompt)──► rollout
-                        ▲
-    PromptCursor ───────┴──(which index next)──► orders
+[[source]] ──► PromptSources ──(index ──► Prompt)──► rollout
+                    ▲
+PromptCursor ───────┴──(which index next)──► orders
 """
 
 from __future__ import annotations

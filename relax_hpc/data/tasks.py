@@ -19,7 +19,9 @@ def load_task(source: ReasoningGymSource) -> Any:
     if source.task not in DATASETS:
         near = difflib.get_close_matches(source.task, DATASETS, n=3) or sorted(DATASETS)
         raise RunError(f"source.task = '{source.task}': reasoning-gym has no such task; it has {near}")
-    options = {f.name: f.default for f in dataclasses.fields(DATASETS[source.task][1]) if f.name not in ("seed", "size")}
+    options = {
+        f.name: f.default for f in dataclasses.fields(DATASETS[source.task][1]) if f.name not in ("seed", "size")
+    }
     unknown = sorted(set(source.config) - set(options))
     if unknown:
         raise RunError(f"source.config: task '{source.task}' has no option {unknown}; it has {_shown(options)}")
@@ -64,4 +66,6 @@ class TaskItems:
 
 
 def _shown(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name} ({'required' if value is dataclasses.MISSING else value})" for name, value in options.items())
+    return ", ".join(
+        f"{name} ({'required' if value is dataclasses.MISSING else value})" for name, value in options.items()
+    )

@@ -8,7 +8,6 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from relax_hpc import checkpoint
 from relax_hpc.launch.create import Debug, create, existing, resume
 from relax_hpc.launch.lease import acquire
 from relax_hpc.launch.status import Status
@@ -76,7 +75,7 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
 
 def _go_on(run: RunDir, overrides: list[str]) -> Opened:
     recipe = resume(run, overrides)
-    done = checkpoint.steps(run)
+    done = run.checkpoint_steps()
     outcome = outcome_of(run)
     finished = (
         done[-1]

@@ -45,13 +45,15 @@ class Supervisor:
         self.failure = ""
         self._asked = False
         self._beats_read = 0.0
+        self._lease_seen = 0.0
 
     def supervise(self) -> dict[str, Any]:
         """Run to the end; the outcome, as it stands in outcome.json. Raises RunError when another supervisor took over."""
         self.run.stop.unlink(missing_ok=True)
         self.run.outcome.unlink(missing_ok=True)
         for workplace in self.queue.workers():  # of a supervisor that died; its lease is ours now
-            self.queue.give_back(workplace, lost=True)
+            self.queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
+        self._sweep()
         self._say("start", lease=self.lease.number)
         with self._signals():
             try:
@@ -62,10 +64,16 @@ class Supervisor:
         self.lease.release()
         return outcome
 
+    def _sweep(self) -> None:
+        """Remove what killed processes had not finished writing; whoever still writes there does so in vain."""
+        for folder in (self.run.shards, self.run.evals, self.run.open_orders, self.run.heartbeats):
+            for path in folder.rglob(".*"):
+                path.unlink(missing_ok=True)
+
     def _watch(self) -> dict[str, Any]:
         self._start_trainers()
         while True:
-            if not self.lease.renew():
+            if not self._still_ours():
                 raise RunError(
                     f"another supervisor has taken over '{self.run.root}': this one ends its processes and leaves"
                 )
@@ -81,6 +89,13 @@ class Supervisor:
             self._look_for_silence()
             self.look()
             time.sleep(POLL_S)
+
+    def _still_ours(self) -> bool:
+        """Whether no successor has taken the lease; looked at as often as heartbeats are."""
+        if time.time() - self._lease_seen < BEATS_S:
+            return True
+        self._lease_seen = time.time()
+        return self.lease.renew()
 
     def _ask_to_stop(self) -> None:
         """An orderly stop: the trainer ends its step and checkpoints; workers give their orders back."""

@@ -13,7 +13,9 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat,
 from pydantic_core import PydanticCustomError
 
 
-def Key(default: Any = ..., help: str = "", *, resume: bool = False, looked_up: bool = False, **constraints: Any) -> Any:
+def Key(
+    default: Any = ..., help: str = "", *, resume: bool = False, looked_up: bool = False, **constraints: Any
+) -> Any:
     """A recipe key: its default, its sentence, and whether a resumed run may change it.
 
     `looked_up`: a path or FILE.py:NAME that must be there; a relative one is looked up beside the recipe first.
@@ -40,7 +42,9 @@ class Run(Table):
     seed: int = Key(0, "Order ids, prompts and sampling seeds depend on this and the prompt cursor alone.", ge=0)
     steps: PositiveInt = Key(100, "Training steps until the run is done.", resume=True)
     checkpoint_every: PositiveInt = Key(50, "Steps between two checkpoints.", resume=True)
-    keep_checkpoints: PositiveInt = Key(2, "Checkpoints kept; the oldest one decides how far back a run can restart.", resume=True)
+    keep_checkpoints: PositiveInt = Key(
+        2, "Checkpoints kept; the oldest one decides how far back a run can restart.", resume=True
+    )
 
 
 class PathModel(Table):
@@ -53,14 +57,18 @@ class PathModel(Table):
 class TinyModel(Table):
     """A small model built from its configuration, with a tokenizer of single characters: nothing is downloaded."""
 
-    name: Literal["tiny"] = Key("tiny", "Build a Qwen3-architecture model in code, randomly initialised from the run's seed.")
+    name: Literal["tiny"] = Key(
+        "tiny", "Build a Qwen3-architecture model in code, randomly initialised from the run's seed."
+    )
     hidden_size: PositiveInt = Key(128, "Width of the residual stream.")
     intermediate_size: PositiveInt = Key(384, "Width of the gated MLP.")
     layers: PositiveInt = Key(3, "Transformer layers.")
     heads: PositiveInt = Key(4, "Attention heads; must divide hidden_size.")
     kv_heads: PositiveInt = Key(2, "Key/value heads; must divide heads.")
     context: PositiveInt = Key(256, "Longest sequence in tokens, prompt and answer together.")
-    alphabet: str = Key("0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>.")
+    alphabet: str = Key(
+        "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>."
+    )
 
     @model_validator(mode="after")
     def _divides(self) -> TinyModel:
@@ -99,7 +107,9 @@ class Warmup(Table):
     steps: PositiveInt = Key(400, "Supervised steps at most.")
     batch_size: PositiveInt = Key(128, "Examples a step, over all trainer processes.")
     learning_rate: PositiveFloat = Key(1e-3, "Peak learning rate; it rises linearly over the first 50 steps.")
-    stop_at_loss: float = Key(0.0, "End when the loss a token (nats, smoothed over about 10 steps) is this low; 0 makes all steps.", ge=0)
+    stop_at_loss: float = Key(
+        0.0, "End when the loss a token (nats, smoothed over about 10 steps) is this low; 0 makes all steps.", ge=0
+    )
 
 
 class Algorithm(Table):
@@ -107,7 +117,9 @@ class Algorithm(Table):
 
     group_size: PositiveInt = Key(8, "Samples drawn for each prompt.")
     filters: list[str] = Key(
-        [], "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.", looked_up=True
+        [],
+        "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
+        looked_up=True,
     )
 
 
@@ -117,14 +129,20 @@ class Grpo(Algorithm):
     name: Literal["grpo"] = Key("grpo", "Group-relative policy optimisation.")
     clip: tuple[float, float] = Key((0.2, 0.28), "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]].")
     normalise_std: bool = Key(True, "Divide the advantage by the group's standard deviation of rewards.")
-    kl_coef: float = Key(0.0, "Weight of the KL to the reference (version 0), estimator k3, in the loss; 0 holds no reference.", ge=0)
+    kl_coef: float = Key(
+        0.0, "Weight of the KL to the reference (version 0), estimator k3, in the loss; 0 holds no reference.", ge=0
+    )
 
     @model_validator(mode="after")
     def _group(self) -> Grpo:
         if self.group_size < 2:
-            raise conflict(f"algorithm.group_size = {self.group_size}: grpo compares samples of one prompt, use 2 or more")
+            raise conflict(
+                f"algorithm.group_size = {self.group_size}: grpo compares samples of one prompt, use 2 or more"
+            )
         if not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
-            raise conflict(f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0")
+            raise conflict(
+                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0"
+            )
         return self
 
 
@@ -133,7 +151,8 @@ class OwnAlgorithm(Algorithm):
 
     name: Literal["own"] = Key("own", "An algorithm of your own.")
     factory: str = Key(
-        help="MODULE:FUNCTION or FILE.py:FUNCTION, called with `options`; returns a relax_hpc.algorithms.Algorithm.", looked_up=True
+        help="MODULE:FUNCTION or FILE.py:FUNCTION, called with `options`; returns a relax_hpc.algorithms.Algorithm.",
+        looked_up=True,
     )
     options: dict[str, Any] = Key({}, "Keyword arguments for the factory.")
 
@@ -147,9 +166,12 @@ AnyAlgorithm = Annotated[
 class Async(Table):
     """How far generation may run ahead of training."""
 
-    max_staleness: int = Key(1, "At step s no token in the loss is older than version s - max_staleness; 0 is on-policy.", ge=0)
+    max_staleness: int = Key(
+        1, "At step s no token in the loss is older than version s - max_staleness; 0 is on-policy.", ge=0
+    )
     late: Literal["wait", "drop"] = Key(
-        "wait", "What would miss its deadline: `wait` holds the trainer (no bias), `drop` orders the prompts again (favours short answers)."
+        "wait",
+        "What would miss its deadline: `wait` holds the trainer (no bias), `drop` orders the prompts again (favours short answers).",
     )
 
 
@@ -159,20 +181,26 @@ class Trainer(Table):
     backend: Literal["torch"] = Key("torch", "Hugging Face transformers on torch, data parallel.")
     processes: PositiveInt = Key(1, "Data-parallel processes.")
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key("auto", "Where the model lives; `auto` takes a GPU where there is one.")
+    device: Literal["auto", "cpu", "cuda"] = Key(
+        "auto", "Where the model lives; `auto` takes a GPU where there is one."
+    )
     prompts_per_step: PositiveInt = Key(32, "Prompts (groups) a training step consumes.")
     learning_rate: PositiveFloat = Key(1e-6, "Peak learning rate of AdamW.")
     betas: tuple[float, float] = Key((0.9, 0.95), "AdamW's moment decays.")
     eps: PositiveFloat = Key(1e-8, "AdamW's epsilon.")
     weight_decay: float = Key(0.0, "AdamW's decoupled weight decay.", ge=0)
     clip_grad_norm: PositiveFloat = Key(1.0, "Global gradient norm above which gradients are scaled down.")
-    schedule: Literal["constant", "linear", "cosine"] = Key("constant", "How the learning rate falls to min_learning_rate over run.steps.")
+    schedule: Literal["constant", "linear", "cosine"] = Key(
+        "constant", "How the learning rate falls to min_learning_rate over run.steps."
+    )
     min_learning_rate: float = Key(0.0, "Where `linear` and `cosine` end.", ge=0)
     lr_warmup_steps: int = Key(0, "Steps over which the learning rate rises from 0.", ge=0)
     dtype: Literal["float32", "bfloat16"] = Key(
         "float32", "Arithmetic of forward and backward, and type of published weights; master weights are float32."
     )
-    tokens_per_micro_batch: PositiveInt = Key(16384, "Token budget of one forward and backward on one process.", resume=True)
+    tokens_per_micro_batch: PositiveInt = Key(
+        16384, "Token budget of one forward and backward on one process.", resume=True
+    )
 
 
 class Rollout(Table):
@@ -181,15 +209,21 @@ class Rollout(Table):
     engine: Literal["torch"] = Key("torch", "Batched generation with transformers in the worker's process.")
     workers: PositiveInt = Key(1, "Worker processes; each plays one order at a time.", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each worker.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key("auto", "Where the engine lives; `auto` takes a GPU where there is one.")
-    groups_per_order: PositiveInt = Key(8, "Groups in one order, generated as one batch; must divide trainer.prompts_per_step.")
+    device: Literal["auto", "cpu", "cuda"] = Key(
+        "auto", "Where the engine lives; `auto` takes a GPU where there is one."
+    )
+    groups_per_order: PositiveInt = Key(
+        8, "Groups in one order, generated as one batch; must divide trainer.prompts_per_step."
+    )
     temperature: PositiveFloat = Key(1.0, "Sampling temperature; logprobs are of the tempered distribution.")
     top_p: float = Key(1.0, "Nucleus: smallest set of tokens with this probability.", gt=0, le=1)
     top_k: int = Key(0, "Sample among the k likeliest tokens; 0 is all.", ge=0)
     max_new_tokens: PositiveInt = Key(256, "Generated tokens a turn at most.")
     max_turns: PositiveInt = Key(1, "Turns an environment may take.")
     stop: list[str] = Key([], "Strings that end an answer, besides the end-of-sequence token.")
-    reward_time_limit_s: PositiveFloat = Key(30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True)
+    reward_time_limit_s: PositiveFloat = Key(
+        30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True
+    )
     max_failed_fraction: float = Key(
         0.5,
         "The run stops when more than this share of a step's groups failed (reward raised, timed out, order poisoned).",
@@ -197,20 +231,26 @@ class Rollout(Table):
         le=1,
         resume=True,
     )
-    max_attempts: PositiveInt = Key(8, "Workers that may die on one order before its groups are kept as failed.", resume=True)
+    max_attempts: PositiveInt = Key(
+        8, "Workers that may die on one order before its groups are kept as failed.", resume=True
+    )
 
 
 class Weights(Table):
     """How new versions reach the rollout workers."""
 
-    transport: Literal["file"] = Key("file", "Safetensors files in the run directory, checksummed, published like a shard.")
+    transport: Literal["file"] = Key(
+        "file", "Safetensors files in the run directory, checksummed, published like a shard."
+    )
 
 
 class Source(Table):
     """What all prompt sources have."""
 
     weight: PositiveFloat = Key(1.0, "Share of prompts drawn from this source, against the other sources' weights.")
-    environment: str = Key("single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True)
+    environment: str = Key(
+        "single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True
+    )
     environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
 
 
@@ -220,9 +260,12 @@ class FileSource(Source):
     name: Literal["file"] = Key("file", "A .jsonl or .parquet file, one prompt a row.")
     prompts: Path = Key(help="The file.", looked_up=True)
     prompt_key: str = Key(
-        "prompt", "Column with the prompt (a.b for nested ones): text, or a list of chat messages for the tokenizer's chat template."
+        "prompt",
+        "Column with the prompt (a.b for nested ones): text, or a list of chat messages for the tokenizer's chat template.",
     )
-    answer_key: str = Key("answer", "Column with the reference answer that the reward compares with; empty where there is none.")
+    answer_key: str = Key(
+        "answer", "Column with the reference answer that the reward compares with; empty where there is none."
+    )
     reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
 
@@ -235,7 +278,9 @@ class ReasoningGymSource(Source):
     size: PositiveInt = Key(10000, "How many items the task makes; an epoch goes through them once.")
     seed: int = Key(0, "The task's own seed: which items it makes.", ge=0)
     config: dict[str, Any] = Key({}, "The task's own options.")
-    template: str | None = Key(None, "The prompt, from the item's fields, such as '{metadata[expression]}='; none takes its question.")
+    template: str | None = Key(
+        None, "The prompt, from the item's fields, such as '{metadata[expression]}='; none takes its question."
+    )
     reward: str = Key("reasoning_gym", "`reasoning_gym` is the task's verifier; or any other reward.", looked_up=True)
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
 
@@ -249,30 +294,48 @@ AnySource = Annotated[
 class Evaluation(Table):
     """A held-out score, played by the rollout workers between orders."""
 
-    every: PositiveInt = Key(50, "Steps between two evaluations; the first and the last version are always scored.", resume=True)
+    every: PositiveInt = Key(
+        50, "Steps between two evaluations; the first and the last version are always scored.", resume=True
+    )
     prompts: PositiveInt = Key(256, "Held-out prompts that are played, one greedy answer each.")
-    holdout: float = Key(0.1, "Share of each source's distinct prompts that neither warm-up nor training ever sees.", gt=0, lt=1)
+    holdout: float = Key(
+        0.1, "Share of each source's distinct prompts that neither warm-up nor training ever sees.", gt=0, lt=1
+    )
 
 
 class Spool(Table):
     """Where shards live, how they are stored, how long they stay."""
 
-    front: Path | None = Key(None, "A directory in memory (such as /dev/shm) that holds a second copy for readers on the same node.")
-    compression: Literal["none", "lz4", "zstd"] = Key("none", "Blosc2 over token columns; `none` stores them contiguous, to be mapped.")
+    front: Path | None = Key(
+        None, "A directory in memory (such as /dev/shm) that holds a second copy for readers on the same node."
+    )
+    compression: Literal["none", "lz4", "zstd"] = Key(
+        "none", "Blosc2 over token columns; `none` stores them contiguous, to be mapped."
+    )
     keep: Literal["all", "needed"] = Key(
         "all", "`all` keeps every shard for analysis; `needed` those that the oldest checkpoint replays.", resume=True
     )
-    quota_gb: PositiveFloat | None = Key(None, "Most gigabytes of shards; reserved when an order is released.", resume=True)
-    full_disk_wait_s: float = Key(300.0, "How long a role waits for room on a full disk before it stops the run.", ge=0, resume=True)
+    quota_gb: PositiveFloat | None = Key(
+        None, "Most gigabytes of shards; reserved when an order is released.", resume=True
+    )
+    full_disk_wait_s: float = Key(
+        300.0, "How long a role waits for room on a full disk before it stops the run.", ge=0, resume=True
+    )
 
 
 class Supervision(Table):
     """When a role counts as lost, and how often it is started again."""
 
-    hang_s: PositiveFloat = Key(120.0, "A role without a heartbeat for this long is killed and started again.", resume=True)
+    hang_s: PositiveFloat = Key(
+        120.0, "A role without a heartbeat for this long is killed and started again.", resume=True
+    )
     start_s: PositiveFloat = Key(600.0, "The same, before a role's first progress (loading, warm-up).", resume=True)
-    max_restarts: int = Key(10, "Restarts of one role without progress in between before the run fails.", ge=0, resume=True)
-    backoff_s: PositiveFloat = Key(0.5, "Wait before a restart; doubles with each one that made no progress, to 60 s.", resume=True)
+    max_restarts: int = Key(
+        10, "Restarts of one role without progress in between before the run fails.", ge=0, resume=True
+    )
+    backoff_s: PositiveFloat = Key(
+        0.5, "Wait before a restart; doubles with each one that made no progress, to 60 s.", resume=True
+    )
 
 
 class Recipe(Table):

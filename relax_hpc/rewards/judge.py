@@ -47,7 +47,9 @@ class Judge:
         self._rewards = make_rewards(recipe.source)
         self._pool: ProcessPool | None = None
 
-    def score(self, samples: Sequence[tuple[Prompt, str]], progress: Callable[[], None] = lambda: None) -> list[Score | Failure]:
+    def score(
+        self, samples: Sequence[tuple[Prompt, str]], progress: Callable[[], None] = lambda: None
+    ) -> list[Score | Failure]:
         """A score or a failure for every (prompt, answer), in their order.
 
         `progress` is called at least twice a second, however long the rewards take.

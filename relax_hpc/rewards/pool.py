@@ -32,7 +32,9 @@ _rewards: list[LoadedReward] = []
 
 def make_pool(sources: Sequence[AnySource], processes: int) -> ProcessPool:
     """A pool whose children have the sources' rewards loaded; run `judge_in_child` in it."""
-    return ProcessPool(processes, initializer=_begin_child, initargs=(list(sources), os.getpid()), context=_LightContext())
+    return ProcessPool(
+        processes, initializer=_begin_child, initargs=(list(sources), os.getpid()), context=_LightContext()
+    )
 
 
 def judge_in_child(source: int, prompt: Prompt, answer: str) -> Outcome:

@@ -26,6 +26,10 @@ POLL_FOR_S = 1.0
 """How long one wait lasts before the other processes hear that there is nothing yet (they must not look hung)."""
 
 
+LOOK_AT_STARTS_S = 0.1
+"""Between two listings of what was started when: they cost a folder a worker."""
+
+
 class Intake:
     """What rank 0 knows of orders, shards and the ledger."""
 
@@ -47,6 +51,7 @@ class Intake:
         """Published and outstanding; small shards are in memory already."""
         self._dropped: dict[str, Dropped] = {}
         """Given up, not seen since: their lengths are reported when they arrive."""
+        self._looked_at_starts = float("-inf")
         self.live = False
         """Whether the ledger's end is reached: before it, steps are replayed."""
 
@@ -164,6 +169,9 @@ class Intake:
 
     def _choose_knowing_starts(self, step: int, version: int) -> Choice | None:
         """Enough is complete, but something unfinished seems due: look when it was started, and let what was not start later."""
+        if time.monotonic() - self._looked_at_starts < LOOK_AT_STARTS_S:
+            return None
+        self._looked_at_starts = time.monotonic()
         self.queue.raise_oldest(version)
         started = self.queue.in_play()
         self._look()  # what finished while we listed counts as complete, not as never started

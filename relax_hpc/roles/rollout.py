@@ -20,12 +20,13 @@ from relax_hpc.records import Group, Prompt
 from relax_hpc.rewards import Judge
 from relax_hpc.roles.episodes import play
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
+from relax_hpc.run_dir import RunError
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Claim, Queue, publish_shard
 from relax_hpc.spool.shard import encode
 from relax_hpc.spool.watch import backoff
-from relax_hpc.weights import FileReceiver, Version, WeightsError
+from relax_hpc.weights import DamagedWeights, FileReceiver, Version, WeightsError
 
 
 def body(process: RoleProcess) -> Exit:
@@ -86,6 +87,10 @@ class RolloutWorker:
             with self.receiver.fetch(newest) as tensors:
                 self.engine.load(newest.number, tensors)
             self.held = newest
+        except DamagedWeights as error:
+            raise RunError(
+                f"{error}; resume with `relax-hpc run {self.process.run.root}`: the trainer publishes it again"
+            ) from error
         except WeightsError as error:
             # Retired while we looked, or damaged: what is held stays valid for its orders, the next look sees a newer one.
             self.process.log.warning("%s", error)

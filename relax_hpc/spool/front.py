@@ -18,7 +18,9 @@ class Front:
 
     def __init__(self, run: RunDir, folder: Path | None) -> None:
         self._run = run
-        self._folder = folder / f"relax_hpc-{read_json(run.identity)['id']}" if folder else None  # two runs may share a node
+        self._folder = (
+            folder / f"relax_hpc-{read_json(run.identity)['id']}" if folder else None
+        )  # two runs may share a node
 
     def put(self, order_id: str, image: bytes) -> None:
         """Keep a copy of a shard that was just published."""

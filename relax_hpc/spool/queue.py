@@ -90,7 +90,7 @@ class Queue:
         """
         raised = False
         for name in os.listdir(self._run.open_orders):
-            if name.startswith(".") or (ticket := Ticket.parse(name)).version >= version:
+            if name.startswith((".", "e")) or (ticket := Ticket.parse(name)).version >= version:
                 continue
             later = Ticket(ticket.order_id, ticket.attempt, version)
             raised |= _moved(self._run.open_orders / name, self._run.open_orders / later.name)

@@ -41,7 +41,7 @@ class FolderWatch:
         return self._names
 
 
-def backoff(first_s: float = 0.002, last_s: float = 0.05) -> Iterator[float]:
+def backoff(first_s: float = 0.002, last_s: float = 0.02) -> Iterator[float]:
     """Waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing comes."""
     wait = first_s
     while True:

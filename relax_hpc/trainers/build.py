@@ -63,7 +63,8 @@ def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
         head_dim=model.hidden_size // model.heads,
         max_position_embeddings=model.context,
         tie_word_embeddings=True,
-        initializer_range=model.hidden_size**-0.5,  # the customary 0.02 suits wide models; narrow ones learn several times slower
+        initializer_range=model.hidden_size
+        ** -0.5,  # the customary 0.02 suits wide models; narrow ones learn several times slower
         bos_token_id=None,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

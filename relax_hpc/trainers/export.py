@@ -5,14 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from relax_hpc import checkpoint
 from relax_hpc.run_dir import RunError, open_existing
 
 
 def export_checkpoint(run: Path, output: Path, step: int | None = None) -> str:
     """Write checkpoint `step` (the newest by default) of `run` to `output`; says what was written. Raises RunError."""
     opened = open_existing(run)
-    steps = checkpoint.steps(opened)
+    steps = opened.checkpoint_steps()
     chosen = steps[-1] if step is None and steps else step
     if chosen not in steps:
         raise RunError(f"'{run}' has no checkpoint of step {chosen}: it has {steps}")

@@ -24,7 +24,11 @@ class Version:
 
 
 class WeightsError(Exception):
-    """A version that is missing, torn or not what its manifest says."""
+    """A version that is missing, or was retired: take the newest one."""
+
+
+class DamagedWeights(WeightsError):
+    """A version that is not what its manifest says."""
 
 
 class Publisher(Protocol):

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, publish, read_json, replace, to_json
-from relax_hpc.weights.base import Version, WeightsError
+from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
 
 KEPT_FILES = 3
 """Newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners."""
@@ -35,6 +35,7 @@ class FilePublisher:
 
     def __init__(self, run: RunDir, via: Path, incarnation: int) -> None:
         self._run, self._via, self._incarnation = run, via, incarnation
+        self._checked = False
         self.lineage = 0
         """Of the version published last; until then, the oldest there can be."""
 
@@ -46,6 +47,7 @@ class FilePublisher:
         published = _manifest(self._run, number, lineage)
         if published is not None and published["checksum"] == checksum:
             self.lineage = lineage
+            self._repair(published, image)
             self._catch_up(published)
             return _version(published)
         if published is not None:
@@ -64,6 +66,13 @@ class FilePublisher:
         """The newest lineage that has a version `number`; the one we are in when none of it or after it has."""
         found = [int(p.stem.partition(".l")[2]) for p in self._run.weights.glob(f"v{number:08d}.l*.json")]
         return max([self.lineage, *found])
+
+    def _repair(self, published: dict[str, Any], image: bytes) -> None:
+        """Write a version's file again where it was damaged; looked at once, at the restart that a damage leads to."""
+        data = self._run.weights / published["file"]
+        if not self._checked and data.exists() and _checksum(data) != published["checksum"]:
+            replace(data, image, via=self._via)
+        self._checked = True
 
     def _catch_up(self, published: dict[str, Any]) -> None:
         """A trainer may have died after it published the manifest and before anybody could learn of it."""
@@ -113,7 +122,7 @@ class FileReceiver:
         try:
             found = _checksum(path)
             if found != version.checksum:
-                raise WeightsError(f"'{path}' has checksum {found}, its manifest says {version.checksum}: refused")
+                raise DamagedWeights(f"'{path}' has checksum {found}, its manifest says {version.checksum}: refused")
             opened = safe_open(path, framework="pt")
         except FileNotFoundError:
             raise WeightsError(f"version {version.number} was retired: take the newest one") from None

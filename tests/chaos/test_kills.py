@@ -11,7 +11,6 @@ import time
 
 import pytest
 
-from relax_hpc import checkpoint
 from relax_hpc.analysis.audit import audit
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_metrics
@@ -169,7 +168,7 @@ def test_orders_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp
     entries = [json.loads(p.read_text()) for p in sorted(run.ledger.rglob("*.json"))]
     reasons = {r for e in entries for r in e["filtered"].values()}
     assert any("2 workers died on this order" in r for r in reasons)
-    assert checkpoint.steps(run)[-1] == 4
+    assert run.checkpoint_steps()[-1] == 4
 
 
 def _committed(run: RunDir) -> int:

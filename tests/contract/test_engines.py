@@ -179,8 +179,8 @@ def test_the_context_cuts_answers_and_refuses_prompts(setup: Setup) -> None:
 def test_a_row_that_is_cut_stays_cut_while_others_go_on(setup: Setup) -> None:
     """Rows wait for the next compaction after their end; what they draw there must not reach them."""
     long, short = tiny.prompts([60, 2], seed=3)
-    done = setup.engine.generate([long, *[short] * 9], 20, Sampling(temperature=3.0, max_new_tokens=60), 1)
-    for completion in done[:20]:
+    done = setup.engine.generate([long, *[short] * 9], 60, Sampling(temperature=30.0, max_new_tokens=60), 1)
+    for completion in done[:60]:
         assert (completion.finish == Finish.STOP) == (completion.tokens[-1] == EOS)
         assert len(completion.tokens) == 4 or completion.finish == Finish.STOP
 

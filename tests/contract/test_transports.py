@@ -17,6 +17,7 @@ from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights import FilePublisher, FileReceiver, Publisher, Receiver, Version, WeightsError
+from tests.runs import wait_for
 
 torch.set_num_threads(1)
 
@@ -264,6 +265,7 @@ def test_file_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: P
         command = [sys.executable, "-c", PUBLISH, str(run.root), str(via), str(attempt), str(begin)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        wait_for(lambda: transport.receiver().newest())
         time.sleep(0.05 + 0.03 * attempt)
         process.send_signal(signal.SIGKILL)
         process.wait()

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from relax_hpc import checkpoint
 from relax_hpc.analysis.audit import audit
 from relax_hpc.run_dir import RunDir
 from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
@@ -158,4 +157,4 @@ def test_a_quota_removes_what_is_not_needed_or_stops_in_words(tmp_path):
     relax_hpc("run", run.root, "--set", "spool.keep=needed")
     assert outcome(run)["outcome"] == "done"
     assert sum(p.stat().st_size for p in run.shards.rglob("*.h5")) < 0.0003e9
-    assert len(checkpoint.steps(run)) <= 2
+    assert len(run.checkpoint_steps()) <= 2

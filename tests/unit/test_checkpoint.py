@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from relax_hpc import checkpoint
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, read_json
 
 WRITER = """
 import itertools, sys
 from pathlib import Path
 from relax_hpc import checkpoint
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, read_json
 run, via = RunDir(sys.argv[1]), Path(sys.argv[2])
 print("ready", flush=True)
 for step in itertools.count():
@@ -56,7 +56,7 @@ def test_newest_of_several(run: RunDir, via: Path) -> None:
         write(run, via, step)
     found = checkpoint.newest(run)
     assert found is not None and found[0].name == "step-00000010" and found[1] == {"step": 10, "said": 10}
-    assert checkpoint.state(run, 9) == {"step": 9, "said": 9}
+    assert read_json(run.checkpoint(9) / "state.json") == {"step": 9, "said": 9}
     assert os.listdir(via) == []
 
 
@@ -76,14 +76,17 @@ def test_killed_at_any_moment_every_visible_checkpoint_is_whole(run: RunDir, tmp
         for folder in folders:
             assert sorted(p.name for p in folder.iterdir()) == ["DONE", "model", "optimizer", "state.json"]
             assert {(folder / n).stat().st_size for n in ("model", "optimizer")} == {1_000_000}
-            assert checkpoint.state(run, int(folder.name[5:])) == {"step": int(folder.name[5:]), "book": {}}
+            assert read_json(run.checkpoint(int(folder.name[5:])) / "state.json") == {
+                "step": int(folder.name[5:]),
+                "book": {},
+            }
 
 
 def test_rotation_keeps_the_newest_and_names_the_oldest_left(run: RunDir, via: Path) -> None:
     for step in (0, 2, 4, 6):
         write(run, via, step)
     assert checkpoint.rotate(run, via, 2) == 4
-    assert checkpoint.steps(run) == [4, 6]
+    assert run.checkpoint_steps() == [4, 6]
     assert checkpoint.rotate(run, via, 5) == 4
     assert os.listdir(via) == []
 
@@ -95,7 +98,7 @@ def test_a_folder_without_its_mark_is_no_checkpoint_and_is_replaced(run: RunDir,
     found = checkpoint.newest(run)
     assert found is not None and found[1]["step"] == 2
     write(run, via, 4)
-    assert checkpoint.steps(run) == [2, 4]
+    assert run.checkpoint_steps() == [2, 4]
     assert (run.checkpoint(4) / "model").read_bytes() == b"weights"
 
 
@@ -124,4 +127,4 @@ def test_a_fenced_trainer_neither_adds_nor_removes(run: RunDir, via: Path) -> No
         checkpoint.begin(via, 8)
     with pytest.raises(FileNotFoundError):
         checkpoint.rotate(run, via, 1)
-    assert checkpoint.steps(run) == [0, 2, 4]
+    assert run.checkpoint_steps() == [0, 2, 4]

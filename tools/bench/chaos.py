@@ -13,7 +13,6 @@ scheduler would do. What was trained is counted from the samples that entered th
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import psutil
 from scipy.stats import ks_2samp
 
 from relax_hpc.analysis.audit import audit
@@ -78,11 +78,13 @@ class Monkey:
             deadline = time.monotonic() + MOMENT_S
             while time.monotonic() < deadline and not next(self.run.root.glob(pattern), None):
                 self._alive()
-        pid = self._pid(role)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
+        while (pid := self._pid(role)) is not None:
+            try:
                 os.kill(pid, signal.SIGKILL)
-                self.kills.append(f"{role} while {moment}")
+            except ProcessLookupError:  # it ended in between: the next one then
+                continue
+            self.kills.append(f"{role} while {moment}")
+            return
 
     def _pid(self, role: str) -> int | None:
         """The process of a role now; waits for one to be there."""
@@ -100,7 +102,9 @@ class Monkey:
         while not reached():
             self._alive()
             if time.monotonic() > deadline:
-                raise SystemExit(f"no progress in 300 s at step {self.step()} after {self.kills[-3:]}: see {self.run.root}")
+                raise SystemExit(
+                    f"no progress in 300 s at step {self.step()} after {self.kills[-3:]}: see {self.run.root}"
+                )
             time.sleep(0.01)
 
     def _alive(self) -> None:
@@ -110,13 +114,17 @@ class Monkey:
         if (read_json(self.run.outcome) or {}).get("outcome") == "done":
             return
         if self.process is not None and self.process.returncode not in (0, -signal.SIGKILL):
-            raise SystemExit(f"the run ended with {self.process.returncode}: {read_json(self.run.outcome)}; see {self.run.root}")
+            raise SystemExit(
+                f"the run ended with {self.process.returncode}: {read_json(self.run.outcome)}; see {self.run.root}"
+            )
         log = (self.run.root.parent / f"{self.run.root.name}.log").open("ab")
         command = [sys.executable, "-m", "relax_hpc", "run", *self.arguments]
         self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
-def monkey(folder: Path, name: str, steps: int, seed: int, roles: list[str], done: Callable[[], None], *sets: str) -> Monkey:
+def monkey(
+    folder: Path, name: str, steps: int, seed: int, roles: list[str], done: Callable[[], None], *sets: str
+) -> Monkey:
     """A monkey for a run called `name` in `folder`."""
     values = [f"run.root={folder}", f"run.name={name}", f"run.steps={steps}", *sets]
     arguments = [str(RECIPE), *(word for value in values for word in ("--set", value))]
@@ -158,14 +166,18 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
                 for key in ("lost", "twice", "torn"):
                     result[key] += len(getattr(found, key))
         steps = max(half * STEPS_A_KILL, 20)
-        result["bit_identical"] = final_weights(pairs["calm", 0].run, steps) == final_weights(pairs["killed", 0].run, steps)
+        result["bit_identical"] = final_weights(pairs["calm", 0].run, steps) == final_weights(
+            pairs["killed", 0].run, steps
+        )
         lengths = {name: audit(pairs[name, 1].run.root).mean_lengths for name in ("calm", "killed")}
         result["ks_p"] = float(ks_2samp(lengths["calm"], lengths["killed"]).pvalue)
 
         spare, steps = {}, 20 + spare_kills * 40
         for name, number in (("calm", 0), ("killed", spare_kills)):
             workers = ["rollout-0", "rollout-1"]
-            spare[name] = monkey(folder, f"{name}-spare", steps, seed, workers, done, "rollout.workers=2", "async.max_staleness=2")
+            spare[name] = monkey(
+                folder, f"{name}-spare", steps, seed, workers, done, "rollout.workers=2", "async.max_staleness=2"
+            )
             spare[name].play(number, steps)
         result["kills"] += len(spare["killed"].kills)
         result["trainer_wait_s"] = max(waits(spare["killed"].run)) - max(waits(spare["calm"].run))
@@ -175,16 +187,17 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
 
 def _is_alive(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return True
 
 
 def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument("--kills", type=int, default=100, help="kills of any role (default: %(default)s)")
-    arguments.add_argument("--spare-kills", type=int, default=10, help="kills of a worker that is not needed (default: %(default)s)")
+    arguments.add_argument(
+        "--spare-kills", type=int, default=10, help="kills of a worker that is not needed (default: %(default)s)"
+    )
     arguments.add_argument("--seed", type=int, default=0, help="of the kills")
     given = arguments.parse_args()
     common.finish(measure(given.kills, given.spare_kills, given.seed), given.json)

@@ -1,7 +1,7 @@
 """What the benchmarks share: interleaved rounds, ratios, a peer's own environment, progress, and the JSON line at the end.
 
-    for each round:  ours → theirs → ours → theirs → …       so that the machine's noise hits both sides alike
-    ratio of a round = their seconds / our seconds           higher is better; reported: the median, with all rounds' spread
+for each round:  ours → theirs → ours → theirs → …       so that the machine's noise hits both sides alike
+ratio of a round = their seconds / our seconds           higher is better; reported: the median, with all rounds' spread
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 def parser(docstring: str | None) -> argparse.ArgumentParser:
     """The command line that all benchmarks have."""
     made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", action="store_true", help="print the results as one JSON object, the last line of stdout")
+    made.add_argument(
+        "--json", action="store_true", help="print the results as one JSON object, the last line of stdout"
+    )
     return made
 
 
@@ -91,7 +93,9 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     given = arguments.parse_args()
     load = os.getloadavg()[0]
     if load > QUIET_LOAD:
-        console.print(f"[yellow]the machine is not quiet (load {load:.1f}): these figures show that it works, not how fast it is")
+        console.print(
+            f"[yellow]the machine is not quiet (load {load:.1f}): these figures show that it works, not how fast it is"
+        )
     return given
 
 
@@ -115,7 +119,9 @@ def disk_directory(name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     kind = file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS:
-        raise SystemExit(f"'{folder}' is on {kind}, which keeps nothing: fsync costs nothing there; run from a checkout on a disk")
+        raise SystemExit(
+            f"'{folder}' is on {kind}, which keeps nothing: fsync costs nothing there; run from a checkout on a disk"
+        )
     return folder
 
 

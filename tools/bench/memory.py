@@ -100,7 +100,13 @@ def main() -> None:
         if len(series) >= 10:
             table.add_row(name, f"{max(series) / 1e6:.0f}", *(f"{mb:.0f}" for mb in growth(series)))
     console.print(table)
-    finish({"reader_peak_over_slice": round(reader["peak"] / reader["slice"], 3), "quickstart_peak_mb": round(watch.peak / 1e6)}, given.json)
+    finish(
+        {
+            "reader_peak_over_slice": round(reader["peak"] / reader["slice"], 3),
+            "quickstart_peak_mb": round(watch.peak / 1e6),
+        },
+        given.json,
+    )
 
 
 if __name__ == "__main__":

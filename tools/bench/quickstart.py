@@ -25,7 +25,10 @@ def main() -> None:
             before.append(done.scores[0][1])
             after.append(done.scores[-1][1])
             seconds.append(round(done.seconds, 1))
-            console.print(f"seed {seed}: {before[-1]:.3f} → {after[-1]:.3f} in {seconds[-1]} s; " + " ".join(f"{v}:{s:.2f}" for v, s in done.scores))
+            console.print(
+                f"seed {seed}: {before[-1]:.3f} → {after[-1]:.3f} in {seconds[-1]} s; "
+                + " ".join(f"{v}:{s:.2f}" for v, s in done.scores)
+            )
             step()
     finish({"before": before, "after": after, "seconds": seconds}, given.json)
 

@@ -51,7 +51,9 @@ def finished(root: Path, seconds: float) -> Finished:
     return Finished(root, seconds, [steps[s] for s in sorted(steps)], sorted(scores.items()))
 
 
-def run(recipe: Path, name: str, sets: Mapping[str, object], watch: Callable[[subprocess.Popen[bytes]], None] | None = None) -> Finished:
+def run(
+    recipe: Path, name: str, sets: Mapping[str, object], watch: Callable[[subprocess.Popen[bytes]], None] | None = None
+) -> Finished:
     """Run `recipe` to its end in a fresh directory .bench/runs/NAME. `watch` sees the process while it runs.
 
     Raises SystemExit with the end of its output when it fails.
@@ -63,7 +65,9 @@ def run(recipe: Path, name: str, sets: Mapping[str, object], watch: Callable[[su
     where = {"run.root": root.parent, "run.name": root.name}
     begin = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(command(recipe, {**sets, **where}), stdout=output, stderr=output, env=our_environment(), cwd=ROOT)
+        process = subprocess.Popen(
+            command(recipe, {**sets, **where}), stdout=output, stderr=output, env=our_environment(), cwd=ROOT
+        )
         try:
             if watch:
                 watch(process)
@@ -73,7 +77,9 @@ def run(recipe: Path, name: str, sets: Mapping[str, object], watch: Callable[[su
                 process.terminate()  # the supervisor checkpoints and stops its roles
                 process.wait()
     if code:
-        raise SystemExit(f"`relax-hpc run` ended with {code}; the end of {log}:\n{log.read_text(errors='replace')[-3000:]}")
+        raise SystemExit(
+            f"`relax-hpc run` ended with {code}; the end of {log}:\n{log.read_text(errors='replace')[-3000:]}"
+        )
     return finished(root, time.monotonic() - begin)
 
 

@@ -70,7 +70,13 @@ class Sides:
         self.root = str(root)
         self.producer = child(stack, "producer", sys.executable, "ours.py", our_environment())
         self.consumer = child(stack, "consumer", sys.executable, "ours.py", our_environment())
-        self.peer = child(stack, "transferqueue", str(peer_environment("transferqueue")), "transferqueue.py", {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"})
+        self.peer = child(
+            stack,
+            "transferqueue",
+            str(peer_environment("transferqueue")),
+            "transferqueue.py",
+            {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+        )
 
     def prepare(self, samples: int, batch: int) -> int:
         """Bytes of the payload, which both sides must agree on."""
@@ -151,7 +157,9 @@ def publish_to_read(sides: Sides, count: int) -> np.ndarray[Any, np.dtype[np.flo
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=7, help="interleaved rounds of each case, after two that warm up")
+    arguments.add_argument(
+        "--rounds", type=int, default=7, help="interleaved rounds of each case, after two that warm up"
+    )
     arguments.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="samples in a case")
     given = parse(arguments)
     root = disk_directory("spool")
@@ -163,8 +171,14 @@ def main() -> None:
     shutil.rmtree(root)
     console.print(table)
     for samples, counted in calls.items():
-        console.print(f"{samples} samples an order: {counted.total()} calls, {counted.total() / samples:.3f} a sample: {dict(counted)}")
-    console.print("publish to read, ms: " + ", ".join(f"p{q} {np.percentile(latency, q):.1f}" for q in (50, 90, 99)) + f", max {latency.max():.1f}")
+        console.print(
+            f"{samples} samples an order: {counted.total()} calls, {counted.total() / samples:.3f} a sample: {dict(counted)}"
+        )
+    console.print(
+        "publish to read, ms: "
+        + ", ".join(f"p{q} {np.percentile(latency, q):.1f}" for q in (50, 90, 99))
+        + f", max {latency.max():.1f}"
+    )
     finish(
         {
             **{f"{what}_ratio": {k: round(r.median, 3) for k, r in found[what].items()} for what in ("put", "get")},

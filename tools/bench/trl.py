@@ -91,17 +91,38 @@ def theirs(folder: Path, size: str, steps: int, threads: Sequence[int]) -> dict[
 
 def with_threads(folder: Path, size: str, steps: int, threads: int) -> dict[str, Any]:
     """One run of TRL: rate in samples/s, mean length, seconds a step by part, threads."""
-    script = [str(peer_environment("trl")), str(SIDES / "trl_peer.py"), str(folder / "model"), str(folder / "prompts.jsonl")]
+    script = [
+        str(peer_environment("trl")),
+        str(SIDES / "trl_peer.py"),
+        str(folder / "model"),
+        str(folder / "prompts.jsonl"),
+    ]
     log = BENCH / "logs" / "trl-peer.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
     with log.open("w") as stderr:
-        done = subprocess.run([*script, str(NEW_TOKENS[size]), str(steps)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
+        done = subprocess.run(
+            [*script, str(NEW_TOKENS[size]), str(steps)],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+        )
     if done.returncode:
         raise SystemExit(f"TRL's side ended with {done.returncode}; the end of {log}:\n{log.read_text()[-3000:]}")
     seen = json.loads(done.stdout.splitlines()[-1])
     parts = {name: statistics.mean(s.get(name, 0.0) for s in seen["spent"][DROP:]) for name in seen["spent"][-1]}
-    return {"rate": samples_per_second(seen["ends"], BATCH, DROP), "length": statistics.mean(seen["lengths"]), "parts": parts, "threads": threads}
+    return {
+        "rate": samples_per_second(seen["ends"], BATCH, DROP),
+        "length": statistics.mean(seen["lengths"]),
+        "parts": parts,
+        "threads": threads,
+    }
 
 
 def ours(folder: Path, size: str, steps: int, sets: dict[str, int]) -> dict[str, Any]:
@@ -109,8 +130,15 @@ def ours(folder: Path, size: str, steps: int, sets: dict[str, int]) -> dict[str,
     recipe = folder / "recipe.toml"
     recipe.write_text(
         RECIPE.format(
-            steps=steps, model=folder / "model", group=GROUP, prompts_per_step=PROMPTS, learning_rate=LEARNING_RATE, new_tokens=NEW_TOKENS[size],
-            prompts=folder / "prompts.jsonl", reward=f"{SIDES / 'reward.py'}:vowels", **sets,
+            steps=steps,
+            model=folder / "model",
+            group=GROUP,
+            prompts_per_step=PROMPTS,
+            learning_rate=LEARNING_RATE,
+            new_tokens=NEW_TOKENS[size],
+            prompts=folder / "prompts.jsonl",
+            reward=f"{SIDES / 'reward.py'}:vowels",
+            **sets,
         )  # fmt: skip
     )
     done = run(recipe, f"trl-{size}", {})
@@ -123,9 +151,19 @@ def ours(folder: Path, size: str, steps: int, sets: dict[str, int]) -> dict[str,
 
 def parts_of(done: Finished) -> dict[str, float]:
     """Mean seconds: of a trainer's step by part, and of a worker's order by part."""
-    orders = [line for path in sorted((done.root / "metrics").glob("rollout-*.jsonl")) for line in read_lines(path) if line.get("kind") == "order"]
-    trainer = {f"trainer {k[:-2]}": statistics.mean(s[k] for s in done.steps[DROP:]) for k in ("step_s", "wait_s", "train_s", "publish_s")}
-    return trainer | {f"order {k[:-2]}": statistics.mean(o[k] for o in orders[DROP:]) for k in ("wait_s", "generate_s", "publish_s")}
+    orders = [
+        line
+        for path in sorted((done.root / "metrics").glob("rollout-*.jsonl"))
+        for line in read_lines(path)
+        if line.get("kind") == "order"
+    ]
+    trainer = {
+        f"trainer {k[:-2]}": statistics.mean(s[k] for s in done.steps[DROP:])
+        for k in ("step_s", "wait_s", "train_s", "publish_s")
+    }
+    return trainer | {
+        f"order {k[:-2]}": statistics.mean(o[k] for o in orders[DROP:]) for k in ("wait_s", "generate_s", "publish_s")
+    }
 
 
 def compare(size: str, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, list[dict[str, Any]]]:
@@ -143,9 +181,13 @@ def compare(size: str, given: argparse.Namespace, done: Callable[[], None]) -> d
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=3)
-    arguments.add_argument("--steps", type=int, default=60, help=f"steps of a run, of which the first {DROP} are dropped")
+    arguments.add_argument(
+        "--steps", type=int, default=60, help=f"steps of a run, of which the first {DROP} are dropped"
+    )
     arguments.add_argument("--sizes", nargs="+", choices=NEW_TOKENS, default=list(NEW_TOKENS))
-    arguments.add_argument("--peer-threads", type=int, nargs="+", default=[2, 1], help="values of OMP_NUM_THREADS that TRL is run with")
+    arguments.add_argument(
+        "--peer-threads", type=int, nargs="+", default=[2, 1], help="values of OMP_NUM_THREADS that TRL is run with"
+    )
     arguments.add_argument("--workers", type=int, default=1, help="rollout.workers")
     arguments.add_argument("--groups-per-order", type=int, default=4, help="rollout.groups_per_order")
     arguments.add_argument("--staleness", type=int, default=1, help="async.max_staleness")
@@ -158,8 +200,13 @@ def main() -> None:
             seen = compare(size, given, step)
             rates = {side: [r["rate"] for r in results] for side, results in seen.items()}
             found[size] = ratio([1 / r for r in rates["ours"]], [1 / r for r in rates["theirs"]])
-            each = [" ".join(f"{rate:.1f}" for rate in rates["ours"]), " ".join(f"{r['rate']:.1f} ({r['threads']})" for r in seen["theirs"])]
-            table.add_row(size, str(found[size]), *each, f"{seen['ours'][-1]['length']:.1f} · {seen['theirs'][-1]['length']:.1f}")
+            each = [
+                " ".join(f"{rate:.1f}" for rate in rates["ours"]),
+                " ".join(f"{r['rate']:.1f} ({r['threads']})" for r in seen["theirs"]),
+            ]
+            table.add_row(
+                size, str(found[size]), *each, f"{seen['ours'][-1]['length']:.1f} · {seen['theirs'][-1]['length']:.1f}"
+            )
             parts |= {f"{size} {side}": results[-1]["parts"] for side, results in seen.items()}
     console.print(table)
     for side, seconds in parts.items():

@@ -30,11 +30,21 @@ def groups_of(data: payload.Payload) -> list[Group]:
     """The payload as a rollout worker holds it: groups of 8 samples with arrays of their own (and a prompt, on top)."""
     cuts = list(zip(data.offsets[:-1].tolist(), data.offsets[1:].tolist(), strict=True))
     samples = [
-        Sample(data.tokens[a:b].copy(), data.loss_mask[a:b].copy(), data.logprobs[a:b].copy(), [(0, 7)], Finish.STOP, float(r), float(r))
+        Sample(
+            data.tokens[a:b].copy(),
+            data.loss_mask[a:b].copy(),
+            data.logprobs[a:b].copy(),
+            [(0, 7)],
+            Finish.STOP,
+            float(r),
+            float(r),
+        )
         for (a, b), r in zip(cuts, data.rewards, strict=True)
     ]
     prompt = np.arange(PROMPT_TOKENS, dtype=np.int32)
-    return [Group(Prompt(0, i, "a question", prompt, "42"), samples[i : i + GROUP]) for i in range(0, len(samples), GROUP)]
+    return [
+        Group(Prompt(0, i, "a question", prompt, "42"), samples[i : i + GROUP]) for i in range(0, len(samples), GROUP)
+    ]
 
 
 class Side:

@@ -36,7 +36,9 @@ class Payload:
 def make(samples: int, seed: int = 0) -> Payload:
     """`samples` samples of about 2 k tokens each."""
     random = np.random.default_rng([seed, samples])
-    lengths = random.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, samples).clip(SHORTEST, LONGEST).astype(np.int64)
+    lengths = (
+        random.lognormal(np.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA, samples).clip(SHORTEST, LONGEST).astype(np.int64)
+    )
     total = int(lengths.sum())
     return Payload(
         tokens=random.integers(0, VOCABULARY, total, dtype=np.int32),

@@ -49,7 +49,11 @@ def read(path: Path, rank: int, world: int, how: str) -> dict[str, int]:
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     with Shard(path) as shard:
         count = len(shard.samples)
-        which = np.arange(rank, count, world) if how == "strided" else np.arange(rank * count // world, (rank + 1) * count // world)
+        which = (
+            np.arange(rank, count, world)
+            if how == "strided"
+            else np.arange(rank * count // world, (rank + 1) * count // world)
+        )
         rollouts = shard.rollouts(which)
     arrays = [getattr(rollouts, f.name) for f in dataclasses.fields(rollouts)]
     held = sum(a.nbytes for a in arrays if isinstance(a, np.ndarray))

@@ -45,7 +45,11 @@ def batches(data: payload.Payload, batch: int) -> list[tuple[list[str], TensorDi
 def total(column: torch.Tensor, dtype: torch.dtype) -> float:
     """The sum of a column's values, by the cheapest way to touch them all."""
     if column.is_nested:
-        column = column.values() if column.layout == torch.jagged else torch.cat([row.reshape(-1) for row in column.unbind()])
+        column = (
+            column.values()
+            if column.layout == torch.jagged
+            else torch.cat([row.reshape(-1) for row in column.unbind()])
+        )
     return float(column.sum(dtype=dtype))
 
 
@@ -98,7 +102,9 @@ def main() -> None:
     def on(actor: Any, name: str) -> Any:
         return lambda number: ray.get(getattr(actor, name).remote(number))
 
-    child.serve({"prepare": prepare, "put": on(producer, "put"), "get": on(consumer, "get"), "remove": on(producer, "remove")})
+    child.serve(
+        {"prepare": prepare, "put": on(producer, "put"), "get": on(consumer, "get"), "remove": on(producer, "remove")}
+    )
     transfer_queue.close()
     ray.shutdown()
 

@@ -70,7 +70,9 @@ def main() -> None:
     clock = Clock()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token = "<end>"
-    trainer = GRPOTrainer(model, reward_funcs=vowels, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[clock])
+    trainer = GRPOTrainer(
+        model, reward_funcs=vowels, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[clock]
+    )
     clock.time(trainer, "_generate_and_score_completions", "generate, reward, advantages")
     clock.time(trainer.model, "generate", "of which model.generate")
     clock.time(trainer, "compute_loss", "loss forward")
