@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relax_hpc.algorithms import kl
 from relax_hpc.algorithms.advantages import group_relative, over_tokens
 from relax_hpc.algorithms.base import LossInputs
+from relax_hpc.algorithms.kl import k3
 from relax_hpc.algorithms.losses import clipped_surrogate
 from relax_hpc.records import Rollouts
 
@@ -39,7 +39,7 @@ class GrpoAlgorithm:
         if self.kl_coef > 0:
             if inputs.reference is None:
                 raise ValueError(f"grpo with kl_coef = {self.kl_coef} needs the reference's logprobs and got none")
-            reference_kl = kl.k3(inputs.logprobs, inputs.reference)
+            reference_kl = k3(inputs.logprobs, inputs.reference)
             loss = loss + self.kl_coef * reference_kl
             metrics["reference_kl"] = reference_kl.detach()
         return loss, metrics

@@ -4,7 +4,6 @@
 
 Flat columns plus offsets, so that a file of a thousand samples is a dozen datasets, one write and one read. The file is
 built in memory (HDF5's core driver) and leaves in one write: a kill in mid-write leaves a temporary name, never a shard.
-h5py's low-level API is used on this path: for an order of eight samples the high-level one costs four times as much.
 HDF5's file locks are off on purpose: a published shard has no writer, and Lustre mounted without flock refuses locks.
 docs/shard-format.md describes the format for readers that know nothing of this package.
 """
@@ -12,7 +11,6 @@ docs/shard-format.md describes the format for readers that know nothing of this 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,18 +22,18 @@ from typing import Any, Literal, cast
 import h5py
 import numpy as np
 import xxhash
-from h5py import h5a, h5d, h5f, h5p, h5s, h5t
+from h5py import h5d, h5f, h5p, h5s
 from numpy.typing import NDArray
 
 from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
 from relax_hpc.run_dir import RunError
+from relax_hpc.spool import hdf5
 
 FORMAT = "relax_hpc.shard"
 SCHEMA = 1
-Compression = Literal["none", "lz4", "zstd"]
-
-ATTRIBUTES = (b"format", b"schema", b"meta_checksum")
+ATTRIBUTES = ("format", "schema", "meta_checksum")
 """HDF5 keeps checksums of its own metadata, attributes included: what vouches for the rest stands there."""
+Compression = Literal["none", "lz4", "zstd"]
 
 SAMPLE = np.dtype([("group", "<i4"), ("reward", "<f4"), ("raw_reward", "<f4"), ("finish", "u1"), ("turns", "<i2")])
 GROUP = np.dtype([("source", "<i2"), ("index", "<i8"), ("failed", "u1")])
@@ -47,13 +45,8 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 """Every shard has these; `extra/NAME` (float32, [N]) may follow."""
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
 """Columns of length T: the ones worth compressing, and read by slices."""
-CHUNK = 1 << 17
-"""Tokens in a compressed chunk: half a megabyte, large enough for Blosc2 to pay, small enough to read a slice."""
 READ_WHOLE_BYTES = 16 << 20
 """Up to this size a shard is read in one piece; larger ones are read by slices, so that a reader peaks at its slice."""
-
-
-_counter = itertools.count()
 
 
 def columns(groups: Sequence[Group]) -> dict[str, NDArray[Any]]:
@@ -97,31 +90,12 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     }
     about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
     flat["meta"] = np.frombuffer(json.dumps(about, ensure_ascii=False, default=str).encode(), np.uint8)
-    access = _core_access(sum(a.nbytes for a in flat.values()) + (1 << 14))
-    access.set_libver_bounds(h5f.LIBVER_LATEST, h5f.LIBVER_LATEST)
-    # HDF5 knows open files by name, those in memory too: two threads, or a file that an exception left open, must not meet.
-    file = h5f.create(f"shard-{next(_counter)}".encode(), fapl=access)
-    try:
-        return _write(file, flat, compression)
-    finally:
-        file.close()
-
-
-def _write(file: h5f.FileID, flat: dict[str, NDArray[Any]], compression: Compression) -> bytes:
-    """Fill an empty file and give its image."""
-    _attributes(file, xxhash.xxh3_64_intdigest(flat["meta"].data))
-    for name, array in flat.items():
-        layout = h5p.create(h5p.DATASET_CREATE)
-        layout.set_obj_track_times(False)
-        if name in TOKEN_COLUMNS and array.size and compression != "none":
-            _compress(layout, compression, array.size)
-        if "/" in name and b"extra" not in file:
-            h5py.h5g.create(file, b"extra")
-        kind = _hdf5_type(array.dtype)
-        column = h5d.create(file, name.encode(), kind, h5s.create_simple(array.shape), layout)
-        column.write(h5s.ALL, h5s.ALL, array, kind)
-    h5f.flush(file)
-    return cast(bytes, file.get_file_image())
+    root: dict[str, str | int] = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "meta_checksum": xxhash.xxh3_64_intdigest(flat["meta"].data),
+    }
+    return hdf5.image(flat, root, {} if compression == "none" else dict.fromkeys(TOKEN_COLUMNS, compression))
 
 
 class Shard:
@@ -134,7 +108,7 @@ class Shard:
         self.path = Path(path)
         try:
             self.bytes = self.path.stat().st_size
-            access = _core_access(1 << 16) if self.bytes <= READ_WHOLE_BYTES else h5p.create(h5p.FILE_ACCESS)
+            access = hdf5.in_memory(1 << 16) if self.bytes <= READ_WHOLE_BYTES else h5p.create(h5p.FILE_ACCESS)
             access.set_file_locking(False, True)
             self._file = h5f.open(os.fsencode(self.path), h5f.ACC_RDONLY, access)
         except FileNotFoundError:
@@ -145,7 +119,7 @@ class Shard:
                 "shards are published whole, so the file was damaged after it was written: move it away and resume"
             ) from error
         with self._damage():
-            *found, self._meta_checksum = _read_attributes(self._file)
+            *found, self._meta_checksum = hdf5.attributes(self._file, ATTRIBUTES)
         if found != [FORMAT, SCHEMA]:
             self._file.close()
             raise RunError(
@@ -197,7 +171,7 @@ class Shard:
         if array.size:
             where = dataset.get_space()
             where.select_hyperslab((begin,), array.shape)
-            dataset.read(h5s.create_simple(array.shape), where, array, _hdf5_type(array.dtype))
+            dataset.read(h5s.create_simple(array.shape), where, array, hdf5.type_of(array.dtype))
         return array
 
     def _small(self, column: str) -> NDArray[Any]:
@@ -368,47 +342,3 @@ def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
 
 def _concatenate(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts).astype(dtype, copy=False) if len(parts) else np.empty(0, dtype)
-
-
-@functools.cache
-def _hdf5_type(dtype: np.dtype[Any]) -> h5t.TypeID:
-    return h5t.py_create(dtype, logical=True)
-
-
-def _core_access(block_bytes: int) -> h5p.PropFAID:
-    """A file in memory; it grows by `block_bytes` at a time, and is read from disk in one piece."""
-    access = h5p.create(h5p.FILE_ACCESS)
-    access.set_fapl_core(block_bytes, False)
-    return access
-
-
-def _attributes(file: h5f.FileID, meta_checksum: int) -> None:
-    scalar = h5s.create(h5s.SCALAR)
-    values = (np.array(FORMAT.encode()), np.array(SCHEMA, "<i4"), np.array(meta_checksum, "<u8"))
-    for name, value in zip(ATTRIBUTES, values, strict=True):
-        kind = _hdf5_type(value.dtype)
-        h5a.create(file, name, kind, scalar).write(value, kind)
-
-
-def _read_attributes(file: h5f.FileID) -> list[Any]:
-    """Values of ATTRIBUTES, None where there is none."""
-    found: list[Any] = []
-    for name in ATTRIBUTES:
-        if not h5a.exists(file, name):
-            found.append(None)
-            continue
-        attribute = h5a.open(file, name)
-        value = np.empty(attribute.shape, attribute.dtype)
-        attribute.read(value)
-        scalar: Any = value[()]
-        found.append(scalar.decode() if isinstance(scalar, bytes) else scalar)
-    return found
-
-
-def _compress(layout: h5p.PropDCID, compression: Literal["lz4", "zstd"], size: int) -> None:
-    """Blosc2 with byte shuffle, in chunks."""
-    import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
-
-    blosc = hdf5plugin.Blosc2(cname=compression, clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
-    layout.set_chunk((min(CHUNK, size),))
-    layout.set_filter(blosc.filter_id, h5py.h5z.FLAG_MANDATORY, blosc.filter_options)

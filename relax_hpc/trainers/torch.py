@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms import Algorithm, LossInputs, make_algorithm
 from relax_hpc.algorithms.kl import k3
 from relax_hpc.data.packing import MicroBatch, pack, plan
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
-from relax_hpc.trainers import state_files
 from relax_hpc.trainers.build import weights_folder
 from relax_hpc.trainers.forward import check_head, token_logprobs
 from relax_hpc.trainers.optim import FlatGradients, learning_rate
