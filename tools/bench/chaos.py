@@ -150,6 +150,7 @@ def order_seconds(run: RunDir) -> float:
 
 def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
     folder = common.disk_directory("chaos") / time.strftime("%H%M%S")
+    folder.mkdir()
     half = kills - kills // 2
     everyone = ["supervisor", "trainer-0", "rollout-0"]
     result: dict[str, Any] = {"kills": 0, "lost": 0, "twice": 0, "torn": 0}
