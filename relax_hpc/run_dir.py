@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,17 +113,40 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_file(path: Path, data: bytes | memoryview, *, durable: bool = True) -> None:
+Data = bytes | Sequence[bytes | memoryview]
+"""What a file shall hold: its bytes, or pieces of them in order."""
+WRITE_BYTES = 4 << 20
+"""Pieces are gathered into writes of this size: small writes make small pages in the cache, which readers pay for."""
+
+
+def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
     """Create `path` (which must not exist) with `data`."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        view = memoryview(data)
-        while view:
-            view = view[os.write(handle, view) :]
+        for gathered in [data] if isinstance(data, bytes) else _gather(data):
+            view = memoryview(gathered)
+            while view:
+                view = view[os.write(handle, view) :]
         if durable:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _gather(pieces: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
+    """The pieces as few large ones; each is valid until the next is asked for."""
+    buffer = bytearray(min(WRITE_BYTES, sum(len(piece) for piece in pieces)))
+    whole, used = memoryview(buffer), 0
+    for piece in pieces:
+        rest = memoryview(piece)
+        while rest:
+            part = rest[: len(buffer) - used]
+            whole[used : used + len(part)] = part
+            used, rest = used + len(part), rest[len(part) :]
+            if used == len(buffer):
+                yield whole
+                used = 0
+    yield whole[:used]
 
 
 def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> bool:
@@ -142,7 +166,7 @@ def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> boo
     return mine
 
 
-def publish(final: Path, data: bytes, *, via: Path | None = None, durable: bool = True) -> bool:
+def publish(final: Path, data: Data, *, via: Path | None = None, durable: bool = True) -> bool:
     """Publish `data` under a name that nobody has; False when somebody has it. `via`: the folder of the temporary name."""
     temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
     if not final.parent.is_dir():
@@ -157,7 +181,7 @@ def publish(final: Path, data: bytes, *, via: Path | None = None, durable: bool 
         raise
 
 
-def replace(final: Path, data: bytes, *, via: Path | None = None, durable: bool = True) -> None:
+def replace(final: Path, data: Data, *, via: Path | None = None, durable: bool = True) -> None:
     """Put `data` under a name that may exist; readers see the old or the new content, whole."""
     temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
     try:

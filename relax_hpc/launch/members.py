@@ -19,6 +19,8 @@ from relax_hpc.telemetry import read_beat
 
 LONGEST_BACKOFF_S = 60.0
 PIPE_BYTES = 1 << 16
+KEPT_ARRAY_BYTES = 64 << 20
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_ARRAY_BYTES), "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_ARRAY_BYTES)}
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +134,9 @@ def role_environment(run: RunDir) -> dict[str, str]:
     if snapshot.is_dir():
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(snapshot), environment.get("PYTHONPATH")]))
     environment["PYTHONUNBUFFERED"] = "1"
+    # Arrays of megabytes come and go every step: kept by the allocator, their pages need not be faulted in each time.
+    for name, value in ALLOCATOR.items():
+        environment.setdefault(name, value)
     environment.setdefault(
         "HF_HUB_OFFLINE", "1"
     )  # compute nodes have no internet; nothing here looks a model up by name

@@ -10,7 +10,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from relax_hpc.run_dir import RunDir, read_json, replace
+from relax_hpc.run_dir import Data, RunDir, read_json, replace
 
 
 class Front:
@@ -22,7 +22,7 @@ class Front:
             folder / f"relax_hpc-{read_json(run.identity)['id']}" if folder else None
         )  # two runs may share a node
 
-    def put(self, order_id: str, image: bytes) -> None:
+    def put(self, order_id: str, image: Data) -> None:
         """Keep a copy of a shard that was just published."""
         if self._folder is None:
             return

@@ -1,4 +1,4 @@
-"""Flat arrays as an HDF5 file in memory, by h5py's low-level API.
+"""Flat arrays as the bytes of an HDF5 file, by h5py's low-level API.
 
 For an order of eight samples the high-level API costs four times as much; nothing here knows what the columns mean.
 """
@@ -6,42 +6,64 @@ For an order of eight samples the high-level API costs four times as much; nothi
 from __future__ import annotations
 
 import functools
-import itertools
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from io import FileIO
+from typing import Any, Literal
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5g, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5fd, h5g, h5p, h5s, h5t
 from numpy.typing import NDArray
 
 Codec = Literal["lz4", "zstd"]
 CHUNK = 1 << 17
 """Rows in a compressed chunk: half a megabyte, large enough for Blosc2 to pay, small enough to read a slice."""
-METADATA_BYTES = 1 << 14
-_files = itertools.count()
+Column = NDArray[Any] | list[NDArray[Any]]
 
 
 def image(
-    columns: Mapping[str, NDArray[Any]], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
-) -> bytes:
-    """The bytes of a file with these columns (of one dimension; "GROUP/NAME" makes the group) and root attributes.
+    columns: Mapping[str, Column], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
+) -> list[bytes | memoryview]:
+    """A file with these columns and root attributes, as pieces in the order of the file; the arrays themselves are pieces.
 
-    compressed: column -> "lz4" or "zstd"; the others are contiguous, so that a reader can map them.
+    columns: arrays of one dimension, or lists of them that are one column; "GROUP/NAME" makes the group.
+    compressed: column -> codec; the others are contiguous, so that a reader can map them.
+
+    HDF5 lays the file out in anonymous memory and writes all but the contiguous columns there, whose place is left a hole.
     """
-    access = in_memory(sum(a.nbytes for a in columns.values()) + METADATA_BYTES)
+    with os.fdopen(os.memfd_create("hdf5"), "r+b", buffering=0) as memory:
+        places = _lay_out(memory, columns, attributes, compressed)
+        pieces: list[bytes | memoryview] = []
+        at = 0
+        for begin, parts in sorted(places.items()):
+            pieces.append(os.pread(memory.fileno(), begin - at, at))
+            pieces += [np.ascontiguousarray(part).view(np.uint8).data for part in parts if part.size]
+            at = begin + sum(part.nbytes for part in parts)
+        pieces.append(os.pread(memory.fileno(), os.fstat(memory.fileno()).st_size - at, at))
+        return [piece for piece in pieces if len(piece)]
+
+
+def _lay_out(
+    memory: FileIO, columns: Mapping[str, Column], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
+) -> dict[int, Sequence[NDArray[Any]]]:
+    """Write the file but for its contiguous columns: their parts, by where they belong."""
+    access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_LATEST, h5f.LIBVER_LATEST)
-    # HDF5 knows open files by name, those in memory too: two threads, or a file that an exception left open, must not meet.
-    file = h5f.create(f"image-{next(_files)}".encode(), fapl=access)
+    access.set_fileobj_driver(h5fd.fileobj_driver, memory)
+    file = h5f.create(b"image", fapl=access)
+    places: dict[int, Sequence[NDArray[Any]]] = {}
     try:
         for name, value in attributes.items():
             _write_attribute(file, name, np.array(value.encode() if isinstance(value, str) else value))
-        for name, array in columns.items():
-            _write_column(file, name, array, compressed.get(name))
-        h5f.flush(file)
-        return cast(bytes, file.get_file_image())
+        for name, column in columns.items():
+            parts = column if isinstance(column, list) else [column]
+            place = _make_column(file, name, parts, compressed.get(name))
+            if place is not None:
+                places[place] = parts
     finally:
         file.close()
+    return places
 
 
 def attributes(file: h5f.FileID, names: Sequence[str]) -> list[Any]:
@@ -77,17 +99,29 @@ def _write_attribute(file: h5f.FileID, name: str, value: NDArray[Any]) -> None:
     h5a.create(file, name.encode(), kind, h5s.create(h5s.SCALAR)).write(value, kind)
 
 
-def _write_column(file: h5f.FileID, name: str, array: NDArray[Any], compression: Codec | None) -> None:
+def _make_column(file: h5f.FileID, name: str, parts: Sequence[NDArray[Any]], codec: Codec | None) -> int | None:
+    """Make a dataset; where its data belongs in the file, or None when they are written (compressed) or there are none."""
+    rows = sum(part.size for part in parts)
     layout = h5p.create(h5p.DATASET_CREATE)
     layout.set_obj_track_times(False)
-    if compression and array.size:
+    layout.set_fill_time(h5d.FILL_TIME_NEVER)
+    layout.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    if codec and rows:
         import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
 
-        blosc = hdf5plugin.Blosc2(cname=compression, clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
-        layout.set_chunk((min(CHUNK, array.size),))
+        blosc = hdf5plugin.Blosc2(cname=codec, clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
+        layout = h5p.create(h5p.DATASET_CREATE)
+        layout.set_obj_track_times(False)
+        layout.set_chunk((min(CHUNK, rows),))
         layout.set_filter(blosc.filter_id, h5py.h5z.FLAG_MANDATORY, blosc.filter_options)
     group = name.rpartition("/")[0].encode()
     if group and group not in file:
         h5g.create(file, group)
-    kind = type_of(array.dtype)
-    h5d.create(file, name.encode(), kind, h5s.create_simple(array.shape), layout).write(h5s.ALL, h5s.ALL, array, kind)
+    kind = type_of(parts[0].dtype)
+    dataset = h5d.create(file, name.encode(), kind, h5s.create_simple((rows,)), layout)
+    if not rows:
+        return None
+    if codec:
+        dataset.write(h5s.ALL, h5s.ALL, np.concatenate(parts), kind)
+        return None
+    return int(dataset.get_offset())

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.run_dir import RunDir, publish, read_json, to_json
+from relax_hpc.run_dir import Data, RunDir, publish, read_json, to_json
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.watch import FolderWatch
 
@@ -150,7 +150,7 @@ class Queue:
         return [Path(entry.path) for entry in os.scandir(self._run.claimed_orders) if entry.is_dir()]
 
 
-def publish_shard(run: RunDir, claim: Claim, image: bytes, worker: str) -> bool:
+def publish_shard(run: RunDir, claim: Claim, image: Data, worker: str) -> bool:
     """Publish a claim's shard and end the claim; False when another attempt came first (ours is put aside)."""
     final = run.shard(claim.order.id)
     if publish(final, image):

@@ -3,7 +3,7 @@
     worker: list[Group] ──encode──► one HDF5 image in memory ──publish──► SHARDS/ORDER.h5 ──► Shard (any reader)
 
 Flat columns plus offsets, so that a file of a thousand samples is a dozen datasets, one write and one read. The file is
-built in memory (HDF5's core driver) and leaves in one write: a kill in mid-write leaves a temporary name, never a shard.
+laid out in memory and leaves in one write: a kill in mid-write leaves a temporary name, never a shard.
 HDF5's file locks are off on purpose: a published shard has no writer, and Lustre mounted without flock refuses locks.
 docs/shard-format.md describes the format for readers that know nothing of this package.
 """
@@ -26,7 +26,7 @@ from h5py import h5d, h5f, h5p, h5s
 from numpy.typing import NDArray
 
 from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import Data, RunError
 from relax_hpc.spool import hdf5
 
 FORMAT = "relax_hpc.shard"
@@ -49,8 +49,8 @@ READ_WHOLE_BYTES = 16 << 20
 """Up to this size a shard is read in one piece; larger ones are read by slices, so that a reader peaks at its slice."""
 
 
-def columns(groups: Sequence[Group]) -> dict[str, NDArray[Any]]:
-    """The flat columns of `groups` (see docs/shard-format.md)."""
+def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
+    """The flat columns of `groups` (see docs/shard-format.md); those of tokens as a list of the samples' own arrays."""
     samples = [s for g in groups for s in g.samples]
     of_group = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g.samples) for g in groups])
     offsets = _offsets([len(s.tokens) for s in samples])
@@ -63,13 +63,13 @@ def columns(groups: Sequence[Group]) -> dict[str, NDArray[Any]]:
     table["group"] = of_group
     for name in ("reward", "raw_reward", "finish", "turns"):
         table[name] = [getattr(s, name) for s in samples]
-    flat: dict[str, NDArray[Any]] = {
+    flat: dict[str, hdf5.Column] = {
         "prompt_tokens": _concatenate([g.prompt.tokens for g in groups], np.int32),
         "prompt_offsets": _offsets([len(g.prompt.tokens) for g in groups]),
-        "tokens": _concatenate([s.tokens for s in samples], np.int32),
+        "tokens": _parts([s.tokens for s in samples], np.int32),
         "offsets": offsets,
-        "loss_mask": _concatenate([s.loss_mask for s in samples], np.uint8),
-        "logprobs": _concatenate([s.logprobs for s in samples], np.float32),
+        "loss_mask": _parts([s.loss_mask for s in samples], np.uint8),
+        "logprobs": _parts([s.logprobs for s in samples], np.float32),
         "span_start": np.asarray(starts, np.int64),
         "span_version": np.asarray(versions, np.int32),
         "samples": table,
@@ -80,20 +80,19 @@ def columns(groups: Sequence[Group]) -> dict[str, NDArray[Any]]:
     return flat
 
 
-def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> bytes:
-    """The bytes of a shard. `meta`: what else to say about the order, JSON-like (attempt, worker, versions, …)."""
+def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> Data:
+    """The bytes of a shard, in pieces. `meta`: what else to say about the order, JSON-like (attempt, worker, versions, …)."""
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
-    checksums = {
-        name: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(a).view(np.uint8).data) for name, a in flat.items()
-    }
+    checksums = {name: _checksum(column) for name, column in flat.items()}
     about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
-    flat["meta"] = np.frombuffer(json.dumps(about, ensure_ascii=False, default=str).encode(), np.uint8)
+    text = json.dumps(about, ensure_ascii=False, default=str).encode()
+    flat["meta"] = np.frombuffer(text, np.uint8)
     root: dict[str, str | int] = {
         "format": FORMAT,
         "schema": SCHEMA,
-        "meta_checksum": xxhash.xxh3_64_intdigest(flat["meta"].data),
+        "meta_checksum": xxhash.xxh3_64_intdigest(text),
     }
     return hdf5.image(flat, root, {} if compression == "none" else dict.fromkeys(TOKEN_COLUMNS, compression))
 
@@ -298,7 +297,7 @@ class Shard:
     def validate(self) -> None:
         """Compare every column with its checksum, and offsets with lengths. Raises RunError naming what differs."""
         for name, expected in self.meta["checksums"].items():
-            found = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.read(name)).view(np.uint8).data)
+            found = _checksum(self.read(name))
             if found != expected:
                 raise RunError(
                     f"'{self.path}': column '{name}' has checksum {found}, expected {expected}: the file was damaged"
@@ -334,6 +333,17 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         versions=join("versions", np.int32),
         finish=join("finish", np.uint8),
     )
+
+
+def _checksum(column: hdf5.Column) -> str:
+    digest = xxhash.xxh3_64()
+    for part in column if isinstance(column, list) else [column]:
+        digest.update(np.ascontiguousarray(part).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _parts(arrays: Sequence[NDArray[Any]], dtype: Any) -> list[NDArray[Any]]:
+    return [np.asarray(array, dtype) for array in arrays] or [np.empty(0, dtype)]
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:

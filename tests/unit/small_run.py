@@ -41,7 +41,7 @@ def build(root: Path) -> RunDir:
     _shard(run, LAST_TRAINED, pair(6, 1, extra={"format": 0.5}, text="script>alert"))
     _shard(run, "o000002-000", pair(8, 1))
     _shard(run, "e000000-000", [_group(tokenizer, 90, 0, count=1)])
-    (run.aside / "o000000-000.rollout-1.h5").write_bytes(encode("o000000-000", pair(0, 0), {"version": 0}))
+    (run.aside / "o000000-000.rollout-1.h5").write_bytes(b"".join(encode("o000000-000", pair(0, 0), {"version": 0})))
     (run.aside / "o000000-000.rollout-1.reason.json").write_text('{"reason": "another attempt was published first"}')
     _ledger(run, 0, {"o000000-000": 0, "o000000-001": 0}, filtered={"o000000-001/1": "zero_std"})
     dropped = [{"order": "o000001-001", "reason": "late", "replacement": LAST_TRAINED}]
@@ -93,7 +93,7 @@ def _group(
 def _shard(run: RunDir, order: str, groups: list[Group]) -> None:
     path = run.shard(order)
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(encode(order, groups, {"version": 0, "worker": "rollout-0", "attempt": 0}))
+    path.write_bytes(b"".join(encode(order, groups, {"version": 0, "worker": "rollout-0", "attempt": 0})))
 
 
 def _ledger(

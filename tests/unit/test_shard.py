@@ -73,7 +73,7 @@ def versions_of(sample: Sample) -> list[int]:
 
 def write(path: Path, made: list[Group], **meta: Any) -> Path:
     compression = meta.pop("compression", "none")
-    path.write_bytes(encode("o000001-002", made, {"version": 7, **meta}, compression))
+    path.write_bytes(b"".join(encode("o000001-002", made, {"version": 7, **meta}, compression)))
     return path
 
 

@@ -24,6 +24,10 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from relax_hpc.launch.members import ALLOCATOR
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"
 """Where benchmarks keep their environments, data and logs; ignored by git."""
@@ -147,4 +151,4 @@ def peer_environment(name: str) -> Path:
 def our_environment(threads: int = 1) -> dict[str, str]:
     """The environment of a child process that imports this checkout's relax_hpc."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
+    return {**os.environ, **ALLOCATOR, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}

@@ -34,6 +34,7 @@ import numpy as np
 from rich.table import Table
 
 from tools.bench.common import (
+    ALLOCATOR,
     BENCH,
     SIDES,
     Ratio,
@@ -75,7 +76,7 @@ class Sides:
             "transferqueue",
             str(peer_environment("transferqueue")),
             "transferqueue.py",
-            {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
+            {**os.environ, **ALLOCATOR, "RAY_USAGE_STATS_ENABLED": "0"},
         )
 
     def prepare(self, samples: int, batch: int) -> int:
