@@ -41,9 +41,7 @@ def run(
 ) -> None:
     """Begin a run from a recipe, or go on with one, on this machine.
 
-    The run is a directory, ROOT/NAME. The same command goes on with a run that was stopped, killed or has more steps to
-    make; a finished one says so. [bold]Ctrl-C[/bold] once: checkpoint and stop; twice: stop at once (nothing is lost either
-    way).
+    The run is a directory, ROOT/NAME. The same command goes on with a run that was stopped, killed or has more steps to make; a finished one says so. [bold]Ctrl-C[/bold] once: checkpoint and stop; twice: stop at once (nothing is lost either way).
 
     [dim]relax-hpc run recipes/quickstart.toml[/dim]
     [dim]relax-hpc run recipes/quickstart.toml --set async.max_staleness=0 --set run.name=on-policy[/dim]

@@ -106,25 +106,24 @@ def _progress(status: Status) -> RenderableType:
 
 def _numbers(status: Status) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
-    for _ in range(6):
-        grid.add_column()
+    for _ in range(4):
+        grid.add_column(no_wrap=True)
     last = status.steps[-1] if status.steps else {}
-    waits = status.waiting()
+    trainer_waits, rollout_waits = status.waiting()
 
     def key(text: str) -> Text:
         return Text(text, style="dim")
 
+    reward = f"{_mean(status, 'raw_reward'):.3f} {_spark([s['raw_reward'] for s in status.steps])}"
+    age = f"{last.get('age_mean', 0):.2f} (max {last.get('age_max', 0)}, bound {status.recipe.async_.max_staleness})"
+    grid.add_row(key("reward"), reward, key("held-out"), _last_score(status))
+    grid.add_row(key("age"), age, key("spool"), f"{last.get('spool_depth', 0)} orders ready")
+    grid.add_row(key("trained"), f"{status.train_rate:.0f} samples/s", key("waits"), f"{trainer_waits:.0%} of its time")
     grid.add_row(
-        key("reward"), f"{_mean(status, 'raw_reward'):.3f} {_spark([s['raw_reward'] for s in status.steps])}",
-        key("held-out"), _last_score(status), key("age"), f"{last.get('age_mean', 0):.2f} (max {last.get('age_max', 0)} of {status.recipe.async_.max_staleness})",
-    )  # fmt: skip
-    grid.add_row(
-        key("trained"), f"{status.train_rate:.0f} samples/s", key("generated"), f"{status.rollout_rate:.0f} samples/s",
-        key("spool"), f"{last.get('spool_depth', 0)} orders ready",
-    )  # fmt: skip
-    grid.add_row(
-        key("trainer waits"), f"{waits[0]:.0%}", key("rollout waits"), f"{waits[1]:.0%}", key("lost"), f"{status.restarts} processes",
-    )  # fmt: skip
+        key("generated"), f"{status.rollout_rate:.0f} samples/s", key("waits"), f"{rollout_waits:.0%} of its time"
+    )
+    if status.restarts:
+        grid.add_row(key("lost"), f"{status.restarts} processes, started again")
     return grid
 
 
