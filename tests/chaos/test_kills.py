@@ -17,7 +17,7 @@ from relax_hpc.telemetry import read_metrics
 from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 from tools.bench.chaos import final_weights, monkey
 
-KILLS, STEPS = 14, 28
+KILLS, STEPS = 14, 112
 
 
 def sound(run: RunDir) -> None:
@@ -41,20 +41,20 @@ def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp
 @pytest.mark.timeout(300)
 def test_two_trainer_processes_survive_the_loss_of_either_and_keep_the_bits(tmp_path):
     sets = ("async.max_staleness=0", "trainer.processes=2")
-    calm = monkey(tmp_path, "calm", 12, 0, [], lambda: None, *sets)
-    calm.play(0, 12)
-    killed = monkey(tmp_path, "killed", 12, 2, ["trainer-0", "trainer-1"], lambda: None, *sets)
-    killed.play(3, 12)
+    calm = monkey(tmp_path, "calm", 30, 0, [], lambda: None, *sets)
+    calm.play(0, 30)
+    killed = monkey(tmp_path, "killed", 30, 2, ["trainer-0", "trainer-1"], lambda: None, *sets)
+    killed.play(3, 30)
     sound(killed.run)
-    assert final_weights(killed.run, 12) == final_weights(calm.run, 12)
+    assert final_weights(killed.run, 30) == final_weights(calm.run, 30)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path, late):
     sets = ("async.max_staleness=2", f"async.late={late}", "rollout.workers=2")
-    killed = monkey(tmp_path, "killed", 20, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
-    killed.play(6, 20)
+    killed = monkey(tmp_path, "killed", 60, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
+    killed.play(6, 60)
     sound(killed.run)
     assert max(s["age_max"] for s in steps_of(killed.run)) <= 2
 

@@ -36,9 +36,9 @@ from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 from tools.bench import common
 
-STEPS_A_KILL = 2
+STEPS_A_KILL = 8
 MOMENTS = ("any", "publishing a shard", "checkpointing")
-MOMENT_S = 5.0
+MOMENT_S = 1.0
 """How long a kill waits for its moment before it comes anyway."""
 RECIPE = common.ROOT / "tools" / "bench" / "chaos.toml"
 
@@ -61,12 +61,15 @@ class Monkey:
             self._until(lambda k=k: self.step() >= k * steps // kills)
             self.kill()
             self.done()
-        self._until(lambda: (read_json(self.run.outcome) or {}).get("outcome") == "done")
+        self._until(self._over)
         if self.process is not None:
             self.process.wait(60)
 
     def step(self) -> int:
         return int((read_beat(self.run, "trainer-0") or {}).get("step", 0)) if self.run.exists else -1
+
+    def _over(self) -> bool:
+        return (read_json(self.run.outcome) or {}).get("outcome") == "done"
 
     def kill(self) -> None:
         """One kill -9."""
@@ -89,7 +92,7 @@ class Monkey:
     def _pid(self, role: str) -> int | None:
         """The process of a role now; waits for one to be there."""
         deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._over():
             self._alive()
             about = holder(self.run) if role == "supervisor" else read_beat(self.run, role)
             if about and _is_alive(int(about["pid"])):
@@ -111,7 +114,7 @@ class Monkey:
         """Give the command again when its process is gone and the run is not done."""
         if self.process is not None and self.process.poll() is None:
             return
-        if (read_json(self.run.outcome) or {}).get("outcome") == "done":
+        if self._over():
             return
         if self.process is not None and self.process.returncode not in (0, -signal.SIGKILL):
             raise SystemExit(
