@@ -71,10 +71,7 @@ def acquire(run: RunDir) -> Lease:
     for held in (p for p in run.lease.glob("[0-9]*") if not p.name.endswith(OVER)):
         holder = read_json(held / "holder.json")
         if _lives(held, holder):
-            raise RunError(
-                f"'{run.root}' is held by {_describe(holder)}: a run has one supervisor; watch it with `relax-hpc status {run.root}`, "
-                f"end it with `relax-hpc stop {run.root}`"
-            )
+            raise _held(run, holder)
         try:
             _supersede(held)
         except FileNotFoundError:
@@ -95,6 +92,20 @@ def acquire(run: RunDir) -> Lease:
     except (FileExistsError, FileNotFoundError):  # somebody was faster; or we slept, and somebody thought us dead
         raise RunError(f"'{run.root}' was taken by another supervisor at this moment: look again in a minute") from None
     return Lease(run, number, folder, time.time())
+
+
+def refuse_if_held(run: RunDir) -> None:
+    """Raises RunError naming the holder when somebody holds the run: nothing of it may be changed then."""
+    about = holder(run)
+    if about is not None:
+        raise _held(run, about or None)
+
+
+def _held(run: RunDir, about: dict[str, Any] | None) -> RunError:
+    return RunError(
+        f"'{run.root}' is held by {_describe(about)}: a run has one supervisor; watch it with `relax-hpc status {run.root}`, "
+        f"end it with `relax-hpc stop {run.root}`"
+    )
 
 
 def holder(run: RunDir) -> dict[str, Any] | None:

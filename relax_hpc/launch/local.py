@@ -9,7 +9,7 @@ from typing import Any, cast, get_args
 from rich.console import Console
 
 from relax_hpc.launch.create import Debug, create, existing, resume
-from relax_hpc.launch.lease import acquire
+from relax_hpc.launch.lease import acquire, refuse_if_held
 from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of
 from relax_hpc.launch.view import live, render
@@ -74,6 +74,7 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
 
 
 def _go_on(run: RunDir, overrides: list[str]) -> Opened:
+    refuse_if_held(run)
     recipe = resume(run, overrides)
     done = run.checkpoint_steps()
     outcome = outcome_of(run)

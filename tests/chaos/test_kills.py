@@ -17,7 +17,7 @@ from relax_hpc.telemetry import read_metrics
 from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 from tools.bench.chaos import final_weights, monkey
 
-KILLS, STEPS = 14, 112
+KILLS, STEPS = 9, 72
 
 
 def sound(run: RunDir) -> None:
@@ -44,7 +44,7 @@ def test_two_trainer_processes_survive_the_loss_of_either_and_keep_the_bits(tmp_
     calm = monkey(tmp_path, "calm", 30, 0, [], lambda: None, *sets)
     calm.play(0, 30)
     killed = monkey(tmp_path, "killed", 30, 2, ["trainer-0", "trainer-1"], lambda: None, *sets)
-    killed.play(3, 30)
+    killed.play(2, 30)
     sound(killed.run)
     assert final_weights(killed.run, 30) == final_weights(calm.run, 30)
 
@@ -53,8 +53,8 @@ def test_two_trainer_processes_survive_the_loss_of_either_and_keep_the_bits(tmp_
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path, late):
     sets = ("async.max_staleness=2", f"async.late={late}", "rollout.workers=2")
-    killed = monkey(tmp_path, "killed", 60, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
-    killed.play(6, 60)
+    killed = monkey(tmp_path, "killed", 40, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
+    killed.play(4, 40)
     sound(killed.run)
     assert max(s["age_max"] for s in steps_of(killed.run)) <= 2
 

@@ -37,6 +37,8 @@ from relax_hpc.telemetry import read_beat, read_metrics
 from tools.bench import common
 
 STEPS_A_KILL = 8
+STEPS_A_SPARE_KILL = 150
+"""Enough for a killed worker to be back before the next kill."""
 MOMENTS = ("any", "publishing a shard", "checkpointing")
 MOMENT_S = 1.0
 """How long a kill waits for its moment before it comes anyway."""
@@ -52,6 +54,8 @@ class Monkey:
     roles: list[str]
     random: random.Random
     done: Callable[[], None] = lambda: None
+    spare: bool = False
+    """Kill only while all roles work: one worker is always left."""
     kills: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
@@ -59,6 +63,8 @@ class Monkey:
         """Kill `kills` times, spread over `steps` steps, then let the run end. Raises SystemExit when it does not."""
         for k in range(kills):
             self._until(lambda k=k: self.step() >= k * steps // kills)
+            if self.spare:
+                self._until(lambda: all(self._works(role) for role in self.roles))
             self.kill()
             self.done()
         self._until(self._over)
@@ -88,6 +94,10 @@ class Monkey:
                 continue
             self.kills.append(f"{role} while {moment}")
             return
+
+    def _works(self, role: str) -> bool:
+        beat = read_beat(self.run, role) or {"state": "starting"}
+        return beat["state"] != "starting" and _is_alive(int(beat["pid"]))
 
     def _pid(self, role: str) -> int | None:
         """The process of a role now; waits for one to be there."""
@@ -176,12 +186,13 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
         lengths = {name: audit(pairs[name, 1].run.root).mean_lengths for name in ("calm", "killed")}
         result["ks_p"] = float(ks_2samp(lengths["calm"], lengths["killed"]).pvalue)
 
-        spare, steps = {}, 20 + spare_kills * 40
+        spare, steps = {}, 100 + spare_kills * STEPS_A_SPARE_KILL
         for name, number in (("calm", 0), ("killed", spare_kills)):
             workers = ["rollout-0", "rollout-1"]
             spare[name] = monkey(
                 folder, f"{name}-spare", steps, seed, workers, done, "rollout.workers=2", "async.max_staleness=2"
             )
+            spare[name].spare = True
             spare[name].play(number, steps)
         result["kills"] += len(spare["killed"].kills)
         result["trainer_wait_s"] = max(waits(spare["killed"].run)) - max(waits(spare["calm"].run))
