@@ -81,6 +81,12 @@ def attributes(file: h5f.FileID, names: Sequence[str]) -> list[Any]:
     return found
 
 
+def load_filters(dataset: h5d.DatasetID) -> None:
+    """Register the filters that a compressed dataset is read with; nothing is imported for one that is not."""
+    if dataset.get_create_plist().get_nfilters():
+        import hdf5plugin  # noqa: F401  its import registers them
+
+
 def in_memory(block_bytes: int) -> h5p.PropFAID:
     """Access to a file in memory; it grows by `block_bytes` at a time, and is read from disk in one piece."""
     access = h5p.create(h5p.FILE_ACCESS)

@@ -162,6 +162,7 @@ class Shard:
             return self._rows(dataset, column, begin, end)
 
     def _rows(self, dataset: h5d.DatasetID, column: str, begin: int, end: int | None) -> NDArray[Any]:
+        hdf5.load_filters(dataset)
         rows: int = dataset.shape[0]
         end = rows if end is None else min(end, rows)
         # dataset.dtype translates HDF5's type anew: slow for tables, so only where the column is not a known one.
