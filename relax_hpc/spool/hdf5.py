@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from io import FileIO
 from typing import Any, Literal
 
 import h5py
@@ -30,27 +29,68 @@ def image(
     columns: arrays of one dimension, or lists of them that are one column; "GROUP/NAME" makes the group.
     compressed: column -> codec; the others are contiguous, so that a reader can map them.
 
-    HDF5 lays the file out in anonymous memory and writes all but the contiguous columns there, whose place is left a hole.
+    HDF5 lays the file out and writes all but the contiguous columns into a record, without a call to the system.
     """
-    with os.fdopen(os.memfd_create("hdf5"), "r+b", buffering=0) as memory:
-        places = _lay_out(memory, columns, attributes, compressed)
-        pieces: list[bytes | memoryview] = []
-        at = 0
-        for begin, parts in sorted(places.items()):
-            pieces.append(os.pread(memory.fileno(), begin - at, at))
-            pieces += [np.ascontiguousarray(part).view(np.uint8).data for part in parts if part.size]
-            at = begin + sum(part.nbytes for part in parts)
-        pieces.append(os.pread(memory.fileno(), os.fstat(memory.fileno()).st_size - at, at))
-        return [piece for piece in pieces if len(piece)]
+    record = _Record()
+    places = _lay_out(record, columns, attributes, compressed)
+    pieces: list[bytes | memoryview] = []
+    at = 0
+    for begin, parts in sorted(places.items()):
+        pieces.append(record.between(at, begin))
+        pieces += [np.ascontiguousarray(part).view(np.uint8).data for part in parts if part.size]
+        at = begin + sum(part.nbytes for part in parts)
+    pieces.append(record.between(at, record.size))
+    return [piece for piece in pieces if len(piece)]
+
+
+class _Record:
+    """A file as HDF5's file-object driver wants one: it keeps what is written, and where; the rest is zeros."""
+
+    def __init__(self) -> None:
+        self.size = self._at = 0
+        self._writes: list[tuple[int, bytes]] = []
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def write(self, data: Any) -> int:
+        self._writes.append((self._at, bytes(data)))
+        self._at += len(data)
+        self.size = max(self.size, self._at)
+        return len(data)
+
+    def readinto(self, buffer: Any) -> int:
+        buffer[:] = self.between(self._at, self._at + len(buffer))
+        self._at += len(buffer)
+        return len(buffer)
+
+    def truncate(self, size: int) -> int:
+        self.size = size
+        return size
+
+    def flush(self) -> None: ...
+
+    def between(self, begin: int, end: int) -> bytes:
+        """The bytes [begin, end)."""
+        found = bytearray(end - begin)
+        for offset, data in self._writes:
+            low, high = max(begin, offset), min(end, offset + len(data))
+            if low < high:
+                found[low - begin : high - begin] = data[low - offset : high - offset]
+        return bytes(found)
 
 
 def _lay_out(
-    memory: FileIO, columns: Mapping[str, Column], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
+    record: _Record, columns: Mapping[str, Column], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
 ) -> dict[int, Sequence[NDArray[Any]]]:
     """Write the file but for its contiguous columns: their parts, by where they belong."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_LATEST, h5f.LIBVER_LATEST)
-    access.set_fileobj_driver(h5fd.fileobj_driver, memory)
+    access.set_fileobj_driver(h5fd.fileobj_driver, record)
     file = h5f.create(b"image", fapl=access)
     places: dict[int, Sequence[NDArray[Any]]] = {}
     try:
