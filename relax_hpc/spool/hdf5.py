@@ -150,16 +150,15 @@ def _make_column(file: h5f.FileID, name: str, parts: Sequence[NDArray[Any]], cod
     rows = sum(part.size for part in parts)
     layout = h5p.create(h5p.DATASET_CREATE)
     layout.set_obj_track_times(False)
-    layout.set_fill_time(h5d.FILL_TIME_NEVER)
-    layout.set_alloc_time(h5d.ALLOC_TIME_EARLY)
     if codec and rows:
         import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
 
         blosc = hdf5plugin.Blosc2(cname=codec, clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
-        layout = h5p.create(h5p.DATASET_CREATE)
-        layout.set_obj_track_times(False)
         layout.set_chunk((min(CHUNK, rows),))
         layout.set_filter(blosc.filter_id, h5py.h5z.FLAG_MANDATORY, blosc.filter_options)
+    else:
+        layout.set_fill_time(h5d.FILL_TIME_NEVER)
+        layout.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # its place is known before anything is written
     group = name.rpartition("/")[0].encode()
     if group and group not in file:
         h5g.create(file, group)
