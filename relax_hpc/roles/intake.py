@@ -70,7 +70,7 @@ class Intake:
         if state is not None:
             self.book.load_state_dict(state["book"])
         else:
-            self.book.release(upto=self.book.ahead)
+            self.book.release(upto=self.book.last_batch(0))
 
     def next_entry(self, step: int, version: int, lineage: int) -> Entry | None:
         """The ledger entry of `step`: the one that is there, or a new one; None when there is nothing to take yet."""
@@ -103,7 +103,7 @@ class Intake:
                 if order_id in self._dropped:
                     self.retention.add(-shard.bytes)  # it is counted with the late ones
         if not self.live:
-            self.book.release(upto=step + self.book.ahead)
+            self.book.release(upto=self.book.last_batch(step))
             return
         self.queue.put(replacements)
         if entry.dropped:
@@ -112,7 +112,7 @@ class Intake:
 
     def release(self, step: int) -> bool:
         """Release the batches that may be outstanding before `step` and the quota has room for; False when the quota holds some back."""
-        for batch in range(self.book.next_batch, step + self.book.ahead + 1):
+        for batch in range(self.book.next_batch, self.book.last_batch(step) + 1):
             if not self.retention.has_room(len(self.book.outstanding)):
                 return False
             self.queue.put(self.book.release(upto=batch))

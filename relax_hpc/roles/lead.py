@@ -79,6 +79,7 @@ class Lead:
             seed=recipe.run.seed,
             cursor=PromptCursor(self.role.sources, recipe.run.seed),
             ahead=recipe.async_.max_staleness,
+            batches=recipe.run.steps,
         )
 
     def publish(self) -> None:

@@ -1,12 +1,13 @@
 """The rollout role: claims orders, plays their episodes, publishes each as a shard.
 
-newest weights ──fetch, verify──► engine          loop:  claim ► play ► score ► publish ► claim …
-open orders ────claim by rename─► this worker            (new weights are taken between orders)
+newest weights ──fetch, verify──► engine          loop:  claim ► play ► score ► claim …      (new weights are taken
+open orders ────claim by rename─► this worker                             └► publish           between orders)
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from typing import NoReturn
 
@@ -23,7 +24,8 @@ from relax_hpc.roles.process import Exit, RoleProcess, Stop
 from relax_hpc.run_dir import RunError
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.orders import Order
-from relax_hpc.spool.queue import Claim, Queue, publish_shard
+from relax_hpc.spool.publisher import ShardPublisher
+from relax_hpc.spool.queue import Claim, Queue
 from relax_hpc.spool.shard import encode
 from relax_hpc.spool.watch import backoff
 from relax_hpc.weights import DamagedWeights, FileReceiver, Version, WeightsError
@@ -34,6 +36,7 @@ def body(process: RoleProcess) -> Exit:
     try:
         worker.work()
     finally:
+        worker.publisher.close()
         worker.judge.close()
 
 
@@ -53,7 +56,7 @@ class RolloutWorker:
         self.receiver = FileReceiver(process.run)
         self.queue = Queue(process.run)
         self.queue.open_workplace(workplace)
-        self.front = Front(process.run, self.recipe.spool.front)
+        self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
         self.held: Version | None = None
         r = self.recipe.rollout
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
@@ -70,6 +73,7 @@ class RolloutWorker:
         began = time.perf_counter()
         for pause_s in backoff():
             self.progress("idle")
+            self.report_published()
             self.take_newest()
             if self.held is not None:
                 claim = self.queue.claim(self.workplace, self.held.number)
@@ -118,20 +122,23 @@ class RolloutWorker:
             "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": played_s,
         }  # fmt: skip
         image = encode(order.id, groups, meta, self.recipe.spool.compression)
-        publishing = time.perf_counter()
-        won = self.process.when_room(
-            lambda: publish_shard(self.process.run, claim, image, self.workplace), f"shard {order.id}"
-        )
-        if won:
-            self.front.put(order.id, image)
-        self.orders += 1
         samples = [s for g in groups for s in g.samples]
-        self.process.telemetry.beat("published", orders=self.orders, order=order.id, version=held.number)
-        self.process.telemetry.metrics(
-            kind="order", order=order.id, version=held.number, samples=len(samples), tokens=sum(len(s.tokens) for s in samples),
-            reward=sum(s.raw_reward for s in samples) / max(len(samples), 1), failed=sum(bool(g.reason) for g in groups),
-            wait_s=waited_s, generate_s=played_s, publish_s=time.perf_counter() - publishing,
-        )  # fmt: skip
+        about = {
+            "order": order.id, "version": held.number, "samples": len(samples), "tokens": sum(len(s.tokens) for s in samples),
+            "reward": sum(s.raw_reward for s in samples) / max(len(samples), 1), "failed": sum(bool(g.reason) for g in groups),
+            "wait_s": waited_s, "generate_s": played_s,
+        }  # fmt: skip
+        self.publisher.put(claim, image, about)
+        self.report_published()
+
+    def report_published(self) -> None:
+        """Say what was published since the last call; what found no room is tried again here."""
+        for publication in self.publisher.ended():
+            about, finish = publication.about, functools.partial(self.publisher.finish, publication)
+            seconds = self.process.when_room(finish, f"shard {about['order']}")
+            self.orders += 1
+            self.process.telemetry.beat("published", orders=self.orders, order=about["order"], version=about["version"])
+            self.process.telemetry.metrics(kind="order", **about, publish_s=seconds)
 
     def episodes(self, order: Order, prompts: list[Prompt]) -> list[Group]:
         """The groups of an order; an evaluation is played greedily."""

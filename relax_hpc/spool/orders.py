@@ -84,8 +84,14 @@ class OrderBook:
     cursor: Cursor
     ahead: int
     """Batches that may be outstanding besides the one that is trained next; max_staleness, or fewer."""
+    batches: int
+    """Batches of the whole run: no more are asked for."""
     next_batch: int = 0
     outstanding: dict[str, Order] = field(default_factory=dict)
+
+    def last_batch(self, step: int) -> int:
+        """The last batch that may be outstanding while `step` is the next to train."""
+        return min(step + self.ahead, self.batches - 1)
 
     def release(self, upto: int) -> list[Order]:
         """New orders for all batches up to `upto`; at most max_staleness + 1 batches are outstanding."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from relax_hpc.analysis.audit import audit
@@ -53,11 +54,18 @@ def waited_then_had_room(small: Path) -> None:
     wait_for(lambda: step_now(run) > step)
     ballast = small / "ballast"
     fill(ballast)
-    stuck = wait_for(lambda: any("no room" in p.read_text() for p in run.logs.glob("*.log")) and step_now(run))
+    stuck = wait_for(lambda: step_stands_still(run, seconds=3.0))
     ballast.unlink()
     wait_for(lambda: step_now(run) > stuck + 2)
     relax_hpc("stop", run.root)
     assert process.wait(60) == 0
+
+
+def step_stands_still(run: RunDir, seconds: float) -> int | None:
+    """The step, when it stays the same that long. Nothing else tells from outside: logs have no room either."""
+    step = step_now(run)
+    time.sleep(seconds)
+    return step if step_now(run) == step else None
 
 
 if __name__ == "__main__":

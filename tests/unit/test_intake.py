@@ -44,7 +44,7 @@ class Trainer:
             old.rename(old.with_name(old.name + ".over"))
         via = run.lease / "000001" / f"i{number:06d}"
         via.mkdir(parents=True)
-        book = OrderBook(2, 1, 2, staleness, late, 0, Counting(), staleness)
+        book = OrderBook(2, 1, 2, staleness, late, 0, Counting(), staleness, batches=10**6)
         ledger = Ledger(run, via)
         recipe = tiny.recipe(
             trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2}

@@ -43,7 +43,7 @@ class Counting:
 
 
 def make_book(n: int, staleness: int, late: Any, ahead: int | None = None) -> OrderBook:
-    return OrderBook(n, 2, 4, staleness, late, 7, Counting(), staleness if ahead is None else ahead)
+    return OrderBook(n, 2, 4, staleness, late, 7, Counting(), staleness if ahead is None else ahead, batches=10**6)
 
 
 def feasible(due: list[int], step: int, n: int) -> bool:
@@ -243,3 +243,8 @@ def test_loading_does_not_share_state() -> None:
     other.load_state_dict(state)
     other.release(upto=3)
     assert state == before and len(book.outstanding) == 4
+
+
+def test_nothing_is_asked_for_beyond_the_last_step():
+    book = OrderBook(2, 2, 4, 3, "wait", 7, Counting(), 3, batches=5)
+    assert [len(book.release(book.last_batch(step))) for step in range(6)] == [8, 2, 0, 0, 0, 0]

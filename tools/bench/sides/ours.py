@@ -19,6 +19,11 @@ import payload
 
 from relax_hpc import run_dir
 from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.front import Front
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.publisher import ShardPublisher
+from relax_hpc.spool.queue import Claim, Ticket
 from relax_hpc.spool.shard import Shard, encode
 from relax_hpc.spool.watch import FolderWatch, backoff
 
@@ -52,12 +57,16 @@ class Side:
 
     def __init__(self) -> None:
         self.root = self.folder = Path()
+        self.run = RunDir("")
 
     def prepare(self, root: str, samples: int, batch: int) -> int:
         """Make the payload and cut it into orders of `batch` samples; returns its bytes."""
         self.root = Path(root)
-        self.folder = self.root / "shards"  # there already, as it is for all but the first of dozens of orders
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.run = RunDir(root)
+        self.run.create()
+        (self.run.claimed_orders / "producer").mkdir(exist_ok=True)
+        self.folder = self.run.shards / "0000"  # there already, as it is for all but the first of dozens of orders
+        self.folder.mkdir(exist_ok=True)
         data = payload.make(samples)
         groups = groups_of(data)
         per_order = batch // GROUP
@@ -69,11 +78,29 @@ class Side:
 
     def put(self, number: int) -> float:
         """Seconds from per-sample arrays to shards that are durable and visible under their names."""
+        return self.publish(self.claim_all(number))
+
+    def publish(self, claims: list[Claim]) -> float:
+        publisher = ShardPublisher(self.run, "producer", Front(self.run, None))
         begin = time.perf_counter()
-        for i, groups in enumerate(self.orders):
-            order = f"s{number:06d}-{i:03d}"
-            run_dir.publish(self.folder / f"{order}.h5", encode(order, groups, {"attempt": 1, "version": 7}))
+        for claim, groups in zip(claims, self.orders, strict=True):
+            publisher.put(claim, encode(claim.order.id, groups, {"attempt": 1, "version": 7}), {})
+            for publication in publisher.ended():
+                publisher.finish(publication)
+        publisher.close()
+        for publication in publisher.ended():
+            publisher.finish(publication)
         return time.perf_counter() - begin
+
+    def claim_all(self, number: int) -> list[Claim]:
+        """Claims on all orders, as a worker holds them."""
+        claims = []
+        for i in range(len(self.orders)):
+            ticket = Ticket(f"o{number:06d}-{i:03d}", 0, 7)
+            path = self.run.claimed_orders / "producer" / ticket.name
+            path.write_bytes(b"{}")
+            claims.append(Claim(Order(ticket.order_id, (), GROUP, 0, 7), ticket, path))
+        return claims
 
     def get(self) -> float:
         """Seconds from listing the folder to having read and summed every value of every shard in it."""
@@ -150,8 +177,9 @@ def traced(root: str, samples: int) -> None:
     side = Side()
     side.prepare(root, samples, samples)
     for number in (0, 1):
+        claims = side.claim_all(number)
         os.access(payload.MARKER_BEGIN if number else "/", os.F_OK)
-        side.put(number)
+        side.publish(claims)
         side.get()
         os.access(payload.MARKER_END if number else "/", os.F_OK)
         side.remove()
