@@ -11,6 +11,7 @@
       ledger/0000/00000123.json             what each step trains on
       weights/  checkpoints/
       heartbeats/  metrics/  logs/          one writer each
+      slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job
       stop  outcome.json                    how it shall end, how it ended
 
 Publishing is always: unique temporary name, write, fsync, link or rename, fsync of the directory. A trainer's temporary
@@ -58,6 +59,7 @@ class RunDir:
         self.heartbeats = self.root / "heartbeats"
         self.metrics = self.root / "metrics"
         self.logs = self.root / "logs"
+        self.slurm = self.root / "slurm"
         self.stop = self.root / "stop"
         self.outcome = self.root / "outcome.json"
 

@@ -39,9 +39,9 @@ class Telemetry:
         self._last: dict[str, Any] = {}
         self._checked: set[Path] = set()
 
-    def beat(self, state: str | None = None, **progress: Any) -> None:
+    def beat(self, state: str | None = None, *, at_once: bool = False, **progress: Any) -> None:
         """Say that the role lives, and how far it is; cheap enough to call in any loop. A new state is written at once."""
-        changed = state is not None and state != self._last.get("state")
+        changed = at_once or (state is not None and state != self._last.get("state"))
         self._last |= {k: v for k, v in {"state": state, **progress}.items() if v is not None}
         now = time.time()
         if not changed and now - self._last_beat < BEAT_EVERY_S:
@@ -62,9 +62,10 @@ class Telemetry:
         except OSError as error:  # a full disk must not take a healthy role down; the supervisor sees the silence
             self.log.warning("heartbeat not written: %s", error)
 
-    def metrics(self, **values: Any) -> None:
-        """Append one line of metrics."""
-        self._append(self._metrics_path, {"time": round(time.time(), 3), "attempt": self.attempt, **values})
+    def metrics(self, kind: str, **values: Any) -> None:
+        """Append one line of metrics, or an event."""
+        record = {"time": round(time.time(), 3), "attempt": self.attempt, "kind": kind, **values}
+        self._append(self._metrics_path, record)
 
     def trained(self, step: int, incarnation: int, ids: Iterable[str]) -> None:
         """Write down which samples entered the loss of a step, after it was made: what an audit counts."""

@@ -12,7 +12,8 @@ from typing import get_origin
 from pydantic.fields import FieldInfo
 
 from relax_hpc.recipe.describe import KeyInfo, alias, keys, member_name, tables
-from relax_hpc.recipe.schema import Recipe, Table
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.table import Table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 
@@ -29,6 +30,9 @@ comes from. Unknown keys and values of the wrong type are errors.
 - Relative paths are made absolute when the recipe is read. What must be there already (`model.path`, `prompts`,
   FILE.py:NAME) is looked up in the recipe's folder first, then in the working directory; a value from `--set` the other
   way round. `run.root` and `spool.front` are seen from the working directory.
+- A site profile (`--site FILE`, `$RELAX_HPC_SITE` or `~/.config/relax_hpc/site.toml`) holds what is the same for all recipes
+  at a site, such as `[slurm]` with account, partition and setup. It is laid under the recipe when a run is made: the
+  recipe wins, and `--set` wins over both.
 - A table of several kinds picks one by its `name`; where the kind follows from the keys, `name` can be left out.
 """
 
@@ -41,11 +45,21 @@ def page() -> str:
 def _section(name: str, field: FieldInfo) -> str:
     header = f"[[{name}]]" if get_origin(field.annotation) is list else f"[{name}]"
     parts = [_table(f"`{header}`", table) for table in tables(field.annotation)]
+    parts += [inner for table in tables(field.annotation) for inner in _inner(name, table)]
     if field.is_required():
         parts.append(f"`{header}` must be given.\n")
     elif field.default is None:
         parts.append(f"Without `{header}` there is none.\n")
     return "\n".join(parts)
+
+
+def _inner(name: str, table: type[Table]) -> list[str]:
+    """The tables within a table. Two that are of one type share a section."""
+    found: dict[type[Table], list[str]] = {}
+    for key, field in table.model_fields.items():
+        for inner in tables(field.annotation):
+            found.setdefault(inner, []).append(f"`[{name}.{alias(key, field)}]`")
+    return [_table(" and ".join(headers), inner) for inner, headers in found.items()]
 
 
 def _table(header: str, table: type[Table]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import report, run, shards, status
+from relax_hpc.cli import report, run, shards, status, submit
 
 app = typer.Typer(
     name="relax-hpc",
@@ -38,6 +38,8 @@ def main(
 
 
 app.command("run")(run.run)
+app.command("submit")(submit.submit)
+app.command("render")(submit.render)
 app.command("status")(status.status)
 app.command("stop")(status.stop)
 app.command("recipe")(status.recipe)

@@ -13,6 +13,15 @@ Sets = Annotated[
     list[str],
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a recipe key, such as run.steps=500. Repeatable."),
 ]
+Site = Annotated[
+    Optional[Path],
+    typer.Option(
+        "--site",
+        metavar="FILE",
+        help="Site profile laid under the recipe. [dim]default: $RELAX_HPC_SITE, ~/.config/relax_hpc/site.toml[/dim]",
+        show_default=False,
+    ),
+]
 
 
 def run(

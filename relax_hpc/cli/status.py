@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.cli.run import Sets
+from relax_hpc.cli.run import Sets, Site
 
 RunPath = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False)]
 
@@ -44,24 +44,26 @@ def stop(run: RunPath) -> None:
 def recipe(
     path: Annotated[Path, typer.Argument(help="The recipe (TOML).", show_default=False)],
     sets: Sets = [],  # noqa: B006
+    site: Site = None,
     plain: Annotated[bool, typer.Option("--toml", help="Print TOML that loads back, instead of the table.")] = False,
 ) -> None:
-    """Check a recipe and print every key with its value and where that comes from: a default, the file, or --set."""
+    """Check a recipe and print every key with its value and where that comes from: a default, the site profile, the file, or --set."""
     from rich.console import Console
     from rich.table import Table
 
-    from relax_hpc.recipe import dump_recipe, load_recipe, sources
+    from relax_hpc.recipe import dump_recipe, load_recipe, site_file, sources
 
     with friendly():
-        loaded = load_recipe(path, sets)
+        profile = site_file(site)
+        loaded = load_recipe(path, sets, profile)
         if plain:
             typer.echo(dump_recipe(loaded), nl=False)
             return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column in ("key", "value", "from"):
             table.add_column(column, overflow="fold")
-        colours = {"default": "dim", "file": "green", "--set": "yellow"}
-        for row in sources(loaded, path, sets):
+        colours = {"default": "dim", "site": "cyan", "file": "green", "--set": "yellow"}
+        for row in sources(loaded, path, sets, profile):
             table.add_row(row.key, row.value, f"[{colours[row.where]}]{row.where}[/]")
         Console().print(table)
 

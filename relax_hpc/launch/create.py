@@ -90,7 +90,12 @@ def existing(recipe: Recipe) -> RunDir | None:
     run = RunDir(recipe.run.root / recipe.run.name)
     if not run.exists:
         return None
-    changes = [c for c in differences(load_recipe(run.recipe), recipe) if not USER_FILE.match(str(c.old))]
+    # How it is sent to a cluster is no part of what the run is.
+    changes = [
+        c
+        for c in differences(load_recipe(run.recipe), recipe)
+        if not USER_FILE.match(str(c.old)) and c.key.split(".")[0] != "slurm"
+    ]
     if changes:
         listed = "; ".join(f"{c.key}: {c.old!r} there, {c.new!r} here" for c in changes[:5])
         raise RunError(

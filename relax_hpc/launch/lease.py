@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from relax_hpc.launch.slurm.queue_state import ALIVE, job_state
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 
 SILENT_S = 60.0
@@ -82,7 +83,10 @@ def acquire(run: RunDir) -> Lease:
         _empty(over)
     folder = run.lease / f"{number:06d}"
     process = psutil.Process()
-    about = {"host": os.uname().nodename, "pid": process.pid, "started": _started(process), "since": time.time()}
+    about = {
+        "host": os.uname().nodename, "pid": process.pid, "started": _started(process), "since": time.time(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+    }  # fmt: skip
     try:
         folder.mkdir()
         if any(p != folder and int(p.name[:6]) >= number for p in run.lease.glob("[0-9]*")):
@@ -92,6 +96,31 @@ def acquire(run: RunDir) -> Lease:
     except (FileExistsError, FileNotFoundError):  # somebody was faster; or we slept, and somebody thought us dead
         raise RunError(f"'{run.root}' was taken by another supervisor at this moment: look again in a minute") from None
     return Lease(run, number, folder, time.time())
+
+
+class Holder:
+    """The lease as others see it: who holds it, and since when it is silent by our own clock (clocks of nodes differ)."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._seen: tuple[str, float] | None = None
+        self._changed = time.monotonic()
+        self.job: str | None = None
+        """The Slurm job of the holder."""
+
+    def silent_for(self) -> float:
+        """Seconds since the lease was last seen to change hands or be renewed."""
+        held = next((p for p in self._run.lease.glob("[0-9]*") if not p.name.endswith(OVER)), None)
+        with contextlib.suppress(FileNotFoundError):
+            seen = (held.name, (held / "holder.json").stat().st_mtime) if held else None
+            if seen != self._seen:
+                self._seen, self._changed = seen, time.monotonic()
+                self.job = (read_json(held / "holder.json") or {}).get("job") if held else None
+        return time.monotonic() - self._changed
+
+    def forget(self) -> None:
+        """Take the holder for gone."""
+        self.job = None
 
 
 def refuse_if_held(run: RunDir) -> None:
@@ -126,12 +155,22 @@ def _lives(folder: Path, about: dict[str, Any] | None) -> bool:
             return bool(abs(_started(process) - about["started"]) < 1.0)
         except psutil.NoSuchProcess:
             return False
+    if about is not None and about.get("job") and _ended(about["job"]):
+        return False
     # Without holder.json: made a moment ago, or its maker died between two calls.
     path = folder if about is None else folder / "holder.json"
     try:
         return time.time() - path.stat().st_mtime < SILENT_S
     except FileNotFoundError:  # given up while we looked
         return False
+
+
+def _ended(job: str) -> bool:
+    """Whether Slurm says that a job is over; what leads it now, if we are in the same one, is a later start of it."""
+    if job == os.environ.get("SLURM_JOB_ID"):
+        return True
+    state = job_state([job])[job]
+    return state is not None and state not in ALIVE
 
 
 def _started(process: psutil.Process) -> float:

@@ -8,15 +8,19 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from relax_hpc.launch.create import Debug, create, existing, resume
+from relax_hpc.launch.create import Debug, create, existing, identity, resume
 from relax_hpc.launch.lease import acquire, refuse_if_held
 from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of
+from relax_hpc.launch.trainers import LocalTrainers
 from relax_hpc.launch.view import live, render
+from relax_hpc.launch.workers import LocalWorkers
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
 from relax_hpc.spool.front import Front
+from relax_hpc.spool.queue import Queue
+from relax_hpc.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,21 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
     """Supervise the run until it ends; its outcome."""
     lease = acquire(run)
     try:
+        queue, telemetry = Queue(run), Telemetry(run, "supervisor", lease.number)
+        for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
+            queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
+        wanted = 0 if identity(run)["debug"] == "train-only" else recipe.rollout.workers
+        workers = LocalWorkers(
+            run,
+            recipe,
+            [f"rollout-{i}" for i in range(wanted)],
+            f"{lease.number:06d}",
+            queue.give_back,
+            telemetry.metrics,
+        )
         with live(run, console) as look:
-            outcome = Supervisor(run, recipe, lease, look).supervise()
+            supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe), workers, telemetry, look)
+            outcome = supervisor.supervise()
     finally:
         lease.release()
     Front(run, recipe.spool.front).clear()

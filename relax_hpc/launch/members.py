@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from relax_hpc.recipe.schema import Supervision
@@ -37,7 +39,7 @@ class Member:
     _last_words: int = -1
     """Reading end of a pipe for what the role says when it fails: heartbeat and log may lie on a disk that is full."""
 
-    def start(self, arguments: list[str]) -> None:
+    def start(self, arguments: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
         """Start it, with a log of its own, in a session of its own: Ctrl-C is the supervisor's to decide on."""
         reading, writing = os.pipe()
         command = [
@@ -50,7 +52,7 @@ class Member:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=role_environment(self.run),
+                env={**role_environment(self.run), **environment},
                 start_new_session=True,
                 pass_fds=(writing,),
             )
@@ -70,15 +72,15 @@ class Member:
     def beat(self) -> dict[str, Any] | None:
         """The heartbeat of this attempt; None before its first."""
         beat = read_beat(self.run, self.name)
-        return beat if beat is not None and self.process is not None and beat["pid"] == self.process.pid else None
+        return beat if beat is not None and beat["attempt"] == self.attempt else None
 
     def silent_for(self, limits: Supervision) -> float | None:
-        """Seconds without a heartbeat, when they are more than the recipe allows."""
-        beat = self.beat()
-        since = beat["time"] if beat else self.started_at
-        limit = limits.start_s if beat is None or beat.get("state") == "starting" else limits.hang_s
-        silent = time.time() - since
-        return silent if silent > limit else None
+        """Seconds without a heartbeat, when it runs and they are more than the recipe allows."""
+        return silence(self.beat(), self.started_at, limits) if self.running else None
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.running and self.process is not None:
+            self.process.send_signal(number)
 
     def error(self) -> str:
         """Why it failed, in its own words; where its log is when it said nothing."""
@@ -125,6 +127,26 @@ class Patience:
         wait_s = min(self.limits.backoff_s * 2 ** (self.failures - 1), LONGEST_BACKOFF_S)
         self.not_before = time.time() + (wait_s if self.failures > 1 else 0.0)
         return self.failures <= self.limits.max_restarts
+
+    def exhausted(self, name: str, reason: str, error: str, log: Path) -> str:
+        """What to say when patience is at its end."""
+        return (
+            f"{name} was lost {self.failures} times without progress (supervision.max_restarts = "
+            f"{self.limits.max_restarts}), last: {reason}; {error}; its log: {log}"
+        )
+
+
+def next_attempt(run: RunDir, name: str) -> int:
+    """The number of the next attempt at a role: each has a log, whoever started it."""
+    return len(list(run.logs.glob(f"{name}.*.log")))
+
+
+def silence(beat: dict[str, Any] | None, started_at: float, limits: Supervision) -> float | None:
+    """Seconds since a role's heartbeat (or since it was started), when they are more than the recipe allows."""
+    since = beat["time"] if beat else started_at
+    limit = limits.start_s if beat is None or beat.get("state") == "starting" else limits.hang_s
+    silent = time.time() - float(since)
+    return silent if silent > limit else None
 
 
 def role_environment(run: RunDir) -> dict[str, str]:

@@ -48,12 +48,12 @@ class Status:
                 self.evals[record["version"]] = record["score"]
             elif record["kind"] == "warmup":
                 self.warmup = record
-        for i in range(self.recipe.rollout.workers):
-            name = f"rollout-{i}"
+        for name in self.workers():
             self.orders[name] = [*self.orders.get(name, []), *self._new(name)][-RECENT:]
-        for record in self._new("supervisor"):
-            self.events = [*self.events, record][-RECENT:]
-            self.restarts += record["kind"] == "lost"
+        for name in ("supervisor", *self._names("agent-*")):
+            for record in self._new(name):
+                self.events = [*self.events, record][-RECENT:]
+                self.restarts += record["kind"] == "lost"
         for name in self.roles():
             beat = read_beat(self.run, name)
             if beat is not None:
@@ -64,8 +64,16 @@ class Status:
     def roles(self) -> list[str]:
         return [
             *(f"trainer-{i}" for i in range(self.recipe.trainer.processes)),
-            *(f"rollout-{i}" for i in range(self.recipe.rollout.workers)),
+            *self.workers(),
         ]
+
+    def workers(self) -> list[str]:
+        """The recipe's workers, and those that joined."""
+        core = [f"rollout-{i}" for i in range(self.recipe.rollout.workers)]
+        return [*core, *(name for name in self._names("rollout-*") if name not in core)]
+
+    def _names(self, pattern: str) -> list[str]:
+        return sorted(path.stem for path in self.run.metrics.glob(f"{pattern}.jsonl"))
 
     @property
     def state(self) -> str:

@@ -14,47 +14,48 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from relax_hpc.launch.lease import Lease
-from relax_hpc.launch.members import Member, Patience, how_it_ended
+from relax_hpc.launch.members import Patience
+from relax_hpc.launch.trainers import Ending, Trainers
+from relax_hpc.launch.workers import GRACE_S, Workers
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.roles.process import Exit
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
-from relax_hpc.spool.queue import Queue
 from relax_hpc.telemetry import Telemetry, read_beat
 
 POLL_S = 0.02
 """How often ended children are looked for: one waitpid each, no file is touched."""
 BEATS_S = 0.5
 """How often heartbeat files are read."""
-GRACE_S = 5.0
-"""How long a worker may take to leave when it is asked to; what it played is played again."""
-FINAL = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.FATAL: "failed"}
 
 
 class Supervisor:
-    """Carries out a run on this machine until it is done, stopped or failed."""
+    """Carries out a run until it is done, stopped or failed."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, lease: Lease, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        recipe: Recipe,
+        lease: Lease,
+        trainers: Trainers,
+        workers: Workers,
+        telemetry: Telemetry,
+        look: Callable[[], None] = lambda: None,
+        interrupted: str = "stopped",
+    ) -> None:
+        """interrupted: the outcome when a signal, and not a person's `stop`, ended it."""
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
-        self.queue = Queue(run)
-        self.telemetry = Telemetry(run, "supervisor", lease.number)
-        self.trainers = [self._member("trainer", f"trainer-{i}") for i in range(recipe.trainer.processes)]
-        wanted = 0 if read_json(run.identity)["debug"] == "train-only" else recipe.rollout.workers
-        self.workers = [self._member("rollout", f"rollout-{i}") for i in range(wanted)]
-        self.patience = {name: Patience(recipe.supervision) for name in ["trainer", *(w.name for w in self.workers)]}
+        self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
+        self.patience = Patience(recipe.supervision)
+        self._interrupted = interrupted
         self.interrupts = 0
-        self.failure = ""
         self._asked = False
-        self._beats_read = 0.0
-        self._lease_seen = 0.0
+        self._looked_at_beats = 0.0
 
     def supervise(self) -> dict[str, Any]:
         """Run to the end; the outcome, as it stands in outcome.json. Raises RunError when another supervisor took over."""
         self.run.stop.unlink(missing_ok=True)
         self.run.outcome.unlink(missing_ok=True)
-        for workplace in self.queue.workers():  # of a supervisor that died; its lease is ours now
-            self.queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
         self._sweep()
-        self._say("start", lease=self.lease.number)
+        self.telemetry.metrics("start", lease=self.lease.number)
         with self._signals():
             try:
                 outcome = self._watch()
@@ -73,133 +74,73 @@ class Supervisor:
     def _watch(self) -> dict[str, Any]:
         self._start_trainers()
         while True:
-            if not self._still_ours():
-                raise RunError(
-                    f"another supervisor has taken over '{self.run.root}': this one ends its processes and leaves"
-                )
             if self.interrupts > 1:
-                return self._outcome("stopped", "interrupted twice: stopped at once")
-            if (self.interrupts or self.failure) and not self._asked:
+                return self._outcome(self._interrupted, "interrupted twice: stopped at once")
+            if (self.interrupts or self.workers.failure) and not self._asked:
                 self._ask_to_stop()
-            outcome = self._look_after_trainers()
+            outcome = self._look_after_trainers(self._look_for_silence())
             if outcome is not None:
                 return outcome
-            for worker in self.workers:
-                self._look_after_worker(worker)
-            self._look_for_silence()
+            self.workers.look_after()
             self.look()
             time.sleep(POLL_S)
-
-    def _still_ours(self) -> bool:
-        """Whether no successor has taken the lease; looked at as often as heartbeats are."""
-        if time.time() - self._lease_seen < BEATS_S:
-            return True
-        self._lease_seen = time.time()
-        return self.lease.renew()
 
     def _ask_to_stop(self) -> None:
         """An orderly stop: the trainer ends its step and checkpoints; workers give their orders back."""
         self._asked = True
-        for member in [*self.trainers, *self.workers]:
-            if member.running and member.process is not None:
-                member.process.send_signal(signal.SIGTERM)
+        self.trainers.ask_to_stop()
+        self.workers.ask_to_stop()
 
-    def _look_after_trainers(self) -> dict[str, Any] | None:
-        if all(m.process is None for m in self.trainers):
-            if time.time() >= self.patience["trainer"].not_before:
+    def _look_after_trainers(self, silence: str | None) -> dict[str, Any] | None:
+        if not self.trainers.started:
+            if time.time() >= self.patience.not_before:
                 self._start_trainers()
             return None
-        codes = {m: m.process.poll() for m in self.trainers if m.process is not None}
-        if all(code is None for code in codes.values()):
+        ending = self.trainers.ending() or (Ending(None, silence) if silence else None)
+        if ending is None:
             return None
-        lead = codes[self.trainers[0]]
-        if lead in FINAL:
-            final = FINAL[Exit(lead)]
-            reason = self.failure or (self.trainers[0].error() if final == "failed" else "")
-            return self._outcome("failed" if self.failure else final, reason)
-        if lead is None and all(code in (None, *FINAL) for code in codes.values()):
-            return None  # the others leave a moment before rank 0
-        ended = {m.name: how_it_ended(code) for m, code in codes.items() if code is not None}
-        return self._lost_trainer(", ".join(f"{name}: {how}" for name, how in ended.items()))
+        if ending.final is None and not self._asked:
+            return self._lost_trainers(ending)
+        if self.workers.failure or ending.final == "failed":
+            fatal = self.workers.fatal or ending.final == "failed"
+            return self._outcome("failed", self.workers.failure or ending.reason) | {"fatal": fatal}
+        reason = ending.reason if ending.final else f"lost while stopping: {ending.reason}"
+        if ending.final == "done":
+            return self._outcome("done", reason)
+        return self._outcome("stopped" if self.run.stop.exists() else self._interrupted, reason)
 
-    def _lost_trainer(self, reason: str) -> dict[str, Any] | None:
-        if self._asked:
-            return self._outcome(
-                "failed" if self.failure else "stopped", self.failure or f"lost while stopping: {reason}"
-            )
-        for member in self.trainers:
-            member.end(grace_s=0)
-            member.process = None
+    def _lost_trainers(self, ending: Ending) -> dict[str, Any] | None:
         step = (read_beat(self.run, "trainer-0") or {}).get("step")
-        self._say("lost", role="trainer", reason=reason, step=step)
-        if not self.patience["trainer"].failed(reason, step):
-            return self._outcome("failed", self._too_often("trainer", self.trainers[0], reason))
-        for member in self.trainers:
-            member.attempt += 1
+        self.telemetry.metrics("lost", role="trainer", reason=ending.reason, step=step)
+        log = self.run.logs / f"trainer-0.{self.trainers.attempt:04d}.log"
+        self.trainers.end(grace_s=0)
+        if not self.patience.failed(ending.reason, step):
+            said = self.trainers.last_words()
+            return self._outcome("failed", self.patience.exhausted("trainer", ending.reason, said, log))
         return None
 
     def _start_trainers(self) -> None:
         incarnation = self.lease.new_incarnation()
-        for rank, member in enumerate(self.trainers):
-            member.start(["--incarnation", str(incarnation), "--rank", str(rank), "--world", str(len(self.trainers))])
-        self._say("restart", role="trainer", attempt=self.trainers[0].attempt, incarnation=incarnation.name)
+        self.trainers.start(incarnation)
+        self.telemetry.metrics("restart", role="trainer", attempt=self.trainers.attempt, incarnation=incarnation.name)
 
-    def _look_after_worker(self, worker: Member) -> None:
-        patience = self.patience[worker.name]
-        if worker.process is None:
-            if not self._asked and time.time() >= patience.not_before:
-                self._start_worker(worker)
-            return
-        code = worker.process.poll()
-        if code is None:
-            return
-        worker.process = None
-        orderly = code == Exit.STOPPED
-        given = self.queue.give_back(worker.workplace, lost=not orderly)
-        if code == Exit.FATAL:
-            self.failure = self.failure or f"{worker.name}: {worker.error()}"
-        if self._asked or code == Exit.FATAL:
-            return
-        reason = how_it_ended(code)
-        orders = (read_beat(self.run, worker.name) or {}).get("orders")
-        self._say("lost", role=worker.name, reason=reason, orders_given_back=given)
-        if not patience.failed(reason, (worker.attempt, orders) if orders else None):
-            self.failure = self._too_often(worker.name, worker, reason)
-            return
-        worker.attempt += 1
-
-    def _start_worker(self, worker: Member) -> None:
-        worker.workplace = f"{worker.name}-{self.lease.number:06d}-{worker.attempt:04d}"
-        worker.start(["--workplace", worker.workplace])
-        self._say("restart", role=worker.name, attempt=worker.attempt)
-
-    def _look_for_silence(self) -> None:
-        """Kill what has not said a word for too long; that it ended is noticed like any other end."""
-        if time.time() - self._beats_read < BEATS_S:
-            return
-        self._beats_read = time.time()
-        for member in [*self.trainers, *self.workers]:
-            silent_s = member.silent_for(self.recipe.supervision) if member.running else None
-            if silent_s is not None and member.process is not None:
-                self._say("silent", role=member.name, reason=f"no heartbeat for {silent_s:.0f} s: killed")
-                member.process.kill()
+    def _look_for_silence(self) -> str | None:
+        """Which trainer has not said a word for too long, in words; looks at files, so only twice a second."""
+        if time.time() - self._looked_at_beats < BEATS_S:
+            return None
+        self._looked_at_beats = time.time()
+        if not self.lease.renew():
+            raise RunError(
+                f"another supervisor has taken over '{self.run.root}': this one ends its processes and leaves"
+            )
+        self.workers.look_for_silence()
+        return self.trainers.silent()
 
     def _end_all(self) -> None:
-        for member in [*self.workers, *self.trainers]:
-            if member.running and member.process is not None:
-                member.process.send_signal(signal.SIGTERM)
-        for member in self.workers:
-            member.end(GRACE_S if self.interrupts < 2 else 0)
-            if member.workplace:
-                self.queue.give_back(member.workplace, lost=False)
-        for member in self.trainers:
-            member.end(GRACE_S if self.interrupts < 2 else 0)
-
-    def _too_often(self, name: str, member: Member, reason: str) -> str:
-        return (
-            f"{name} was lost {self.patience[name].failures} times without progress (supervision.max_restarts = "
-            f"{self.recipe.supervision.max_restarts}), last: {reason}; {member.error()}; its log: {member.log}"
-        )
+        grace_s = GRACE_S if self.interrupts < 2 else 0
+        self.trainers.ask_to_stop()
+        self.workers.end(grace_s)
+        self.trainers.end(grace_s)
 
     def _outcome(self, outcome: str, reason: str) -> dict[str, Any]:
         beat = read_beat(self.run, "trainer-0") or {}
@@ -208,14 +149,7 @@ class Supervisor:
     def _write_outcome(self, outcome: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a full disk must not hide the reason that is printed next
             replace(self.run.outcome, to_json(outcome))
-        self._say("outcome", **outcome)
-
-    def _say(self, kind: str, **values: Any) -> None:
-        self.telemetry.metrics(kind=kind, **{k: v for k, v in values.items() if k != "time"})
-
-    def _member(self, role: str, name: str) -> Member:
-        before = len(list(self.run.logs.glob(f"{name}.*.log")))
-        return Member(self.run, role, name, attempt=before)
+        self.telemetry.metrics("outcome", **{k: v for k, v in outcome.items() if k != "time"})
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

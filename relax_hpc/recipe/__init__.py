@@ -8,6 +8,7 @@ from relax_hpc.recipe.load import (
     dump_recipe,
     load_recipe,
     resumable,
+    site_file,
     sources,
 )
 from relax_hpc.recipe.problems import RecipeError
@@ -23,5 +24,6 @@ __all__ = [
     "dump_recipe",
     "load_recipe",
     "resumable",
+    "site_file",
     "sources",
 ]

@@ -13,7 +13,8 @@ import annotated_types
 import tomli_w
 from pydantic.fields import FieldInfo
 
-from relax_hpc.recipe.schema import Recipe, Table
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.table import Table
 
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", Any: "anything"}
 _BOUNDS = {annotated_types.Gt: ">", annotated_types.Ge: ">=", annotated_types.Lt: "<", annotated_types.Le: "<="}

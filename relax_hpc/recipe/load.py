@@ -5,11 +5,15 @@
 A run is resumed from anywhere, so no relative path is kept. What must be there already (prompt files, model.path,
 FILE.py:NAME) is looked up in the recipe's folder first, then in the working directory; a value from `--set` the other
 way round. What the run makes (run.root, spool.front) is seen from the working directory. `~` is the home directory.
+
+A site profile is a TOML file with what is the same for all recipes at a site (account, partition, modules). It is laid
+under the recipe: the recipe wins, and --set wins over both. It is read where a run is made, never where one goes on.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +24,12 @@ from pydantic import ValidationError
 
 from relax_hpc.recipe.describe import alias, mark, toml
 from relax_hpc.recipe.problems import RecipeError, explain
-from relax_hpc.recipe.schema import Recipe, Table
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.table import Table
+
+Where = Literal["default", "site", "file", "--set"]
+SITE_VARIABLE = "RELAX_HPC_SITE"
+SITE_FILE = Path("~/.config/relax_hpc/site.toml")
 
 
 class Row(NamedTuple):
@@ -29,7 +38,7 @@ class Row(NamedTuple):
     key: str
     value: str
     """In TOML; "(absent)" for a key or table that is not there."""
-    where: Literal["default", "file", "--set"]
+    where: Where
 
 
 class Change(NamedTuple):
@@ -40,11 +49,27 @@ class Change(NamedTuple):
     new: Any
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe in the TOML file at `path`, with overrides "a.b=c". Raises RecipeError."""
-    data = _read(Path(path))
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), site: Path | None = None) -> Recipe:
+    """The recipe in the TOML file at `path` over the profile at `site`, with overrides "a.b=c". Raises RecipeError."""
+    data = _over(_read(site) if site else {}, _read(Path(path)))
     given = _override(data, overrides)
-    return _check(data, str(path), Path(path).parent.resolve(), given)
+    where = f"{path} (over the site profile {site})" if site else str(path)
+    return _check(data, where, Path(path).parent.resolve(), given)
+
+
+def site_file(given: str | Path | None = None) -> Path | None:
+    """The site profile in force: the given one, $RELAX_HPC_SITE, or the one in ~/.config; None where there is none."""
+    named = str(given) if given is not None else os.environ.get(SITE_VARIABLE, "")
+    if not named:
+        path = SITE_FILE.expanduser()
+        return path if path.is_file() else None
+    path = Path(named).expanduser().absolute()
+    if not path.is_file():
+        by = "--site" if given is not None else f"${SITE_VARIABLE}"
+        raise RecipeError(
+            f"{by}: no site profile at '{path}': name a TOML file with the site's defaults, or leave it out"
+        )
+    return path
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -52,16 +77,20 @@ def dump_recipe(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
-def sources(recipe: Recipe, path: str | Path, overrides: Sequence[str] = ()) -> list[Row]:
-    """Every key of a recipe that was loaded from `path` with `overrides`: its value, and where that comes from."""
-    data = _read(Path(path))
-    given = _override(data, overrides)
-    in_file = dict(_leaves(data))
+def sources(recipe: Recipe, path: str | Path, overrides: Sequence[str] = (), site: Path | None = None) -> list[Row]:
+    """Every key of a recipe that `load_recipe` loaded from the same: its value, and where that comes from."""
+    data, profile = _read(Path(path)), _read(site) if site else {}
+    in_site, own = dict(_leaves(profile)), dict(_leaves(data))
+    whole = _over(profile, data)
+    given = _override(whole, overrides)
+    in_file = {key for key, _ in _leaves(whole) if key in own}
 
-    def where(key: str) -> Literal["default", "file", "--set"]:
+    def where(key: str) -> Where:
         if key in given:
             return "--set"
-        return "file" if key in in_file else "default"
+        if key in in_file:
+            return "file"
+        return "site" if key in in_site else "default"
 
     return [Row(key, toml(value), where(key)) for key, value in _leaves(_plain(recipe))]
 
@@ -81,12 +110,13 @@ def change_on_resume(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     given = _override(data, overrides)
     changed = _check(data, "--set", Path.cwd(), given)
     allowed = resumable(recipe)
-    refused = [change for change in differences(recipe, changed) if change.key not in allowed]
+    refused = [change for change in differences(recipe, changed) if not _within(change.key, allowed)]
     if refused:
+        listed = list(dict.fromkeys("[slurm]" if key.split(".")[0] == "slurm" else key for key in allowed))
         shown = ", ".join(f"{c.key} ({toml(c.old)} -> {toml(c.new)})" for c in refused)
         raise RecipeError(
             f"a resumed run cannot change {shown}: it would be another run; start one from a checkpoint with --fork. "
-            f"What can change on resume: {', '.join(allowed)}"
+            f"What can change on resume: {', '.join(listed)}"
         )
     return changed
 
@@ -94,6 +124,19 @@ def change_on_resume(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 def resumable(recipe: Recipe) -> list[str]:
     """The keys of this recipe that a resumed run may change."""
     return [key for key, field_is_resumable in _marked(recipe, "") if field_is_resumable]
+
+
+def _within(key: str, allowed: list[str]) -> bool:
+    """Whether `key` is one of `allowed`, or lies in one that is a table."""
+    return any(key == other or key.startswith(f"{other}.") for other in allowed)
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` laid over `below`, table by table."""
+    both = {
+        k: _over(below[k], v) if isinstance(v, dict) and isinstance(below.get(k), dict) else v for k, v in above.items()
+    }
+    return {**below, **both}
 
 
 def _read(path: Path) -> dict[str, Any]:

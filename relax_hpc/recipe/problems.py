@@ -7,7 +7,8 @@ from typing import Any, get_origin
 from pydantic import ValidationError
 
 from relax_hpc.recipe.describe import Place, alias, closest, locate, member_name, overview, tables, toml, type_text
-from relax_hpc.recipe.schema import Recipe, Table
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.table import Table
 
 _LONGEST_VALUE = 120
 """Characters of a wrong value that an error shows."""

@@ -9,29 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-
-def Key(
-    default: Any = ..., help: str = "", *, resume: bool = False, looked_up: bool = False, **constraints: Any
-) -> Any:
-    """A recipe key: its default, its sentence, and whether a resumed run may change it.
-
-    `looked_up`: a path or FILE.py:NAME that must be there; a relative one is looked up beside the recipe first.
-    """
-    return Field(default, description=help, json_schema_extra={"resume": resume, "looked_up": looked_up}, **constraints)
-
-
-def conflict(message: str) -> PydanticCustomError:
-    """An error about keys that do not fit together; `message` names every number and the fix."""
-    return PydanticCustomError("conflict", "{message}", {"message": message})
-
-
-class Table(BaseModel):
-    """A table of the recipe: unknown keys are refused, values do not change after they were checked."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+from relax_hpc.recipe.slurm import Slurm
+from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
 
 
 class Run(Table):
@@ -82,22 +63,9 @@ class TinyModel(Table):
         return self
 
 
-def _named(*, default: Any) -> Discriminator:
-    """Pick a union's member by `name`; where it is not given, `default(table)` says which."""
-
-    def pick(value: Any) -> str:
-        if isinstance(value, Table):
-            return str(getattr(value, "name"))  # noqa: B009
-        if not isinstance(value, dict):
-            return "?"
-        return str(value.get("name", default(value)))
-
-    return Discriminator(pick)
-
-
 Model = Annotated[
     Union[Annotated[PathModel, Tag("path")], Annotated[TinyModel, Tag("tiny")]],
-    _named(default=lambda v: "path" if "path" in v else "tiny"),
+    named(default=lambda v: "path" if "path" in v else "tiny"),
 ]
 
 
@@ -159,7 +127,7 @@ class OwnAlgorithm(Algorithm):
 
 AnyAlgorithm = Annotated[
     Union[Annotated[Grpo, Tag("grpo")], Annotated[OwnAlgorithm, Tag("own")]],
-    _named(default=lambda v: "own" if "factory" in v else "grpo"),
+    named(default=lambda v: "own" if "factory" in v else "grpo"),
 ]
 
 
@@ -179,7 +147,8 @@ class Trainer(Table):
     """The trainer role."""
 
     backend: Literal["torch"] = Key("torch", "Hugging Face transformers on torch, data parallel.")
-    processes: PositiveInt = Key(1, "Data-parallel processes.")
+    processes: PositiveInt = Key(1, "Data-parallel processes, over all nodes.")
+    nodes: PositiveInt = Key(1, "Nodes that share the processes evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key(
         "auto", "Where the model lives; `auto` takes a GPU where there is one."
@@ -202,12 +171,18 @@ class Trainer(Table):
         16384, "Token budget of one forward and backward on one process.", resume=True
     )
 
+    @model_validator(mode="after")
+    def _spreads(self) -> Trainer:
+        even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)
+        return self
+
 
 class Rollout(Table):
     """The rollout role."""
 
     engine: Literal["torch"] = Key("torch", "Batched generation with transformers in the worker's process.")
-    workers: PositiveInt = Key(1, "Worker processes; each plays one order at a time.", resume=True)
+    workers: PositiveInt = Key(1, "Worker processes, over all nodes; each plays one order at a time.", resume=True)
+    nodes: PositiveInt = Key(1, "Nodes that share the workers evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each worker.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key(
         "auto", "Where the engine lives; `auto` takes a GPU where there is one."
@@ -234,6 +209,11 @@ class Rollout(Table):
     max_attempts: PositiveInt = Key(
         8, "Workers that may die on one order before its groups are kept as failed.", resume=True
     )
+
+    @model_validator(mode="after")
+    def _spreads(self) -> Rollout:
+        even_share("rollout.workers", self.workers, "rollout.nodes", self.nodes)
+        return self
 
 
 class Weights(Table):
@@ -287,7 +267,7 @@ class ReasoningGymSource(Source):
 
 AnySource = Annotated[
     Union[Annotated[FileSource, Tag("file")], Annotated[ReasoningGymSource, Tag("reasoning_gym")]],
-    _named(default=lambda v: "reasoning_gym" if "task" in v else "file"),
+    named(default=lambda v: "reasoning_gym" if "task" in v else "file"),
 ]
 
 
@@ -330,6 +310,19 @@ class Supervision(Table):
         120.0, "A role without a heartbeat for this long is killed and started again.", resume=True
     )
     start_s: PositiveFloat = Key(600.0, "The same, before a role's first progress (loading, warm-up).", resume=True)
+    agent_silent_s: PositiveFloat = Key(
+        15.0,
+        "On a cluster: a rollout node that is not heard of for this long counts as lost, and others play its orders.",
+        resume=True,
+    )
+    leader_silent_s: PositiveFloat = Key(
+        60.0,
+        "On a cluster: rollout nodes end the job of a leader whose lease is silent for this long, so that its successor begins.",
+        resume=True,
+    )
+    leader_wait_s: PositiveFloat = Key(
+        3600.0, "On a cluster: rollout nodes that wait this long for a leader leave.", resume=True
+    )
     max_restarts: int = Key(
         10, "Restarts of one role without progress in between before the run fails.", ge=0, resume=True
     )
@@ -355,6 +348,7 @@ class Recipe(Table):
     evaluation: Evaluation | None = None
     spool: Spool = Spool()
     supervision: Supervision = Supervision()
+    slurm: Slurm | None = Key(None, "How the run is sent to a Slurm cluster.", resume=True)
 
     @property
     def orders_per_step(self) -> int:
@@ -376,4 +370,9 @@ class Recipe(Table):
             )
         if self.warmup and any(isinstance(s, FileSource) and not s.answer_key for s in self.source):
             raise conflict("[warmup] learns the sources' answers, but a source has an empty answer_key")
+        if self.slurm and self.slurm.shape == "single" and self.trainer.nodes != self.rollout.nodes:
+            raise conflict(
+                f"slurm.shape = 'single' puts both groups on the same nodes, but trainer.nodes = {self.trainer.nodes} "
+                f"and rollout.nodes = {self.rollout.nodes}: make them equal, or use slurm.shape = 'split'"
+            )
         return self

@@ -36,7 +36,14 @@ def main() -> None:
     parser.add_argument("--incarnation", help="trainer: folder through which it commits")
     parser.add_argument("--rank", type=int, default=0, help="trainer: this process among --world")
     parser.add_argument("--world", type=int, default=1)
+    parser.add_argument(
+        "--slurm-task", action="store_true", help="trainer: the rank is that of the Slurm task, NAME is NAME-RANK"
+    )
+    parser.add_argument("--deadline", type=float, help="trainer: Unix time at which this allocation ends")
     arguments = parser.parse_args()
+    if arguments.slurm_task:
+        arguments.rank = int(os.environ["SLURM_PROCID"])
+        arguments.name = f"{arguments.name}-{arguments.rank}"
     set_up_logging(arguments.name)
     process = RoleProcess(arguments)
     code = run(process, arguments.role)

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from relax_hpc.roles.trainer import TrainerRole
 
 
+MARGIN_S = 10.0
+"""Kept free before the allocation's end, beside what a step and a checkpoint were seen to take."""
+
+
 @dataclass(frozen=True, slots=True)
 class Word:
     """What rank 0 decided; all ranks act on it."""
@@ -56,7 +60,7 @@ class Lead:
         self.publisher = FilePublisher(run, via, self.incarnation)
         held_out = role.sources.held_out(recipe.evaluation.prompts) if recipe.evaluation else []
         self.evaluations = Evaluations(run, recipe, queue, held_out)
-        self.waited_s, self.last_step_at = 0.0, time.perf_counter()
+        self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or from nothing."""
@@ -91,7 +95,7 @@ class Lead:
         """What all ranks do next."""
         role, steps = self.role, self.recipe.run.steps
         self.report_scores()
-        if self.process.stopping or role.run.stop.exists():
+        if self.process.stopping or role.run.stop.exists() or self.out_of_time():
             return Word("end", exit=Exit.STOPPED)
         if role.step >= steps:
             self.request_score()
@@ -110,6 +114,13 @@ class Lead:
             check_failures(entry, self.recipe.trainer.prompts_per_step, self.recipe.rollout.max_failed_fraction)
             return Word("step", entry)
         return self.make_room() or Word("wait")
+
+    def out_of_time(self) -> bool:
+        """Whether the allocation may end before another step and its checkpoint do: then none is begun."""
+        deadline = self.process.arguments.deadline
+        if deadline is None:
+            return False
+        return bool(time.time() + 1.5 * self.longest_step_s + 2 * self.role.save_s + MARGIN_S > deadline)
 
     def make_room(self) -> Word | None:
         """When the quota holds orders back and nothing is left to train on: checkpoint early, so that old shards may go."""
@@ -146,6 +157,7 @@ class Lead:
         )
         for order, length in self.intake.late_arrivals():
             self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
+        self.longest_step_s = max(now - self.last_step_at, 0.9 * self.longest_step_s)
         self.waited_s, self.last_step_at = 0.0, now
 
     def request_score(self) -> None:

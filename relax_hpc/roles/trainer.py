@@ -68,7 +68,7 @@ class TrainerRole:
         self.algorithm = make_algorithm(recipe.algorithm)
         self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
         self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
-        self.step, self.saved_step = 0, -1
+        self.step, self.saved_step, self.save_s = 0, -1, 0.0
         holdout = recipe.evaluation.holdout if recipe.evaluation else 0.0
         self.context = int(AutoConfig.from_pretrained(process.run.model).max_position_embeddings)
         self.sources = PromptSources(recipe.source, self.tokenizer, self.context, holdout)
@@ -138,6 +138,8 @@ class TrainerRole:
         if self.world > 1:
             dist.broadcast_object_list(words, src=0)
         word: Word = words[0]
+        if word.do == "wait" and not self.via.exists():
+            raise FileNotFoundError(self.via)  # fenced: a node that was cut off may wait here for ever
         self.beat("waiting for data" if word.do == "wait" else "training")
         return word
 
@@ -162,9 +164,9 @@ class TrainerRole:
         began = time.perf_counter()
         self.beat("checkpointing")
         self.process.when_room(lambda: self._save(keep), f"the checkpoint of step {self.step}")
-        self.saved_step = self.step
+        self.saved_step, self.save_s = self.step, time.perf_counter() - began
         if self.lead:
-            self.process.telemetry.metrics(kind="checkpoint", step=self.step, seconds=time.perf_counter() - began)
+            self.process.telemetry.metrics(kind="checkpoint", step=self.step, seconds=self.save_s)
 
     def _save(self, keep: int) -> None:
         folder = checkpoint.begin(self.via, self.step) if self.lead else self.via

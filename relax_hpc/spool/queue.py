@@ -127,7 +127,7 @@ class Queue:
 
     # the supervisor's side
 
-    def give_back(self, worker: str, *, lost: bool) -> list[str]:
+    def give_back(self, worker: str, lost: bool) -> list[str]:
         """Open a worker's claims again; `lost`: it died on them. Returns the order ids. Its folder is removed."""
         folder = self._run.claimed_orders / worker
         given = []

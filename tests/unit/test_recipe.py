@@ -19,7 +19,8 @@ from relax_hpc.recipe import (
     sources,
 )
 from relax_hpc.recipe.describe import keys, tables
-from relax_hpc.recipe.schema import FileSource, Grpo, ReasoningGymSource, Table, TinyModel
+from relax_hpc.recipe.schema import FileSource, Grpo, ReasoningGymSource, TinyModel
+from relax_hpc.recipe.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

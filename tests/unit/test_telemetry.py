@@ -22,13 +22,13 @@ def run(tmp_path: Path) -> RunDir:
 
 def test_a_line_that_a_kill_cut_spoils_only_itself(run: RunDir) -> None:
     path = run.metrics / "trainer-0.jsonl"
-    Telemetry(run, "trainer-0", 0).metrics(step=1)
+    Telemetry(run, "trainer-0", 0).metrics("test", step=1)
     path.write_bytes(path.read_bytes() + b'{"step": 2, "rew')
     records, offset = read_metrics(path)
     assert [r["step"] for r in records] == [1]
     after = Telemetry(run, "trainer-0", 1)
-    after.metrics(step=3)
-    after.metrics(step=4)
+    after.metrics("test", step=3)
+    after.metrics("test", step=4)
     more, end = read_metrics(path, offset)
     assert [r["step"] for r in more] == [3, 4] and end == path.stat().st_size
     assert [r["step"] for r in read_metrics(path)[0]] == [1, 3, 4]
@@ -48,8 +48,8 @@ def test_a_line_that_a_full_disk_cut_spoils_only_itself(run: RunDir) -> None:
         "import resource, signal, sys; from relax_hpc.run_dir import RunDir; from relax_hpc.telemetry import Telemetry\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); t = Telemetry(RunDir(sys.argv[1]), 'r', 0)\n"
         "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
-        "t.metrics(step=1); resource.setrlimit(resource.RLIMIT_FSIZE, (120, hard)); t.metrics(step=2, long='x' * 100)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); t.metrics(step=3); t.metrics(step=4)"
+        "t.metrics('test', step=1); resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard)); t.metrics('test', step=2, long='x' * 100)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)); t.metrics('test', step=3); t.metrics('test', step=4)"
     )
     subprocess.run([sys.executable, "-c", code, str(run.root)], check=True)
     assert b"xxx" in (run.metrics / "r.jsonl").read_bytes(), "nothing was cut: the test proves nothing"

@@ -1,0 +1,121 @@
+"""The agent of a rollout node: keeps the workers of its node alive, and says in its heartbeat which there are.
+
+    srun (one task a node) ► agent ► workers 1 … k of this node        heartbeats/agent-….json: who works, who was lost
+                                                                                  └► the supervisor gives claims back
+It outlives the trainer: when the run's leader is lost it waits for the successor, and it leaves when the run is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+import uuid
+from typing import Any
+
+from relax_hpc.launch.lease import Holder
+from relax_hpc.launch.slurm.queue_state import cancel
+from relax_hpc.launch.workers import GRACE_S, LocalWorkers
+from relax_hpc.recipe import load_recipe
+from relax_hpc.run_dir import RunDir, open_existing, publish, read_json, to_json
+from relax_hpc.telemetry import Telemetry, set_up_logging
+
+POLL_S = 0.05
+LOOK_S = 1.0
+"""How often the run's state is looked at."""
+CORE = "core"
+"""The group that a recipe asks for; further ones come and go."""
+OVER = ("done", "stopped", "failed")
+
+
+class Agent:
+    """One node's workers."""
+
+    def __init__(self, run: RunDir, about: dict[str, Any], names: list[str]) -> None:
+        self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
+        self.telemetry = Telemetry(run, f"agent-{about['step']}-{about['index']}", attempt=0)
+        self.workers = LocalWorkers(run, self.recipe, names, uuid.uuid4().hex[:8], self.gone, self.telemetry.metrics)
+        self._said: dict[str, Any] = {}
+        self.left: dict[str, bool] = {}
+        """Workplaces that are not in use any more, and whether their worker died; until the supervisor took them over."""
+        self.leaving = False
+        self.leader = Holder(run)
+
+    def gone(self, workplace: str, lost: bool) -> list[str]:
+        self.left[workplace] = lost
+        return []
+
+    def work(self) -> None:
+        """Until the run is over, or this node's time is."""
+        looked_at = 0.0
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, self._leave)
+        while not self.leaving and not self.workers.failure:
+            self.workers.look_after()
+            self.say()
+            if time.time() - looked_at > LOOK_S:
+                looked_at = time.time()
+                self.workers.look_for_silence()
+                self.leaving = self.over()
+            time.sleep(POLL_S)
+        self.workers.ask_to_stop()
+        self.say()
+        self.workers.end(GRACE_S)
+        self.say(ended=True)
+
+    def over(self) -> bool:
+        """Whether there is nothing to wait for; a leader that is lost is ended here, so that its successor can begin."""
+        outcome = read_json(self.run.outcome)
+        if outcome is not None and outcome["outcome"] in OVER:
+            return True
+        silent_s = self.leader.silent_for()
+        if silent_s > self.recipe.supervision.leader_silent_s and self.leader.job:
+            # The successor must not take this for a person's scancel.
+            why = {
+                "by": self.telemetry.role,
+                "reason": f"its lease was silent for {silent_s:.0f} s",
+                "time": time.time(),
+            }
+            publish(self.run.slurm / "ended" / f"{self.leader.job}.json", to_json(why))
+            cancel([self.leader.job])
+            self.leader.forget()
+        return silent_s > self.recipe.supervision.leader_wait_s
+
+    def say(self, ended: bool = False) -> None:
+        """The heartbeat; written at once when something changed."""
+        in_use = self.workers.in_use()
+        self.left = {w: lost for w, lost in self.left.items() if (self.run.claimed_orders / w).exists()}
+        state = "gone" if ended else "draining" if self.leaving else "starting" if not in_use else "active"
+        about: dict[str, Any] = {
+            "workplaces": in_use,
+            "left": self.left,
+            "failure": self.workers.failure,
+            "fatal": self.workers.fatal,
+        }
+        self.telemetry.beat(state, at_once=about != self._said, **self.about, **about)
+        self._said = about
+
+    def _leave(self, number: int, frame: Any) -> None:
+        self.leaving = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m relax_hpc.launch.agent", description="The workers of one node.")
+    parser.add_argument("run", help="the run directory")
+    parser.add_argument("--group", required=True, help="name of the group of nodes, such as core or job-1234")
+    parser.add_argument("--step", required=True, help="what the agents of one srun have in common, and no others")
+    parser.add_argument("--index", type=int, help="which node of the group; that of the Slurm task by default")
+    parser.add_argument("--workers", type=int, required=True, help="workers on this node")
+    arguments = parser.parse_args()
+    index = int(os.environ["SLURM_PROCID"]) if arguments.index is None else arguments.index
+    set_up_logging(f"agent-{arguments.group}-{index}")
+    about = {"group": arguments.group, "step": arguments.step, "index": index, "job": os.environ.get("SLURM_JOB_ID")}
+    first = index * arguments.workers
+    prefix = "rollout" if arguments.group == CORE else f"rollout-{arguments.group}"
+    names = [f"{prefix}-{first + i}" for i in range(arguments.workers)]
+    Agent(open_existing(arguments.run), about, names).work()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""What runs inside Slurm jobs: the leader (a supervisor that starts the groups as steps), or a job of rollout nodes.
+
+leader:  is the run over? ► lease ► queue the successor ► supervise ► outcome ► cancel or requeue
+rollout: srun one agent a node, until the run is over or the job's time is
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+
+from relax_hpc.launch.agent import CORE
+from relax_hpc.launch.lease import Lease, acquire
+from relax_hpc.launch.slurm.agents import JobAgents, StepAgents, agent_command
+from relax_hpc.launch.slurm.chain import Chain
+from relax_hpc.launch.slurm.plan import make_plan
+from relax_hpc.launch.slurm.queue_state import end_of_job
+from relax_hpc.launch.slurm.steps import rollout_step, step_python, trainer_step
+from relax_hpc.launch.slurm.trainers import Step, StepTrainers
+from relax_hpc.launch.supervisor import Supervisor
+from relax_hpc.launch.view import live
+from relax_hpc.launch.workers import GRACE_S, Workers
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir, RunError, open_existing
+from relax_hpc.telemetry import Telemetry
+
+HELD_S = 90.0
+"""How long a job waits for a lease whose holder Slurm knows nothing of."""
+
+
+def lead(run: RunDir) -> int:
+    """Go on with the run as its leader until it, or this job, is over; the exit code."""
+    recipe, job = load_recipe(run.recipe), os.environ["SLURM_JOB_ID"]
+    assert recipe.slurm is not None
+    chain = Chain(run, recipe.slurm, job)
+    console = Console()
+    reason = chain.begin()
+    if reason is not None:
+        console.print(f"nothing to do: {reason}", soft_wrap=True, markup=False)
+        return 0
+    lease = wait_for_lease(run)
+    with contextlib.suppress(RunError):  # it is written down; without a successor this job does what it can
+        chain.queue_successor()
+    try:
+        outcome = supervise(run, recipe, lease, console)
+    finally:
+        lease.release()
+    if outcome["outcome"] == "preempted" and chain.cancelled_by_a_person(job):
+        chain.stop(f"job {job} was cancelled by a person")
+        outcome = outcome | {"outcome": "stopped"}
+    console.print(f"{outcome['outcome']} at step {outcome['step']} {outcome['reason']}", soft_wrap=True, markup=False)
+    chain.end(outcome)
+    return 1 if outcome["outcome"] == "failed" else 0
+
+
+def supervise(run: RunDir, recipe: Recipe, lease: Lease, console: Console) -> dict[str, Any]:
+    plan, telemetry = make_plan(recipe), Telemetry(run, "supervisor", lease.number)
+    python = step_python(plan)
+    trainers = StepTrainers(run, recipe, [*trainer_step(plan), python], end_of_job(os.environ["SLURM_JOB_ID"]))
+    workers: Workers
+    if plan.slurm.shape == "split":
+        workers = JobAgents(run, recipe, telemetry)
+    else:
+        workers = StepAgents(run, recipe, [*rollout_step(plan), python], telemetry)
+    with live(run, console) as look:
+        supervisor = Supervisor(run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted")
+        return supervisor.supervise()
+
+
+def wait_for_lease(run: RunDir) -> Lease:
+    """The lease; of a holder that died a moment ago too. Raises RunError when it is held all the same."""
+    deadline = time.monotonic() + HELD_S
+    while True:
+        try:
+            return acquire(run)
+        except RunError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+
+
+def roll_out(run: RunDir, elastic: bool) -> int:
+    """The agents of this job's nodes, until they leave."""
+    recipe, job = load_recipe(run.recipe), os.environ["SLURM_JOB_ID"]
+    plan = make_plan(recipe)
+    step = Step(run, "srun-agents")
+    group = f"job{job}" if elastic else CORE
+    stop = False
+
+    def leave(number: int, frame: Any) -> None:
+        nonlocal stop
+        stop = True
+
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, leave)
+    python = [*rollout_step(plan, elastic=elastic), step_python(plan)]
+    step.start(
+        python, agent_command(run, recipe, group, step.id), f"agent-{group}-%t.{job}.log", f"srun-agents-{job}.log"
+    )
+    while step.running and not stop:
+        time.sleep(0.1)
+    if stop:
+        step.ask_to_stop()
+        step.end(2 * GRACE_S)
+    return step.process.returncode if step.process is not None and not stop else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m relax_hpc.launch.batch", description="What runs inside Slurm jobs."
+    )
+    parser.add_argument("part", choices=("leader", "rollout"))
+    parser.add_argument("run", help="the run directory")
+    parser.add_argument("--elastic", action="store_true", help="rollout: beyond what the recipe asks for")
+    arguments = parser.parse_args()
+    try:
+        run = open_existing(arguments.run)
+        code = lead(run) if arguments.part == "leader" else roll_out(run, arguments.elastic)
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

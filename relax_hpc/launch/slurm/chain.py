@@ -1,0 +1,143 @@
+"""Which job goes on with a run: successors queued in advance, requeueing where chains are not wanted, and when to stop.
+
+job k starts ► queues job k + 1 (afterany:k) ► … preempted, timed out, node lost … ► job k + 1 starts at once
+                                             ► done, stopped, cancelled by a person ► job k + 1 is cancelled
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from relax_hpc.launch.slurm.plan import KINDS, Kind
+from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
+from relax_hpc.launch.slurm.send import jobs, leaders, submit_script
+from relax_hpc.launch.supervisor import outcome_of
+from relax_hpc.recipe.slurm import Slurm
+from relax_hpc.run_dir import RunDir, RunError, replace, to_json
+from relax_hpc.telemetry import Telemetry
+
+OVER = ("done", "stopped")
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """A job that led the run, as written down when it began."""
+
+    job: str
+    steps: int
+    """Ledger entries there were."""
+    time: float
+
+
+class Chain:
+    """The leader jobs of a run, from inside one of them."""
+
+    def __init__(self, run: RunDir, slurm: Slurm, job: str) -> None:
+        self._run, self._slurm, self.job = run, slurm, job
+        self._leaders = leaders(run)
+        self._telemetry = Telemetry(run, "chain", attempt=0)
+
+    def begin(self) -> str | None:
+        """Why this job must not go on with the run, after cancelling what else waits; None when it must."""
+        before = self._read()
+        reason = self._over(before)
+        if reason is not None:
+            self.cancel_waiting()
+            return reason
+        mine = Leader(self.job, self._steps(), time.time())
+        replace(self._leaders, b"".join(json.dumps(asdict(leader)).encode() + b"\n" for leader in [*before, mine]))
+        return None
+
+    def queue_successor(self) -> None:
+        """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count."""
+        if self._slurm.restart != "chain":
+            return
+        waiting = self._waiting("leader")
+        for _ in range(self._slurm.queue_ahead - len(waiting)):
+            waiting.append(self._submit(after=waiting[-1] if waiting else self.job))
+
+    def end(self, outcome: dict[str, Any]) -> None:
+        """Cancel what waits when the run is over; have it go on when this job, not the run, came to its end."""
+        if outcome["outcome"] in OVER or outcome.get("fatal"):
+            self.cancel_waiting()
+        elif outcome["outcome"] == "preempted" and self._slurm.restart == "requeue":
+            self._requeue()
+
+    def cancelled_by_a_person(self, job: str) -> bool:
+        """Whether Slurm says that `job` was cancelled, and not by one of our own agents."""
+        return job_state([job])[job] == "CANCELLED" and not self._ended(job).exists()
+
+    def stop(self, reason: str) -> None:
+        """Write down that the run was stopped."""
+        replace(
+            self._run.outcome,
+            to_json({"outcome": "stopped", "reason": reason, "step": self._steps(), "time": time.time()}),
+        )
+
+    def cancel_waiting(self) -> None:
+        """Cancel the run's jobs that have not begun."""
+        cancel(self._waiting(*KINDS))
+
+    def _over(self, before: list[Leader]) -> str | None:
+        outcome = outcome_of(self._run)
+        if outcome is not None and (outcome["outcome"] in OVER or outcome.get("fatal")):
+            return f"{outcome['outcome']} already: {outcome['reason'] or outcome['step']}"
+        if before and before[-1].job != self.job and self.cancelled_by_a_person(before[-1].job):
+            reason = f"job {before[-1].job} was cancelled by a person"
+            self.stop(reason)
+            return reason
+        if len(before) >= self._slurm.max_jobs:
+            return self._fail(f"the run has had {len(before)} jobs (slurm.max_jobs = {self._slurm.max_jobs})")
+        lately = before[-self._slurm.max_idle_jobs :]
+        if len(lately) == self._slurm.max_idle_jobs and all(leader.steps == self._steps() for leader in lately):
+            return self._fail(
+                f"{len(lately)} jobs in a row made no step (slurm.max_idle_jobs = {self._slurm.max_idle_jobs}), the last is "
+                f"{lately[-1].job}: read {self._run.logs}, then send the run again with `relax-hpc submit {self._run.root}`"
+            )
+        return None
+
+    def _fail(self, reason: str) -> str:
+        about = {"outcome": "failed", "fatal": True, "reason": reason, "step": self._steps(), "time": time.time()}
+        replace(self._run.outcome, to_json(about))
+        return reason
+
+    def _requeue(self) -> None:
+        """Where scontrol is missing (in a container) or requeueing is disabled, a new job does the same."""
+        try:
+            done = subprocess.run(
+                ["scontrol", "requeue", self.job], capture_output=True, text=True, timeout=60, check=False
+            )
+            refused = done.stderr.strip() if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            refused = str(error)
+        if refused:
+            self._telemetry.metrics("refused", role="requeue", reason=refused)
+            self._submit(after=self.job)
+
+    def _submit(self, after: str) -> str:
+        try:
+            job = submit_script(self._run, "leader", after=after)
+        except RunError as error:
+            self._telemetry.metrics("refused", role="successor", reason=str(error))
+            raise
+        self._telemetry.metrics("queued", role="successor", job=job, after=after)
+        return job
+
+    def _waiting(self, *kinds: Kind) -> list[str]:
+        ids = [job["id"] for job in jobs(self._run) if job["kind"] in kinds and job["id"] != self.job]
+        return [job for job, state in job_state(ids).items() if state in WAITING]
+
+    def _ended(self, job: str) -> Any:
+        return self._run.slurm / "ended" / f"{job}.json"
+
+    def _read(self) -> list[Leader]:
+        if not self._leaders.exists():
+            return []
+        return [Leader(**json.loads(line)) for line in self._leaders.read_text().splitlines()]
+
+    def _steps(self) -> int:
+        return max((int(p.stem) + 1 for p in self._run.ledger.glob("*/[!.]*.json")), default=0)

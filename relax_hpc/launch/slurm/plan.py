@@ -1,0 +1,111 @@
+"""recipe ──► plan: which groups of processes, on how many nodes, in which jobs, with what. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.slurm import GPU_KEYS, Resources, Slurm
+from relax_hpc.run_dir import RunError
+
+GroupName = Literal["trainer", "rollout"]
+Kind = Literal["leader", "rollout", "elastic"]
+"""A job: the one with the run's supervisor; the rollout job of the split shape; a further rollout job of one node."""
+KINDS: tuple[Kind, ...] = ("leader", "rollout", "elastic")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The processes of one role."""
+
+    name: GroupName
+    nodes: int
+    per_node: int
+    """Processes of a node: trainer processes, or rollout workers."""
+    asks: Resources
+
+    @property
+    def has_gpus(self) -> bool:
+        return any(getattr(self.asks, key) is not None for key in GPU_KEYS)
+
+    @property
+    def node_gres(self) -> Counter[str]:
+        """What the group uses of a node, as --gres counts it: {"gpu:a100": 4}."""
+        if self.asks.gpus_per_task is not None:
+            kind, count = gpu_count(self.asks.gpus_per_task)
+            return Counter({kind: count * self.per_node})
+        if self.asks.gpus_per_node is not None:
+            kind, count = gpu_count(self.asks.gpus_per_node)
+            return Counter({kind: count})
+        return _gres(self.asks.gres or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run on a cluster."""
+
+    name: str
+    root: Path
+    """The directory of the run's directory: containers must see it."""
+    slurm: Slurm
+    trainer: Group
+    rollout: Group
+
+    @property
+    def jobs(self) -> tuple[Kind, ...]:
+        """The jobs that are sent to start the run; elastic ones may come later."""
+        return ("leader", "rollout") if self.slurm.shape == "split" else ("leader",)
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether both groups see the same GPUs: one job, and [slurm] says the node's GPUs rather than a group's."""
+        given = any(getattr(self.slurm, key) is not None for key in ("gpus_per_node", "gres"))
+        own = (g for g in (self.slurm.trainer, self.slurm.rollout) if g is not None)
+        return (
+            self.slurm.shape == "single" and given and not any(getattr(g, k) is not None for g in own for k in GPU_KEYS)
+        )
+
+    @property
+    def elastic(self) -> Group:
+        """The group of one elastic job: a node of rollout."""
+        return Group("rollout", 1, self.rollout.per_node, self.rollout.asks)
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """The plan of a recipe. Raises RunError when it has no [slurm] table."""
+    if recipe.slurm is None:
+        raise RunError(
+            "the recipe has no [slurm] table, so nothing says how to send it to a cluster: add one (an empty one asks for "
+            "the defaults: two jobs of an hour), or a site profile, or --set slurm.partition=NAME"
+        )
+    trainer, rollout = recipe.trainer, recipe.rollout
+    return Plan(
+        recipe.run.name,
+        recipe.run.root,
+        recipe.slurm,
+        Group("trainer", trainer.nodes, trainer.processes // trainer.nodes, recipe.slurm.group("trainer")),
+        Group("rollout", rollout.nodes, rollout.workers // rollout.nodes, recipe.slurm.group("rollout")),
+    )
+
+
+def gpu_count(value: int | str) -> tuple[str, int]:
+    """GPUs as (name in --gres, count): 4 is ("gpu", 4), "a100:4" is ("gpu:a100", 4)."""
+    kind, _, count = str(value).rpartition(":")
+    return (f"gpu:{kind}" if kind else "gpu"), int(count)
+
+
+def gres_text(gres: Counter[str]) -> str:
+    """As --gres takes it."""
+    return ",".join(f"{name}:{count}" for name, count in gres.items())
+
+
+def _gres(text: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(?P<name>.+):(?P<count>\d+)", part)
+        found[match["name"] if match else part] += int(match["count"]) if match else 1
+    return found

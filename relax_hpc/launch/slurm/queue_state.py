@@ -1,0 +1,198 @@
+"""What Slurm says of jobs: their state, why they wait, how to end them. Polite: what cannot be asked is unknown.
+
+    squeue ──► not there any more ──► sacct, where the site has accounting ──► GONE
+    no squeue (in a container, on a compute node) ──► scontrol
+
+The rows of a heterogeneous job (6+0, 6+1) are one job, in the state of its first component.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import NamedTuple
+
+ANSWER_S = 60.0
+"""How long a Slurm command may take; a busy controller needs many seconds."""
+GONE = "GONE"
+"""Slurm answers, and does not know the job any more: it ended a while ago."""
+WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
+ALIVE = WAITING | {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+"""States of a job that still holds a place in the queue or on nodes; all others have ended."""
+_REASONS = {
+    "None": "about to be looked at",
+    "Priority": "other jobs come first",
+    "Resources": "next in line, waits for nodes to become free",
+    "Dependency": "waits for the job before it to end",
+    "DependencyNeverSatisfied": "waits for a job in a way that can never come true: cancel it",
+    "BeginTime": "its earliest start has not come; after a requeue Slurm waits about two minutes",
+    "JobHeldUser": "held by its owner: `scontrol release ID` lets it go",
+    "JobHeldAdmin": "held by an administrator, or after failing too often: ask them",
+    "Licenses": "waits for a license",
+    "Prolog": "the nodes are being prepared",
+    "Cleaning": "its last attempt is being cleaned up",
+    "ReqNodeNotAvail": "nodes it asked for are down, drained or reserved (a maintenance may be near: a shorter slurm.time may fit)",
+    "NodeDown": "a node it needs is down",
+    "BadConstraints": "no node meets slurm.constraint and the rest: it will not start",
+    "PartitionDown": "the partition takes jobs but starts none",
+    "PartitionInactive": "the partition is inactive",
+    "PartitionNodeLimit": "asks for more nodes than the partition allows",
+    "PartitionTimeLimit": "slurm.time is more than the partition allows",
+    "PartitionConfig": "asks for what the partition does not have",
+    "Reservation": "waits for its reservation to begin",
+    "InvalidAccount": "slurm.account is not valid",
+    "InvalidQOS": "slurm.qos is not valid",
+    "AccountNotAllowed": "the partition does not take this slurm.account",
+    "QOSNotAllowed": "the partition or account does not take this slurm.qos",
+    "AssociationJobLimit": "the account runs as many jobs as it may",
+    "AssociationResourceLimit": "the account uses as much as it may",
+    "AssociationTimeLimit": "slurm.time is more than the account allows",
+    "JobArrayTaskLimit": "as many tasks of the array run as it allows",
+    "JobLaunchFailure": "could not be launched, perhaps for a missing directory or a bad node",
+    "NonZeroExitCode": "ended with an error",
+    "TimeLimit": "reached its time limit",
+    "NodeFail": "a node failed",
+    "launch failed requeued held": "could not be launched and is held: `scontrol release ID` after looking why",
+}  # fmt: skip
+_LIMIT = re.compile(
+    r"(?P<who>QOS|Assoc)(?P<of>Max|Grp)(?P<what>[A-Za-z]+?)(?P<per>PerUser|PerJob|PerAccount|PerNode)?(Limit)?"
+)
+_WHO = {"QOS": "the QOS", "Assoc": "the account"}
+_WHAT = {
+    "CPU": "CPUs", "Cpu": "CPUs", "CPUMinutes": "CPU minutes", "CPURunMinutes": "CPU minutes of running jobs", "CpuRunMinutes": "CPU minutes of running jobs", "Gres": "GPUs", "GRES": "GPUs",
+    "Jobs": "jobs", "Job": "jobs", "SubmitJob": "jobs in the queue", "Submit": "jobs in the queue", "Mem": "memory", "Memory": "memory", "MemMinutes": "memory minutes", "Node": "nodes",
+    "Nodes": "nodes", "Wall": "hours", "WallDuration": "hours", "Billing": "billing units", "BillingMinutes": "billing minutes",
+}  # fmt: skip
+_PER = {
+    "PerUser": " for one user",
+    "PerJob": " in one job",
+    "PerAccount": " for one account",
+    "PerNode": " on one node",
+}
+
+
+class Seen(NamedTuple):
+    """A job as Slurm shows it."""
+
+    state: str
+    """As squeue spells it: PENDING, RUNNING, COMPLETED, …; or GONE."""
+    reason: str
+    """Why it waits or ended, as squeue spells it; empty where that is not known."""
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+
+def look(ids: Iterable[str]) -> dict[str, Seen | None]:
+    """What Slurm says of these jobs; None where it could not be asked."""
+    wanted = list(dict.fromkeys(ids))
+    if not wanted:
+        return {}
+    done = ask(["squeue", "-h", "--states=all", "-o", "%i|%T|%r", "-j", ",".join(wanted)])
+    if done is None:
+        return {job: _by_scontrol(job) for job in wanted}
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return dict.fromkeys(wanted)
+    seen = _rows(done.stdout)
+    missing = [job for job in wanted if job not in seen]
+    if missing:
+        accounted = ask(["sacct", "-n", "-X", "-P", "-o", "JobID,State,Reason", "-j", ",".join(missing)])
+        if accounted is not None and accounted.returncode == 0:
+            seen |= {job: found for job, found in _rows(accounted.stdout).items() if job in missing}
+    return {job: seen.get(job, Seen(GONE, "")) for job in wanted}
+
+
+def job_state(ids: Iterable[str]) -> dict[str, str | None]:
+    """Their states alone."""
+    return {job: seen.state if seen else None for job, seen in look(ids).items()}
+
+
+def end_of_job(job: str) -> float | None:
+    """Unix time at which Slurm will end a running job; None where that is not known or never."""
+    done = ask(["squeue", "-h", "-o", "%e", "-j", job])
+    text = done.stdout.split()[0] if done is not None and done.stdout.split() else ""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:  # N/A, NONE
+        return None
+
+
+def reason_in_words(reason: str) -> str:
+    """A reason of squeue's for a person; the reason itself where there are no words for it."""
+    name, _, details = reason.strip("()").partition(",")
+    limit = _LIMIT.fullmatch(name)
+    if name in _REASONS:
+        words = _REASONS[name]
+    elif limit is not None:
+        whole = "uses" if limit["of"] == "Grp" else "allows no more than this job asks for, or uses already,"
+        words = f"{_WHO[limit['who']]} {whole} its limit of {_WHAT.get(limit['what'], limit['what'])}{_PER.get(limit['per'] or '', '')}"
+    else:
+        return reason
+    return f"{words} ({reason})" if details else words
+
+
+def cancel(ids: Iterable[str]) -> bool:
+    """End these jobs, whatever they do; whether Slurm took it. Those that have ended already do no harm."""
+    wanted = list(dict.fromkeys(ids))
+    if not wanted:
+        return True
+    done = ask(["scancel", "--quiet", *wanted])
+    return done is not None and done.returncode == 0
+
+
+def our_jobs_of(script: str) -> list[str]:
+    """Ids of this user's jobs in the queue that were sent with the script at this path."""
+    done = ask(["squeue", "-h", "-u", getpass.getuser(), "-o", "%i|%o"])
+    rows = [line.split("|", 1) for line in done.stdout.splitlines()] if done is not None else []
+    return list(dict.fromkeys(_base(row[0]) for row in rows if len(row) == 2 and row[1].strip() == script))
+
+
+def ask(command: list[str], **variables: str) -> subprocess.CompletedProcess[str] | None:
+    """Run a Slurm command; None when it is not installed or does not answer. `variables`: in its environment."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=ANSWER_S, env=outside_job(os.environ) | variables,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what describes the job that we are in: a job sent from it would inherit that."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+    inside = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
+    found = {k: v for k, v in environment.items() if k in kept or not k.startswith(inside)}
+    return {**found, "LC_ALL": "C"} if "LC_ALL" not in environment else found
+
+
+def _rows(text: str) -> dict[str, Seen]:
+    """Rows "id|state|reason" by the id of the whole job."""
+    found: dict[str, Seen] = {}
+    for line in text.splitlines():
+        job, state, *reason = line.split("|")
+        seen = Seen(state.split()[0] if state.split() else GONE, "".join(reason).strip())
+        base, first = _base(job), found.get(_base(job))
+        # The first component speaks for a heterogeneous job; an array lives as long as one of its tasks.
+        if first is None or job.endswith("+0") or ("+" not in job and seen.alive and not first.alive):
+            found[base] = seen
+    return found
+
+
+def _base(job: str) -> str:
+    return re.split(r"[+_.]", job.strip(), maxsplit=1)[0]
+
+
+def _by_scontrol(job: str) -> Seen | None:
+    done = ask(["scontrol", "show", "job", job, "--oneliner"])
+    if done is None:
+        return None
+    if done.returncode:
+        return Seen(GONE, "") if "Invalid job id" in done.stderr + done.stdout else None
+    fields = dict(word.split("=", 1) for word in done.stdout.split("\n")[0].split() if "=" in word)
+    return Seen(fields.get("JobState", GONE), fields.get("Reason", ""))

@@ -1,0 +1,191 @@
+"""plan + run directory ──► the text of a batch script. Pure: one function, straight lines, every value quoted.
+
+The script ends in the process that does the work (`exec`), so that Slurm's signal reaches it. It starts no step itself:
+the process does that with srun, as `steps` says.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from relax_hpc.launch.slurm.plan import Group, Kind, Plan, gres_text
+from relax_hpc.launch.slurm.steps import job_python, rollout_step, trainer_step
+
+MODULE = "relax_hpc.launch.batch"
+MAKE_MODULE = "relax_hpc.launch.slurm.make"
+_INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")  # fmt: skip
+"""Who reads which: NCCL, gloo, libfabric (MPICH), Open MPI twice."""
+_WHAT = {
+    "leader": "the trainer's job, which leads the run",
+    "rollout": "the rollout job",
+    "elastic": "a further rollout job of one node, to be sent or cancelled at any time",
+}
+Option = tuple[str, object]
+"""A long option without dashes, and its value; None for one without."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """A script that is sent by hand and makes the run where it is not there yet."""
+
+    recipe: Path
+    """As seen from the directory in which sbatch is called; so is the plan's root."""
+    overrides: tuple[str, ...] = ()
+    seeds: int = 0
+    """A job array of so many runs that differ in run.seed and name; 0: one run, no array."""
+    site: Path | None = None
+
+
+def render(plan: Plan, kind: Kind, by_hand: ByHand | None = None) -> str:
+    """The batch script of a job."""
+    run = _run(plan, by_hand)
+    python = shlex.quote(job_python(plan))
+    elastic = " --elastic" if kind == "elastic" else ""
+    command = f"exec {python} -P -m {MODULE} {'leader' if kind == 'leader' else 'rollout'} {run}{elastic}"
+    # The code that was submitted, whatever the installed one is by now.
+    path = f'export PYTHONPATH={run}/snapshot/code"${{PYTHONPATH:+:$PYTHONPATH}}"'
+    lines = [
+        "#!/bin/bash",
+        *_head(plan, kind, by_hand),
+        *(_directive(option) for option in _options(plan, kind, by_hand)),
+        *_second_component(plan, kind),
+        "",
+        *_begin(plan.slurm.setup),
+        *_exports(plan),
+        *([_make(python, plan, kind, by_hand)] if by_hand else []),
+        path,
+        command,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(plan: Plan, kind: Kind, by_hand: ByHand | None) -> list[str]:
+    lines = [f"# {plan.name}: {_WHAT[kind]}."]
+    if by_hand:
+        lines += [
+            f"# Made by `relax-hpc render {by_hand.recipe}`: call sbatch in the directory from which that path is right.",
+            "# It makes the run's directory where it is missing, and goes on with the run where it is there.",
+        ]
+    if kind == "leader":
+        lines += [f"# Trainer processes are started by: {shlex.join(trainer_step(plan))} …"]
+    if kind != "leader" or plan.slurm.shape != "split":
+        lines += [f"# Rollout agents are started by: {shlex.join(rollout_step(plan, elastic=kind == 'elastic'))} …"]
+    return lines
+
+
+def _run(plan: Plan, by_hand: ByHand | None) -> str:
+    """The run's directory, as a word of the shell."""
+    path = plan.root / plan.name
+    text = shlex.quote(str(path)) if path.is_absolute() else f'"$PWD"/{shlex.quote(str(path))}'
+    return text + ('-"$SLURM_ARRAY_TASK_ID"' if by_hand and by_hand.seeds else "")
+
+
+def _options(plan: Plan, kind: Kind, by_hand: ByHand | None) -> list[Option]:
+    slurm, group = plan.slurm, _group(plan, kind)
+    requeue = kind == "leader" and slurm.restart == "requeue"
+    logs = "" if by_hand else str(plan.root / plan.name / "logs" / "slurm").replace("%", "%%") + "/"
+    seeds = by_hand.seeds if by_hand else 0
+    mail = [("mail-user", slurm.mail_user), ("mail-type", slurm.mail_type)] if kind == "leader" else []
+    return [
+        ("job-name", job_name(plan, kind)),
+        *([("array", f"0-{seeds - 1}")] if seeds else []),
+        ("output", f"{logs}%x-%A_%a.out" if seeds else f"{logs}%x-%j.out"),
+        ("open-mode", "append"),
+        ("requeue" if requeue else "no-requeue", None),
+        ("signal", f"B:USR2@{slurm.signal_lead_s}"),  # not USR1: NCCL catches that one
+        *[(name, value) for name, value in mail if value],
+        *(_both(plan) if kind == "leader" and slurm.shape == "single" else _asked(group)),
+    ]
+
+
+def _second_component(plan: Plan, kind: Kind) -> list[str]:
+    if kind != "leader" or plan.slurm.shape != "het":
+        return []
+    # Named apart: `singleton` waits for ever when two components share a name.
+    requeue = "requeue" if plan.slurm.restart == "requeue" else "no-requeue"
+    options = [("job-name", job_name(plan, "rollout")), (requeue, None), *_asked(plan.rollout)]
+    return ["#SBATCH hetjob", *map(_directive, options)]
+
+
+def job_name(plan: Plan, kind: Kind) -> str:
+    """As squeue shows it."""
+    return f"{plan.name}-{'trainer' if kind == 'leader' else kind}"
+
+
+def _group(plan: Plan, kind: Kind) -> Group:
+    return {"leader": plan.trainer, "rollout": plan.rollout, "elastic": plan.elastic}[kind]
+
+
+def _asked(group: Group) -> list[Option]:
+    asks = group.asks
+    return [
+        *_place(group),
+        ("nodes", group.nodes),
+        ("ntasks-per-node", group.per_node),
+        *_given(("cpus-per-task", asks.cpus_per_task), ("mem", asks.mem), ("gpus-per-node", asks.gpus_per_node)),
+        *_given(("gres", asks.gres), ("gpus-per-task", asks.gpus_per_task)),
+        *_further(group),
+    ]
+
+
+def _both(plan: Plan) -> list[Option]:
+    """One allocation for both groups: a node holds what they ask for together."""
+    trainer, rollout = plan.trainer, plan.rollout
+    counted = trainer.asks.cpus_per_task or rollout.asks.cpus_per_task
+    cpus = sum((g.asks.cpus_per_task or 1) * g.per_node for g in (trainer, rollout)) if counted else None
+    gres = Counter(trainer.node_gres) if plan.shares_gpus else trainer.node_gres + rollout.node_gres
+    return [
+        *_place(trainer),
+        ("nodes", trainer.nodes),
+        *([("ntasks-per-node", 1), ("cpus-per-task", cpus)] if cpus else [("ntasks-per-node", trainer.per_node + rollout.per_node)]),
+        *_given(("mem", trainer.asks.mem), ("gres", gres_text(gres) or None)),
+        *_further(trainer),
+    ]  # fmt: skip
+
+
+def _place(group: Group) -> list[Option]:
+    keys = ("time", "partition", "account", "qos", "constraint", "exclude", "reservation")
+    return _given(*((key, getattr(group.asks, key)) for key in keys))
+
+
+def _further(group: Group) -> list[Option]:
+    options = [(name.replace("_", "-"), value) for name, value in group.asks.options.items() if value is not False]
+    return [(name, None if value is True else value) for name, value in options]
+
+
+def _given(*options: Option) -> list[Option]:
+    return [(name, value) for name, value in options if value is not None]
+
+
+def _directive(option: Option) -> str:
+    name, value = option
+    return f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(str(value))}"
+
+
+def _begin(setup: list[str]) -> list[str]:
+    # Activation scripts of conda and modules read variables that are not set.
+    return ["set -eo pipefail", *setup, "set -u"] if setup else ["set -euo pipefail"]
+
+
+def _exports(plan: Plan) -> list[str]:
+    values = dict.fromkeys(_INTERFACE, plan.slurm.interface) if plan.slurm.interface else {}
+    return [f"export {name}={shlex.quote(value)}" for name, value in {**values, **plan.slurm.environment}.items()]
+
+
+def _make(python: str, plan: Plan, kind: Kind, by_hand: ByHand) -> str:
+    words = [python, "-P", "-m", MAKE_MODULE, kind, shlex.quote(str(by_hand.recipe))]
+    words += [word for override in by_hand.overrides for word in ("--set", shlex.quote(override))]
+    if by_hand.seeds:
+        words += ["--set", f'run.name={shlex.quote(plan.name)}-"$SLURM_ARRAY_TASK_ID"']
+        words += ["--set", 'run.seed="$SLURM_ARRAY_TASK_ID"']
+    if by_hand.site:
+        words += ["--site", shlex.quote(str(by_hand.site))]
+    return " ".join(words)
+
+
+def shown_from(plan: Plan, folder: Path) -> Plan:
+    """`plan` with a root that is relative to `folder` where it lies in it."""
+    return replace(plan, root=plan.root.relative_to(folder)) if plan.root.is_relative_to(folder) else plan

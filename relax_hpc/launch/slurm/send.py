@@ -1,0 +1,162 @@
+"""Jobs are sent here: sbatch with a script of the run, patient with a busy controller, each job written down.
+
+    RUN/slurm/leader.sbatch ──sbatch──► id ──► RUN/slurm/jobs/ID.json
+
+Light: a run's supervisor sends successors with it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan
+from relax_hpc.launch.slurm.queue_state import ask, our_jobs_of
+from relax_hpc.launch.slurm.render import render
+from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
+
+ATTEMPTS = 6
+LONGEST_WAIT_S = 60.0
+_BUSY = re.compile(
+    r"Socket timed out|Unable to contact slurm controller|Slurm backup controller in standby|temporarily unable to accept|"
+    r"Resource temporarily unavailable|Slurm temporarily unable|Connection refused|Zero Bytes were transmitted|"
+    r"slurm_persist_conn_open|Transport endpoint is not connected",
+    re.IGNORECASE,
+)
+_FIXES = (
+    (r"partition specified|partition name|Invalid partition", "slurm.partition: `sinfo -s` lists partitions"),
+    (r"account or account/partition|Invalid account", "slurm.account or slurm.partition: `sacctmgr show assoc user=$USER` lists yours"),
+    (r"violates accounting|[a-z]Limit\b", "slurm.time, the numbers of nodes, or fewer jobs at once (slurm.queue_ahead)"),
+    (r"qos", "slurm.qos: `sacctmgr show assoc user=$USER format=account,partition,qos` lists yours"),
+    (r"time limit|--time|time specification", "slurm.time: `sinfo -o '%P %l'` shows each partition's limit"),
+    (r"gres|gpu|tres", "slurm.gpus_per_node, slurm.gres or slurm.gpus_per_task: `sinfo -o '%P %G'` shows what nodes have"),
+    (r"Memory (specification|required)|--mem", "slurm.mem: `sinfo -o '%P %m'` shows what nodes have, in MB"),
+    (r"node name", "slurm.exclude: `sinfo -N` lists the nodes"),
+    (r"feature|constraint", "slurm.constraint: `sinfo -o '%P %f'` shows the features"),
+    (r"reservation", "slurm.reservation: `scontrol show reservation` lists them"),
+    (r"node (count|configuration)|More processors|nodes? .*not available|too many|CPU count",
+     "trainer.nodes, rollout.nodes, slurm.cpus_per_task, slurm.mem and the GPUs: `sinfo -o '%P %D %c %m %G'` shows what there is"),
+    (r"unrecognized option|invalid option|unknown option|ambiguous", "slurm.options: `sbatch --help` lists what this Slurm takes"),
+    (r"requeue|not permitted", "slurm.restart or slurm.options"),
+)  # fmt: skip
+"""sbatch's words, and the recipe's key that mends them; the first that fits."""
+
+
+class _Busy(Exception):
+    """The controller did not answer; what it did is not known."""
+
+
+def write_scripts(run: RunDir, plan: Plan) -> dict[Kind, Path]:
+    """Put the scripts of all kinds of jobs into RUN/slurm; elastic ones may be sent at any time."""
+    (run.slurm / "jobs").mkdir(parents=True, exist_ok=True)
+    (run.logs / "slurm").mkdir(parents=True, exist_ok=True)  # Slurm makes no directory for output, the job just fails
+    for kind in KINDS:
+        replace(script(run, kind), render(plan, kind).encode())
+    return {kind: script(run, kind) for kind in KINDS}
+
+
+def script(run: RunDir, kind: Kind) -> Path:
+    return run.slurm / f"{kind}.sbatch"
+
+
+def submit_script(run: RunDir, kind: Kind, *, after: str | None = None, first_wait_s: float = 2.0) -> str:
+    """Send RUN/slurm/KIND.sbatch and write the job down; its id. `after`: it starts when that job has ended, however.
+
+    Raises RunError with sbatch's own words and the key of the recipe that mends it. Waits up to minutes for a
+    controller that is busy or being restarted.
+    """
+    path = script(run, kind)
+    if not path.is_file():
+        raise RunError(f"'{run.root}' has no batch script '{path}': `relax-hpc submit {run.root}` writes them")
+    command = ["sbatch", "--parsable", *([f"--dependency=afterany:{after}"] if after else []), str(path)]
+    retrying = Retrying(
+        stop=stop_after_attempt(ATTEMPTS),
+        wait=wait_random_exponential(multiplier=first_wait_s, max=LONGEST_WAIT_S),
+        retry=retry_if_exception_type(_Busy),
+        reraise=True,
+    )
+    try:
+        job = retrying(_send_once, run, command, path)
+    except _Busy as error:
+        raise RunError(
+            f"Slurm's controller does not answer, after {ATTEMPTS} attempts: {error}; look with `scontrol ping`, then "
+            f"`relax-hpc submit {run.root}`"
+        ) from None
+    record(run, job, kind, dependency=f"afterany:{after}" if after else None)
+    return job
+
+
+def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) -> None:
+    """Write down that a job of this run was sent."""
+    folder = run.slurm / "jobs"
+    folder.mkdir(parents=True, exist_ok=True)
+    by = f"{getpass.getuser()}@{os.uname().nodename} pid {os.getpid()}"
+    about = {"id": job, "kind": kind, "script": str(script(run, kind)), "dependency": dependency, "submitted": time.time(), "by": by}  # fmt: skip
+    replace(folder / f"{job}.json", to_json(about))
+
+
+def forget_end(run: RunDir) -> dict[str, Any] | None:
+    """A person sends the run again: how it ended, and how often it was tried, no longer counts. The outcome that was there."""
+    before: dict[str, Any] | None = read_json(run.outcome)
+    for path in (run.stop, run.outcome, leaders(run)):
+        path.unlink(missing_ok=True)
+    return before
+
+
+def leaders(run: RunDir) -> Path:
+    """Where the jobs that led the run write themselves down, until a person sends it again."""
+    return run.slurm / "leaders.jsonl"
+
+
+def jobs(run: RunDir) -> list[dict[str, Any]]:
+    """All jobs that were sent for this run, the oldest first: id, kind, script, dependency, submitted, by."""
+    found = [read_json(path) for path in (run.slurm / "jobs").glob("[0-9]*.json")]
+    return sorted(found, key=lambda about: (about["submitted"], int(about["id"])))
+
+
+def _send_once(run: RunDir, command: list[str], path: Path) -> str:
+    before = {about["id"] for about in jobs(run)}
+    # The script puts the run's code first again: a chain would pile it up.
+    path_before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    done = ask(command, PYTHONPATH=os.pathsep.join(p for p in path_before if p != str(run.snapshot / "code")))
+    if done is None:
+        _explain_silence(command[0])
+        return _accepted(path, before, "sbatch did not return")
+    if done.returncode == 0:
+        found = re.match(r"\d+", done.stdout.strip().splitlines()[-1] if done.stdout.strip() else "")
+        if found is None:
+            raise RunError(f"sbatch printed no job id for '{path}' but {done.stdout!r}: is it wrapped by the site?")
+        return found[0]
+    words = (
+        " ".join(done.stderr.replace("sbatch: ", "").replace("error: ", "").split()) or f"exit code {done.returncode}"
+    )
+    if _BUSY.search(words):
+        return _accepted(path, before, words)
+    raise RunError(f"sbatch refuses '{path}': {words}; {_fix(run, words)}")
+
+
+def _accepted(path: Path, before: set[str], words: str) -> str:
+    """A controller that timed out may have taken the job: sent again, there would be two."""
+    new = [job for job in our_jobs_of(str(path)) if job not in before]
+    if new:
+        return new[0]
+    raise _Busy(words)
+
+
+def _explain_silence(program: str) -> None:
+    if not any(os.access(os.path.join(folder, program), os.X_OK) for folder in os.get_exec_path()):
+        raise RunError(
+            f"there is no {program} on this machine ({os.uname().nodename}): send the run from a login node of the cluster, "
+            "or run it here with `relax-hpc run`"
+        )
+
+
+def _fix(run: RunDir, words: str) -> str:
+    key = next((fix for pattern, fix in _FIXES if re.search(pattern, words, re.IGNORECASE)), "the keys of [slurm]")
+    return f"change {key}. The run is there: `relax-hpc submit {run.root} --set KEY=VALUE` sends it again"

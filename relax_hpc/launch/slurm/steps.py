@@ -1,0 +1,109 @@
+"""srun's arguments for the processes of a plan: what the batch script's process puts before its commands. Pure.
+
+    trainer  one task a process, all end when one does
+    rollout  one task a node: the agent, which starts that node's workers and outlives them
+
+Everything is said on the command line. What sbatch leaves in the environment describes the first component of a
+heterogeneous job, and another version of Slurm reads other parts of it: `step_environment` takes it out.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from relax_hpc.launch.slurm.plan import Group, Plan, gpu_count, gres_text
+from relax_hpc.recipe.slurm import Apptainer, Pyxis
+
+_ASKED = re.compile(
+    r"SLURM_(NTASKS|NPROCS|NTASKS_PER_\w+|TASKS_PER_NODE|NNODES|CPUS_PER_TASK|CPUS_PER_GPU|GPUS|GPUS_PER_\w+|GPU_\w+|GRES|"
+    r"TRES_\w+|MEM_\w+|DISTRIBUTION|CPU_BIND\w*|EXACT|EXCLUSIVE|OVERLAP|WHOLE|HINT|THREADS_PER_CORE|EXPORT_ENV)"
+    r"|SRUN_CPUS_PER_TASK"
+)
+_GPU_FLAGS = ("--nv", "--nvccli", "--rocm", "--intel-hpu")
+
+
+def trainer_step(plan: Plan) -> list[str]:
+    """What comes before `PYTHON …` to start all trainer processes: srun with its options, and the container."""
+    return _step(plan, plan.trainer, plan.trainer.per_node, ["--kill-on-bad-exit=1"])
+
+
+def rollout_step(plan: Plan, *, elastic: bool = False) -> list[str]:
+    """The same for the agents, one a node. `elastic`: in a further job, of one node."""
+    group = plan.elastic if elastic else plan.rollout
+    # An agent that is lost leaves the others alone, and they are not ended for being the last.
+    return _step(plan, group, 1, ["--kill-on-bad-exit=0", "--wait=0"], alone=elastic)
+
+
+def step_python(plan: Plan) -> str:
+    """The Python of the processes: the container's where there is one."""
+    return plan.slurm.container.python if plan.slurm.container else job_python(plan)
+
+
+def job_python(plan: Plan) -> str:
+    """The Python of the batch script's own process."""
+    return plan.slurm.python or sys.executable
+
+
+def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without what sbatch asked for in the job's name, which srun would take for the step's."""
+    return {name: value for name, value in environment.items() if not _ASKED.fullmatch(name)}
+
+
+def _step(plan: Plan, group: Group, tasks: int, options: list[str], *, alone: bool = False) -> list[str]:
+    shape = "split" if alone else plan.slurm.shape
+    component = [f"--het-group={'01'[group.name == 'rollout']}"] if shape == "het" else []
+    size = [f"--nodes={group.nodes}", f"--ntasks={group.nodes * tasks}", f"--ntasks-per-node={tasks}"]
+    # Since 22.05 srun does not take this from what sbatch asked for.
+    cpus = [f"--cpus-per-task={(group.asks.cpus_per_task or 1) * group.per_node // tasks}"]
+    shared = _divided(plan, group) if shape == "single" else ["--overlap", *_gpus(group)]
+    # Where nobody said how many CPUs, the job may hold more of them (--exclusive): bound to one core, the rest would idle.
+    # Steps that overlap would be bound to the same ones.
+    unbound = group.asks.cpus_per_task is None if shape != "single" else plan.shares_gpus
+    bind = plan.slurm.cpu_bind or ("none" if unbound else None)
+    srun = ["srun", *component, f"--job-name={group.name}", *size, *cpus, *options, *shared]
+    return [*srun, *([f"--cpu-bind={bind}"] if bind else []), *_container(plan, group)]
+
+
+def _gpus(group: Group) -> list[str]:
+    """The GPUs of a step that has its nodes for itself."""
+    asks = group.asks
+    if asks.gres is not None:
+        return [f"--gres={asks.gres}"]
+    if asks.gpus_per_node is not None:
+        return [f"--gpus-per-node={asks.gpus_per_node}"]
+    if asks.gpus_per_task is None:
+        return []
+    if group.name == "trainer":
+        return [f"--gpus-per-task={asks.gpus_per_task}"]
+    # The agent is one task and hands the node's GPUs out itself.
+    kind, count = gpu_count(asks.gpus_per_task)
+    return [f"--gpus-per-node={f'{kind}:'.removeprefix('gpu:')}{count * group.per_node}"]
+
+
+def _divided(plan: Plan, group: Group) -> list[str]:
+    """Two steps on the same nodes at the same time."""
+    if plan.shares_gpus:
+        return ["--overlap", *_gpus(group)]
+    # --exact: only the CPUs that were asked for. --mem=0: the node's memory is not divided, or the second step waits.
+    exact = ["--exact", "--mem=0"]
+    if not group.has_gpus:
+        other = plan.rollout if group.name == "trainer" else plan.trainer
+        return [*exact, *(["--gres=none"] if other.has_gpus else [])]
+    if group.name == "trainer" and group.asks.gpus_per_task is not None:
+        return [*exact, f"--gpus-per-task={group.asks.gpus_per_task}"]
+    return [*exact, f"--gres={gres_text(group.node_gres)}"]
+
+
+def _container(plan: Plan, group: Group) -> list[str]:
+    container, root = plan.slurm.container, Path(plan.root)
+    if isinstance(container, Pyxis):
+        mounts = ",".join([f"{root}:{root}", *container.mounts])
+        return [f"--container-image={container.image}", f"--container-mounts={mounts}"]
+    if isinstance(container, Apptainer):
+        gpus = ["--nv"] if group.has_gpus and not set(container.options) & set(_GPU_FLAGS) else []
+        binds = [word for bind in [str(root), *container.binds] for word in ("--bind", bind)]
+        return ["apptainer", "exec", *gpus, *binds, *container.options, container.image]
+    return []

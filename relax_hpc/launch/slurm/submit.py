@@ -1,0 +1,119 @@
+"""`relax-hpc submit`: a recipe, or a run that is there, becomes jobs.
+
+recipe ► plan ► run directory ► RUN/slurm/*.sbatch ► leader ► its successors (afterany) ► rollout job (split)
+All that can be known to be wrong is said before the run is made; what sbatch refuses leaves no job behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_hpc.launch.create import create, existing, resume
+from relax_hpc.launch.lease import refuse_if_held
+from relax_hpc.launch.slurm.plan import Kind, Plan, make_plan
+from relax_hpc.launch.slurm.queue_state import cancel, look
+from relax_hpc.launch.slurm.render import render
+from relax_hpc.launch.slurm.send import forget_end, jobs, write_scripts
+from relax_hpc.launch.supervisor import outcome_of
+from relax_hpc.recipe import Recipe, change_on_resume, load_recipe, site_file
+from relax_hpc.recipe.describe import toml
+from relax_hpc.run_dir import RunDir, RunError, open_existing, replace, to_json
+
+if TYPE_CHECKING:
+    from relax_hpc.launch.slurm.executor import RunJob
+
+LOCAL_ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Each node has its own."""
+
+
+def submit(
+    target: Path, sets: Sequence[str] = (), *, site: Path | None = None, local_root_ok: bool = False
+) -> list[RunJob]:
+    """Send the run that `target` (a recipe or a run directory) means; its jobs, the leader first. Raises RunError or RecipeError."""
+    from relax_hpc.launch.slurm.executor import ScriptExecutor
+
+    recipe, run = _open(target, sets, site)
+    plan = make_plan(recipe)
+    if not local_root_ok:
+        refuse_local_root(plan)
+    if run is None:
+        run = create(recipe)
+        plan = make_plan(load_recipe(run.recipe))
+    else:
+        _refuse_busy(run, recipe)
+        resume(run, list(sets) if target.is_dir() else [_slurm_table(recipe)])
+    write_scripts(run, plan)
+    executor = ScriptExecutor(run, plan)
+    sent: list[RunJob] = []
+    before = forget_end(run)
+    try:
+        for kind in _kinds(plan):
+            after = sent[-1].job_id if sent and kind == "leader" else None
+            sent.append(executor.send(kind, after))
+    except RunError:
+        cancel(job.job_id for job in sent)
+        if before is not None:
+            replace(run.outcome, to_json(before))
+        raise
+    return sent
+
+
+def preview(target: Path, sets: Sequence[str] = (), *, site: Path | None = None) -> dict[Kind, str]:
+    """The scripts that `submit` would send, by kind of job; nothing is made."""
+    plan = make_plan(_open(target, sets, site)[0])
+    return {kind: render(plan, kind) for kind in plan.jobs}
+
+
+def refuse_local_root(plan: Plan) -> None:
+    """Raises RunError when the run would lie where compute nodes do not see it."""
+    real = plan.root.resolve()
+    local = next((root for root in LOCAL_ROOTS if real.is_relative_to(root)), None)
+    if local is not None:
+        raise RunError(
+            f"run.root = '{plan.root}' lies in {local}, which each machine has for itself: nodes would not see the run. "
+            "Choose a directory on the shared file system with --set run.root=DIR, or give --local-root-ok if it is shared here"
+        )
+
+
+def _open(target: Path, sets: Sequence[str], site: Path | None) -> tuple[Recipe, RunDir | None]:
+    """The recipe that shall be in force, and the run where it is there already."""
+    if target.is_dir():
+        run = open_existing(target)
+        return change_on_resume(load_recipe(run.recipe), sets), run
+    if not target.exists():
+        raise RunError(f"no recipe and no run at '{target}' (seen from {Path.cwd()})")
+    recipe = load_recipe(target, sets, site_file(site))
+    make_plan(recipe)
+    found = existing(recipe)
+    if found is None:
+        return recipe, None
+    return change_on_resume(load_recipe(found.recipe), [_slurm_table(recipe)]), found
+
+
+def _slurm_table(recipe: Recipe) -> str:
+    """All of [slurm] as one override."""
+    assert recipe.slurm is not None
+    return f"slurm={toml(recipe.slurm.model_dump(mode='json', exclude_none=True))}"
+
+
+def _kinds(plan: Plan) -> list[Kind]:
+    """Leaders first: each one's successor waits for the one before it."""
+    ahead = plan.slurm.queue_ahead if plan.slurm.restart == "chain" else 0
+    leaders: list[Kind] = ["leader"] * (1 + min(ahead, plan.slurm.max_jobs - 1))
+    return [*leaders, *(kind for kind in plan.jobs if kind != "leader")]
+
+
+def _refuse_busy(run: RunDir, recipe: Recipe) -> None:
+    """Raises RunError for a run that is finished, at work, or queued."""
+    refuse_if_held(run)
+    done, outcome = run.checkpoint_steps(), outcome_of(run)
+    if done and done[-1] >= recipe.run.steps and outcome is not None and outcome["outcome"] == "done":
+        raise RunError(f"'{run.root}' is done: {done[-1]} steps; --set run.steps=… makes more")
+    alive = [
+        f"{job} ({seen.state})" for job, seen in look(about["id"] for about in jobs(run)).items() if seen and seen.alive
+    ]
+    if alive:
+        ids = " ".join(text.split()[0] for text in alive)
+        raise RunError(f"'{run.root}' has jobs already: {', '.join(alive)}; `scancel {ids}` ends them")

@@ -1,0 +1,164 @@
+"""The groups of a run as Slurm job steps: one srun for all trainer ranks, one for all rollout agents."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.launch.members import next_attempt, role_environment, silence
+from relax_hpc.launch.slurm.steps import step_environment
+from relax_hpc.launch.trainers import Ending
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles.process import Exit
+from relax_hpc.run_dir import RunDir
+from relax_hpc.telemetry import read_beat
+
+RANKS_EVERY_S = 2.0
+"""How often the heartbeats of all ranks are read: a file each."""
+WORDS_BYTES = 2000
+
+
+class Step:
+    """One srun. It hands USR2 on to its tasks; TERM makes it kill them (seen with 22.05)."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        self._run, self.name = run, name
+        self.id = uuid.uuid4().hex[:8]
+        """Slurm numbers steps too, but tells srun's parent only in words."""
+        self.process: subprocess.Popen[bytes] | None = None
+        self.log = run.logs / f"{name}.log"
+        self.started_at = 0.0
+
+    def start(self, srun: list[str], command: list[str], output: str, log: str) -> None:
+        """Start `command` behind `srun …`; tasks write to `output` (srun's pattern), srun itself to `log`."""
+        self.log = self._run.logs / log
+        environment = step_environment(role_environment(self._run))
+        logs = [f"--output={self._run.logs / output}", "--open-mode=append", "--unbuffered"]
+        with self.log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [srun[0], *logs, *srun[1:], *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+        self.started_at = time.time()
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def ask_to_stop(self) -> None:
+        if self.running and self.process is not None:
+            self.process.send_signal(signal.SIGUSR2)
+
+    def end(self, grace_s: float) -> None:
+        """Wait for its tasks to leave, and kill those that do not within `grace_s`."""
+        if self.process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        if self.running:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(KILL_WAIT_S)
+            except subprocess.TimeoutExpired:  # its node is gone: srun waits for an answer that never comes
+                self.process.kill()
+                self.process.wait()
+
+    def words(self) -> str:
+        """The end of what srun said."""
+        with contextlib.suppress(OSError):
+            lines = self.log.read_bytes()[-WORDS_BYTES:].decode(errors="replace").strip().splitlines()
+            said = [line for line in lines if "error" in line] or lines[-1:]
+            return "; ".join(line.removeprefix("srun: error: ") for line in said[-3:])
+        return ""
+
+
+KILL_WAIT_S = 10.0
+"""How long srun may take to kill its tasks before it is killed itself."""
+
+
+class StepTrainers:
+    """All trainer ranks as one srun; a lost rank ends the step."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, python: list[str], deadline: float | None) -> None:
+        """python: `srun … python`, with everything that comes before the module; deadline: the allocation's end."""
+        self._run, self._recipe, self._python, self._deadline = run, recipe, python, deadline
+        self._step = Step(run, "srun-trainer")
+        self._attempt = next_attempt(run, "trainer-0")
+        self._beats_read = 0.0
+
+    @property
+    def started(self) -> bool:
+        return self._step.process is not None
+
+    @property
+    def attempt(self) -> int:
+        return self._attempt
+
+    def start(self, incarnation: Path) -> None:
+        command = [
+            "-P", "-m", "relax_hpc.roles", "trainer", str(self._run.root), "--name", "trainer", "--attempt", str(self._attempt),
+            "--incarnation", str(incarnation), "--world", str(self._recipe.trainer.processes), "--slurm-task",
+        ]  # fmt: skip
+        if self._deadline is not None:
+            command += ["--deadline", str(self._deadline)]
+        number = f"{self._attempt:04d}"
+        self._step.start(self._python, command, f"trainer-%t.{number}.log", f"srun-trainer.{number}.log")
+
+    def ending(self) -> Ending | None:
+        if self._step.running or self._step.process is None:
+            return None
+        code = self._step.process.poll()
+        said = {rank: beat for rank, beat in self._beats().items() if beat is not None}
+        for rank, beat in said.items():
+            if beat.get("state") == "failed":
+                return Ending("failed", f"{_where(rank, beat)}: {beat.get('error', '')}")
+        # srun's code is the highest of all tasks, so what rank 0 said last counts.
+        if code == Exit.DONE or said.get(0, {}).get("state") == "done":
+            return Ending("done")
+        if code == Exit.STOPPED or said.get(0, {}).get("state") == "stopped":
+            return Ending("stopped")
+        crashed = [f"{_where(r, b)}: {b.get('error', '')}" for r, b in said.items() if b.get("state") == "crashed"]
+        return Ending(None, "; ".join(crashed) or self._step.words() or f"srun ended with exit code {code}")
+
+    def ask_to_stop(self) -> None:
+        self._step.ask_to_stop()
+
+    def silent(self) -> str | None:
+        if not self._step.running or time.time() - self._beats_read < RANKS_EVERY_S:
+            return None
+        self._beats_read = time.time()
+        for rank, beat in self._beats().items():
+            silent_s = silence(beat, self._step.started_at, self._recipe.supervision)
+            if silent_s is not None:
+                return f"{_where(rank, beat)}: no heartbeat for {silent_s:.0f} s"
+        return None
+
+    def end(self, grace_s: float) -> None:
+        self._step.end(grace_s)
+        if self._step.process is not None:
+            self._step.process = None
+            self._attempt += 1
+
+    def last_words(self) -> str:
+        return self._step.words()
+
+    def _beats(self) -> dict[int, dict[str, Any] | None]:
+        """Rank -> heartbeat of this attempt."""
+        beats: dict[int, dict[str, Any] | None] = {}
+        for rank in range(self._recipe.trainer.processes):
+            beat = read_beat(self._run, f"trainer-{rank}")
+            beats[rank] = beat if beat is not None and beat["attempt"] == self._attempt else None
+        return beats
+
+
+def _where(rank: int, beat: dict[str, Any] | None) -> str:
+    return f"trainer rank {rank} on {beat['host']}" if beat else f"trainer rank {rank}, which has not begun"

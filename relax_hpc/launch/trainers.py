@@ -1,0 +1,108 @@
+"""The trainer group as its supervisor sees it: started, judged and ended as one, whatever starts its processes."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from relax_hpc.launch.members import Member, how_it_ended, next_attempt
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles.process import Exit
+from relax_hpc.run_dir import RunDir
+
+FINAL = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.FATAL: "failed"}
+"""Ends that starting again would not change, as outcomes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a group ended: an outcome where it is final, else it was lost."""
+
+    final: str | None
+    reason: str = ""
+
+
+class Trainers(Protocol):
+    """A group of trainer processes; a lost one ends them all."""
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def attempt(self) -> int: ...
+
+    def start(self, incarnation: Path) -> None:
+        """Start all processes; they commit by way of `incarnation`."""
+
+    def ending(self) -> Ending | None:
+        """How the group ended; None while it works."""
+
+    def ask_to_stop(self) -> None:
+        """Checkpoint and leave."""
+
+    def silent(self) -> str | None:
+        """Who has not said a word for too long, in words; None when all is well."""
+
+    def end(self, grace_s: float) -> None:
+        """End what is left of it, at the latest after `grace_s`."""
+
+    def last_words(self) -> str:
+        """Why it failed, in its own words, or where its log is."""
+
+
+class LocalTrainers:
+    """Trainer processes on this machine, children of the supervisor."""
+
+    def __init__(self, run: RunDir, recipe: Recipe) -> None:
+        self._limits = recipe.supervision
+        names = [f"trainer-{i}" for i in range(recipe.trainer.processes)]
+        self._members = [Member(run, "trainer", name, attempt=next_attempt(run, name)) for name in names]
+
+    @property
+    def started(self) -> bool:
+        return any(m.process is not None for m in self._members)
+
+    @property
+    def attempt(self) -> int:
+        return self._members[0].attempt
+
+    def start(self, incarnation: Path) -> None:
+        world = str(len(self._members))
+        for rank, member in enumerate(self._members):
+            member.start(["--incarnation", str(incarnation), "--rank", str(rank), "--world", world])
+
+    def ending(self) -> Ending | None:
+        codes = {m: m.process.poll() for m in self._members if m.process is not None}
+        if all(code is None for code in codes.values()):
+            return None
+        lead = codes[self._members[0]]
+        if lead in FINAL:
+            final = FINAL[Exit(lead)]
+            return Ending(final, self.last_words() if final == "failed" else "")
+        if lead is None and all(code in (None, *FINAL) for code in codes.values()):
+            return None  # the others leave a moment before rank 0
+        ended = {m.name: how_it_ended(code) for m, code in codes.items() if code is not None}
+        return Ending(None, ", ".join(f"{name}: {how}" for name, how in ended.items()))
+
+    def ask_to_stop(self) -> None:
+        for member in self._members:
+            member.signal(signal.SIGTERM)
+
+    def silent(self) -> str | None:
+        for member in self._members:
+            silent_s = member.silent_for(self._limits)
+            if silent_s is not None:
+                return f"{member.name}: no heartbeat for {silent_s:.0f} s"
+        return None
+
+    def end(self, grace_s: float) -> None:
+        for member in self._members:
+            member.end(grace_s)
+            if member.process is not None:
+                member.process = None
+                member.attempt += 1
+
+    def last_words(self) -> str:
+        return self._members[0].error()

@@ -1,0 +1,120 @@
+"""The rollout workers of one machine, children of whoever looks after them: each is started again on its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attempt
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles.process import Exit
+from relax_hpc.run_dir import RunDir
+from relax_hpc.telemetry import read_beat
+
+GRACE_S = 5.0
+"""How long a worker may take to leave when it is asked to; what it played is played again."""
+
+
+class Workers(Protocol):
+    """The rollout side of a run, as its supervisor sees it."""
+
+    failure: str
+    """Why the run cannot go on, when it cannot."""
+    fatal: bool
+    """Whether a person must do something first: starting it elsewhere would end the same way."""
+
+    def look_after(self) -> None:
+        """Start what is not there, give back what the dead had claimed; to be called often."""
+
+    def look_for_silence(self) -> None:
+        """End what has not said a word for too long."""
+
+    def ask_to_stop(self) -> None: ...
+
+    def end(self, grace_s: float) -> None: ...
+
+
+class LocalWorkers:
+    """Worker processes on this machine.
+
+    gone: called with the workplace of a worker that ended, whether it was lost (it died on its orders), and the reason.
+    say: writes an event down.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        recipe: Recipe,
+        names: list[str],
+        tag: str,
+        gone: Callable[[str, bool], list[str]],
+        say: Callable[..., None],
+    ) -> None:
+        self.recipe, self._tag, self._gone, self._say = recipe, tag, gone, say
+        self.run, self.failure, self.fatal, self._asked = run, "", False, False
+        self.members = [Member(run, "rollout", name, attempt=next_attempt(run, name)) for name in names]
+        self._patience = {m: Patience(recipe.supervision) for m in self.members}
+
+    def look_after(self) -> None:
+        for member in self.members:
+            if member.process is None:
+                if not self._asked and time.time() >= self._patience[member].not_before:
+                    self._start(member)
+            elif (code := member.process.poll()) is not None:
+                self._ended(member, code)
+
+    def _start(self, worker: Member) -> None:
+        worker.workplace = f"{worker.name}-{self._tag}-{worker.attempt:04d}"
+        worker.start(["--workplace", worker.workplace], self._gpus(self.members.index(worker)))
+        self._say("restart", role=worker.name, attempt=worker.attempt)
+
+    def _gpus(self, index: int) -> dict[str, str]:
+        """The worker's share of the GPUs that we see; where there are fewer than workers, some are shared."""
+        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        if not visible:
+            return {}
+        share = max(len(visible) // len(self.members), 1)
+        begin = index * share % len(visible)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[begin : begin + share])}
+
+    def _ended(self, worker: Member, code: int) -> None:
+        worker.process = None
+        given = self._gone(worker.workplace, code != Exit.STOPPED)
+        if code == Exit.FATAL:
+            self.failure, self.fatal = self.failure or f"{worker.name}: {worker.error()}", True
+        if self._asked or code == Exit.FATAL:
+            return
+        reason, patience = how_it_ended(code), self._patience[worker]
+        orders = (read_beat(self.run, worker.name) or {}).get("orders")
+        self._say("lost", role=worker.name, reason=reason, orders_given_back=given)
+        if patience.failed(reason, (worker.attempt, orders) if orders else None):
+            worker.attempt += 1
+        else:
+            self.failure = patience.exhausted(worker.name, reason, worker.error(), worker.log)
+
+    def look_for_silence(self) -> None:
+        for worker in self.members:
+            silent_s = worker.silent_for(self.recipe.supervision)
+            if silent_s is not None and worker.process is not None:
+                self._say("silent", role=worker.name, reason=f"no heartbeat for {silent_s:.0f} s: killed")
+                worker.process.kill()  # that it ended is noticed like any other end
+
+    def ask_to_stop(self) -> None:
+        self._asked = True
+        for worker in self.members:
+            worker.signal(signal.SIGTERM)
+
+    def end(self, grace_s: float) -> None:
+        self.ask_to_stop()
+        for worker in self.members:
+            worker.end(grace_s)
+            if worker.process is not None:
+                worker.process = None
+                self._gone(worker.workplace, False)
+
+    def in_use(self) -> dict[str, str]:
+        """The workplaces that are in use, with the worker's name."""
+        return {m.workplace: m.name for m in self.members if m.process is not None}

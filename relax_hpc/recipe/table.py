@@ -1,0 +1,51 @@
+"""What every table of the recipe is made of: strict models, keys with a sentence, unions told apart by `name`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field
+from pydantic_core import PydanticCustomError
+
+
+def Key(
+    default: Any = ..., help: str = "", *, resume: bool = False, looked_up: bool = False, **constraints: Any
+) -> Any:
+    """A recipe key: its default, its sentence, and whether a resumed run may change it.
+
+    `looked_up`: a path or FILE.py:NAME that must be there; a relative one is looked up beside the recipe first.
+    """
+    return Field(default, description=help, json_schema_extra={"resume": resume, "looked_up": looked_up}, **constraints)
+
+
+def conflict(message: str) -> PydanticCustomError:
+    """An error about keys that do not fit together; `message` names every number and the fix."""
+    return PydanticCustomError("conflict", "{message}", {"message": message})
+
+
+def even_share(key: str, count: int, nodes_key: str, nodes: int) -> None:
+    """Raises a conflict when `count` processes do not spread evenly over the nodes."""
+    if count % nodes:
+        raise conflict(
+            f"{key} = {count} is the total over {nodes_key} = {nodes} nodes and must be divisible by it: "
+            f"use {count // nodes * nodes or nodes} or {(count // nodes + 1) * nodes}, or change {nodes_key}"
+        )
+
+
+class Table(BaseModel):
+    """A table of the recipe: unknown keys are refused, values do not change after they were checked."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+def named(*, default: Any) -> Discriminator:
+    """Pick a union's member by `name`; where it is not given, `default(table)` says which."""
+
+    def pick(value: Any) -> str:
+        if isinstance(value, Table):
+            return str(getattr(value, "name"))  # noqa: B009
+        if not isinstance(value, dict):
+            return "?"
+        return str(value.get("name", default(value)))
+
+    return Discriminator(pick)

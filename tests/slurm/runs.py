@@ -1,0 +1,86 @@
+"""Runs on the cluster of a test: submitted as a user does it, watched through their directory."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.run_dir import RunDir
+from relax_hpc.telemetry import read_beat
+from tests.runs import SMALL, outcome, pid_of, step_now, wait_for
+from tests.slurm.cluster import SlurmCluster
+
+SLURM = """
+[slurm]
+time = "00:10:00"
+signal_lead_s = 20
+"""
+GROUPS = """
+[slurm.trainer]
+partition = "trainer"
+[slurm.rollout]
+partition = "rollout"
+"""
+QUICK = ("supervision.agent_silent_s=4.0", "supervision.leader_silent_s=8.0")
+"""Set by all tests: nodes are lost often here."""
+
+
+@dataclass(slots=True)
+class ClusterRun:
+    """A run of SMALL on the cluster."""
+
+    cluster: SlurmCluster
+    run: RunDir
+
+    def relax_hpc(self, *arguments: str | Path, code: int = 0) -> str:
+        """A command on the login node; what it printed."""
+        done = self.cluster.exec(sys.executable, "-m", "relax_hpc", *map(str, arguments), check=False)
+        assert done.returncode == code, f"{arguments}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def leaders(self) -> list[str]:
+        """Ids of the jobs that lead, or will."""
+        return [job["id"] for job in jobs(self.run) if job["kind"] == "leader"]
+
+    def job_of(self, kind: str) -> str:
+        """The newest running job of a kind."""
+        found = [job["id"] for job in jobs(self.run) if job["kind"] == kind]
+        return next(job for job in reversed(found) if self.cluster.state(job) == "RUNNING")
+
+    def node_of(self, job: str) -> str:
+        return self.cluster.fields(job)["BatchHost"]
+
+    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+        wait_for(lambda: step_now(self.run) >= step, timeout)
+
+    def wait_for_end(self, timeout: float = 150) -> dict[str, object]:
+        """The outcome, when all of the run's jobs have left too."""
+        try:
+            wait_for(
+                lambda: self.run.outcome.exists() and not self.cluster.exec("squeue", "--noheader").stdout, timeout
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.cluster.exec('squeue').stdout}\n{self.logs()}") from None
+        return outcome(self.run)
+
+    def kill(self, role: str) -> None:
+        """kill -9 of a role's process, on whatever node it is."""
+        beat = read_beat(self.run, role)
+        assert beat is not None and pid_of(self.run, role)
+        self.cluster.exec("kill", "-9", str(beat["pid"]), node=beat["host"])
+
+    def logs(self) -> str:
+        files = [*(self.run.logs / "slurm").glob("*"), *self.run.logs.glob("*.log")]
+        return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in files)
+
+
+def submit(cluster: SlurmCluster, name: str, *sets: str, slurm: str = SLURM + GROUPS) -> ClusterRun:
+    """Send SMALL as a run of this name."""
+    recipe = cluster.shared / f"{name}.toml"
+    recipe.write_text(SMALL.format(root=cluster.shared / "runs").replace('name = "small"', f'name = "{name}"') + slurm)
+    made = ClusterRun(cluster, RunDir(cluster.shared / "runs" / name))
+    options = [word for one in (*QUICK, *sets) for word in ("--set", one)]
+    made.relax_hpc("submit", recipe, "--local-root-ok", *options)
+    return made

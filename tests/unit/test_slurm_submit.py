@@ -1,0 +1,333 @@
+"""Submission: what is refused before anything is made, sbatch's words, a busy controller, and what Slurm says of jobs.
+
+`sbatch`, `squeue` and the like are small scripts on PATH here, for the reading of their words only; a real cluster is
+used in tests/slurm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import relax_hpc
+from relax_hpc.cli import app
+from relax_hpc.launch.slurm import queue_state, send
+from relax_hpc.launch.slurm.plan import make_plan
+from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, outside_job, reason_in_words
+from relax_hpc.launch.slurm.submit import preview, refuse_local_root
+from relax_hpc.recipe import RecipeError, load_recipe
+from relax_hpc.run_dir import RunDir, RunError
+
+RECIPE = (
+    '[run]\nname = "toy"\nroot = "/lustre/runs"\n[model]\nname = "tiny"\n[rollout]\nmax_new_tokens = 8\n'
+    '[[source]]\ntask = "basic_arithmetic"\n'
+)
+
+
+@pytest.fixture(autouse=True)
+def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder on PATH, but for a shell's; without Slurm to begin with."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("bash", "cat", "touch"):
+        (folder / name).symlink_to(f"/bin/{name}")
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("RELAX_HPC_SITE", raising=False)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "r.toml"
+    path.write_text(RECIPE + "[slurm]\n")
+    return path
+
+
+@pytest.fixture
+def run(recipe: Path, tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "toy")
+    send.write_scripts(run, make_plan(load_recipe(recipe, [f"run.root={tmp_path}"])))
+    return run
+
+
+def program(folder: Path, name: str, *lines: str) -> None:
+    (folder / name).write_text("\n".join(["#!/bin/bash", *lines]) + "\n")
+    (folder / name).chmod(0o755)
+
+
+def says(folder: Path, words: str, code: int = 1) -> None:
+    program(folder, "sbatch", "cat >&2 <<'END'", words, "END", f"exit {code}")
+
+
+# --- before anything is made --------------------------------------------------------------------------------------
+
+
+def test_a_recipe_without_the_table_says_how_to_give_one(tmp_path: Path) -> None:
+    path = tmp_path / "plain.toml"
+    path.write_text(RECIPE)
+    with pytest.raises(RunError, match=r"no \[slurm\] table.*site profile.*--set slurm\.partition"):
+        preview(path)
+
+
+@pytest.mark.parametrize("root", ["/tmp/x", "/dev/shm/x", "/var/tmp"])
+def test_a_root_that_nodes_do_not_see_is_refused(recipe: Path, root: str) -> None:
+    with pytest.raises(RunError, match=f"run.root = '{root}'.*--local-root-ok"):
+        refuse_local_root(make_plan(load_recipe(recipe, [f"run.root={root}"])))
+    refuse_local_root(make_plan(load_recipe(recipe, ["run.root=/tmpfs/x"])))
+
+
+def test_refusals_come_through_the_command_line_without_a_trace(recipe: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["submit", str(recipe), "--set", "run.root=/tmp/nothing-is-made"])
+    assert done.exit_code == 2 and "--local-root-ok" in done.stderr and "Traceback" not in done.stderr
+    assert not Path("/tmp/nothing-is-made").exists()
+    done = CliRunner().invoke(app, ["submit", str(tmp_path / "absent.toml")])
+    assert done.exit_code == 2 and "no recipe and no run" in done.stderr
+
+
+def test_a_dry_run_prints_scripts_and_makes_nothing(recipe: Path, tmp_path: Path) -> None:
+    before = set(tmp_path.rglob("*"))
+    done = CliRunner().invoke(app, ["submit", str(recipe), "--dry-run", "--set", f"run.root={tmp_path}"])
+    assert done.exit_code == 0, done.stderr
+    assert "##### leader.sbatch\n#!/bin/bash" in done.stdout and "##### rollout.sbatch" in done.stdout
+    assert f"relax_hpc.launch.batch leader {tmp_path}/toy\n" in done.stdout
+    assert set(tmp_path.rglob("*")) == before
+    assert relax_hpc.submit(recipe, dry_run=True) == []
+
+
+def test_the_site_profile_reaches_the_scripts(recipe: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site.toml"
+    site.write_text('[slurm]\naccount = "mine"\n')
+    assert "#SBATCH --account=mine\n" in preview(recipe, site=site)["leader"]
+    with pytest.raises(RecipeError, match="--site"):
+        preview(recipe, site=tmp_path / "absent.toml")
+
+
+# --- sbatch -------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_is_sent_and_written_down(
+    run: RunDir, bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(bin_folder, "sbatch", f'echo "$@" > {tmp_path}/said', "echo '42;cluster'")
+    assert send.submit_script(run, "leader", after="41") == "42"
+    assert (tmp_path / "said").read_text() == f"--parsable --dependency=afterany:41 {run.slurm}/leader.sbatch\n"
+    about = json.loads((run.slurm / "jobs" / "42.json").read_text())
+    assert (about["id"], about["kind"], about["dependency"]) == ("42", "leader", "afterany:41")
+    assert about["script"] == str(run.slurm / "leader.sbatch") and about["by"] and about["submitted"] > 0
+    monkeypatch.setenv("PYTHONPATH", f"{run.snapshot}/code:/mine")
+    program(bin_folder, "sbatch", f'echo "$PYTHONPATH" > {tmp_path}/said', "echo 43")
+    send.submit_script(run, "leader")
+    assert (tmp_path / "said").read_text() == "/mine\n", "a chain does not pile up the run's code"
+    (run.slurm / "jobs" / "43.json").unlink()
+    send.record(run, "7", "rollout")
+    assert [job["id"] for job in send.jobs(run)] == ["42", "7"]
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name specified", "slurm.partition"),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", "slurm.account"),
+        ("sbatch: error: Batch job submission failed: Invalid qos specification", "slurm.qos"),
+        ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "trainer.nodes"),
+        ("sbatch: error: Memory specification can not be satisfied", "slurm.mem"),
+        ("sbatch: error: Batch job submission failed: Invalid feature specification", "slurm.constraint"),
+        ("sbatch: error: Batch job submission failed: Requested reservation is invalid", "slurm.reservation"),
+        ("sbatch: error: Batch job submission failed: Requested time limit is invalid (missing or exceeds some limit)", "slurm.time"),
+        ("sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification", "slurm.gpus_per_node, slurm.gres"),
+        ("sbatch: error: Batch job submission failed: Invalid node name specified", "slurm.exclude"),
+        ("sbatch: unrecognized option '--foo=1'", "slurm.options"),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "slurm.time, the numbers"),
+        ("sbatch: error: no idea", "the keys of [slurm]"),
+    ],
+)  # fmt: skip
+def test_what_sbatch_refuses_comes_with_its_words_and_the_key(
+    run: RunDir, bin_folder: Path, words: str, key: str
+) -> None:
+    says(bin_folder, words)
+    with pytest.raises(RunError) as caught:
+        send.submit_script(run, "leader")
+    message = str(caught.value)
+    assert words.splitlines()[-1].removeprefix("sbatch: ").removeprefix("error: ") in message
+    assert f"; change {key}" in message and f"relax-hpc submit {run.root} --set" in message
+    assert send.jobs(run) == []
+
+
+def test_a_busy_controller_is_asked_again(run: RunDir, bin_folder: Path, tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    program(bin_folder, "squeue", "exit 1")
+    program(
+        bin_folder, "sbatch", f"echo x >> {count}", f"[ $(cat {count} | (n=0; while read _; do n=$((n+1)); done; echo $n)) = 3 ] && echo 5 && exit 0",
+        "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2", "exit 1",
+    )  # fmt: skip
+    assert send.submit_script(run, "leader", first_wait_s=0.01) == "5"
+    assert count.read_text() == "x\n" * 3
+
+
+def test_a_job_that_was_taken_although_the_answer_was_lost_is_not_sent_twice(run: RunDir, bin_folder: Path) -> None:
+    send.record(run, "8", "leader")
+    script = run.slurm / "leader.sbatch"
+    says(bin_folder, "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
+    program(bin_folder, "squeue", f"echo '8|{script}'", f"echo '9+0|{script}'", "echo '10|/other'")
+    assert send.submit_script(run, "leader", first_wait_s=0.01) == "9"
+
+
+def test_a_controller_that_stays_away_is_given_up(
+    run: RunDir, bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(send, "LONGEST_WAIT_S", 0.01)
+    says(bin_folder, "sbatch: error: Unable to contact slurm controller (connect failure)")
+    with pytest.raises(RunError, match="does not answer, after 6 attempts.*Unable to contact.*scontrol ping"):
+        send.submit_script(run, "leader", first_wait_s=0.001)
+
+
+def test_a_machine_without_slurm_says_so(run: RunDir) -> None:
+    with pytest.raises(RunError, match="no sbatch on this machine.*login node"):
+        send.submit_script(run, "leader")
+    from relax_hpc.launch.slurm.executor import ScriptExecutor
+
+    with pytest.raises(RunError, match="no srun on this machine"):
+        ScriptExecutor(run, make_plan(load_recipe(run.root.parent / "r.toml")))
+
+
+def test_sending_a_run_again_forgets_that_it_was_stopped(run: RunDir) -> None:
+    assert send.forget_end(run) is None
+    run.stop.touch()
+    run.outcome.write_text('{"outcome": "stopped"}')
+    assert send.forget_end(run) == {"outcome": "stopped"}
+    assert not run.stop.exists() and not run.outcome.exists()
+
+
+def test_a_run_without_scripts_says_what_writes_them(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no batch script.*relax-hpc submit"):
+        send.submit_script(RunDir(tmp_path / "none"), "rollout")
+
+
+def test_a_job_sent_from_a_job_does_not_inherit_its_description() -> None:
+    inside = {"SLURM_JOB_ID": "1", "SLURM_HET_SIZE": "2", "PMIX_RANK": "0", "SLURM_CONF": "/c", "PATH": "/bin"}
+    assert outside_job(inside) == {"SLURM_CONF": "/c", "PATH": "/bin", "LC_ALL": "C"}
+
+
+# --- what Slurm says of jobs --------------------------------------------------------------------------------------
+
+
+def test_states_are_of_whole_jobs(bin_folder: Path) -> None:
+    program(
+        bin_folder, "squeue", "echo '5|RUNNING|None'", "echo '6+1|FAILED|None'", "echo '6+0|PENDING|Resources'",
+        "echo '7_1|COMPLETED|None'", "echo '7_[2-3]|PENDING|JobArrayTaskLimit'",
+    )  # fmt: skip
+    program(
+        bin_folder,
+        "sacct",
+        '[ "${@: -1}" = 8,9 ] || exit 9',
+        "echo '8+0|CANCELLED by 1000|None'",
+        "echo '8+1|COMPLETED|None'",
+    )
+    assert look(["5", "6", "7", "8", "9", "5"]) == {
+        "5": Seen("RUNNING", "None"),
+        "6": Seen("PENDING", "Resources"),
+        "7": Seen("PENDING", "JobArrayTaskLimit"),
+        "8": Seen("CANCELLED", "None"),
+        "9": Seen("GONE", ""),
+    }
+    assert Seen("COMPLETING", "").alive and not Seen("GONE", "").alive
+
+
+def test_without_accounting_what_squeue_forgot_is_gone(bin_folder: Path) -> None:
+    program(bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2", "exit 1")
+    program(bin_folder, "sacct", "echo 'Slurm accounting storage is disabled' >&2", "exit 1")
+    assert job_state(["5"]) == {"5": "GONE"}
+
+
+def test_what_cannot_be_asked_is_unknown(bin_folder: Path) -> None:
+    assert job_state(["5"]) == {"5": None} and job_state([]) == {}
+    assert cancel(["5"]) is False and cancel([]) is True
+    program(bin_folder, "scontrol", "echo 'JobId=5 JobName=x JobState=RUNNING Reason=None Dependency=(null)'")
+    assert look(["5"]) == {"5": Seen("RUNNING", "None")}
+    program(bin_folder, "squeue", "echo 'Unable to contact slurm controller' >&2", "exit 1")
+    assert job_state(["5"]) == {"5": None}
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Priority", "other jobs come first"),
+        ("Resources", "waits for nodes"),
+        (
+            "QOSMaxJobsPerUserLimit",
+            "the QOS allows no more than this job asks for, or uses already, its limit of jobs for one user",
+        ),
+        ("AssocGrpCPUMinutesLimit", "the account uses its limit of CPU minutes"),
+        ("QOSGrpGRES", "the QOS uses its limit of GPUs"),
+        ("AssocMaxWallDurationPerJobLimit", "its limit of hours in one job"),
+        ("PartitionTimeLimit", "slurm.time is more than the partition allows"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[1-2]", "(ReqNodeNotAvail, UnavailableNodes:n[1-2])"),
+        ("DependencyNeverSatisfied", "cancel it"),
+        ("BeginTime", "two minutes"),
+        ("JobHeldUser", "scontrol release"),
+        ("SomethingNew", "SomethingNew"),
+    ],
+)
+def test_reasons_in_words(reason: str, words: str) -> None:
+    assert words in reason_in_words(reason)
+
+
+def test_every_state_that_waits_is_alive() -> None:
+    assert queue_state.WAITING < queue_state.ALIVE
+
+
+# --- submitit -----------------------------------------------------------------------------------------------------
+
+
+def test_the_executor_takes_no_function(run: RunDir, bin_folder: Path, recipe: Path) -> None:
+    from relax_hpc.launch.slurm.executor import ScriptExecutor
+
+    program(bin_folder, "srun", "exit 1")
+    program(bin_folder, "sbatch", "echo 77")
+    executor = ScriptExecutor(run, make_plan(load_recipe(recipe)))
+    with pytest.raises(TypeError, match=r"relax_hpc\.submit"):
+        executor.submit(print)
+    job = executor.send("rollout")
+    assert (job.job_id, job.kind, job.state) == ("77", "rollout", "UNKNOWN")
+    assert not list(run.root.rglob("*.pkl"))
+
+
+def test_a_job_gives_the_runs_outcome_and_not_one_from_before(run: RunDir, bin_folder: Path) -> None:
+    from relax_hpc.launch.slurm.executor import RunJob
+
+    program(bin_folder, "squeue", "echo '91|RUNNING|None'")
+    send.record(run, "91", "leader")
+    job = RunJob(run.slurm, "91")
+    old = {"outcome": "stopped", "reason": "", "step": 2, "time": 1.0}
+    run.outcome.write_text(json.dumps(old))
+    assert job.outcome() is None and not job.done(force_check=True)
+    run.outcome.write_text(json.dumps({**old, "time": 1e11, "outcome": "preempted"}))
+    assert job.outcome() is None, "goes on in the successor"
+    done = {**old, "time": 1e11, "outcome": "done"}
+    run.outcome.write_text(json.dumps(done))
+    assert job.result() == done and job.exception() is None
+    run.outcome.write_text(json.dumps({**done, "outcome": "failed", "reason": "no disk"}))
+    assert "no disk" in str(job.exception())
+
+
+def test_the_plain_function_can_be_sent_by_reference() -> None:
+    assert pickle.loads(pickle.dumps(relax_hpc.run)) is relax_hpc.run
+
+
+def test_sending_loads_neither_torch_nor_submitit() -> None:
+    """A supervisor sends successors; the command line shows its help."""
+    code = (
+        "import relax_hpc.cli.submit, relax_hpc.launch.slurm.send, relax_hpc.launch.slurm.steps, relax_hpc.launch.slurm.make, sys\n"
+        "print({'torch', 'submitit'} & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(relax_hpc.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout == "set()\n"
