@@ -36,6 +36,7 @@ class Agent:
         self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
         self.telemetry = Telemetry(run, f"agent-{about['step']}-{about['index']}", attempt=0)
         self.workers = LocalWorkers(run, self.recipe, names, uuid.uuid4().hex[:8], self.gone, self.telemetry.metrics)
+        self._state = "starting"
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}
         """Workplaces that are not in use any more, and whether their worker died; until the supervisor took them over."""
@@ -57,7 +58,8 @@ class Agent:
             if time.time() - looked_at > LOOK_S:
                 looked_at = time.time()
                 self.workers.look_for_silence()
-                self.leaving = self.over()
+                self._state = self.state()
+                self.leaving = self.leaving or self.over()
             time.sleep(POLL_S)
         self.workers.ask_to_stop()
         self.say()
@@ -82,11 +84,17 @@ class Agent:
             self.leader.forget()
         return silent_s > self.recipe.supervision.leader_wait_s
 
+    def state(self) -> str:
+        """As far as its foremost worker: starting, syncing (it takes the weights), active."""
+        beats = [member.beat() or {} for member in self.workers.members]
+        states = {beat.get("state", "starting") for beat in beats}
+        return "active" if states - {"starting", "syncing"} else "syncing" if "syncing" in states else "starting"
+
     def say(self, ended: bool = False) -> None:
         """The heartbeat; written at once when something changed."""
         in_use = self.workers.in_use()
         self.left = {w: lost for w, lost in self.left.items() if (self.run.claimed_orders / w).exists()}
-        state = "gone" if ended else "draining" if self.leaving else "starting" if not in_use else "active"
+        state = "gone" if ended else "draining" if self.leaving else self._state
         about: dict[str, Any] = {
             "workplaces": in_use,
             "left": self.left,

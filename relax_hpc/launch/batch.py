@@ -12,21 +12,24 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console
 
 from relax_hpc.launch.agent import CORE
 from relax_hpc.launch.lease import Lease, acquire
-from relax_hpc.launch.slurm.agents import JobAgents, StepAgents, agent_command
+from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.chain import Chain
+from relax_hpc.launch.slurm.crew import Core, Crew, JobCore, StepCore, agent_command
+from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
 from relax_hpc.launch.slurm.steps import rollout_step, step_python, trainer_step
 from relax_hpc.launch.slurm.trainers import Step, StepTrainers
 from relax_hpc.launch.supervisor import Supervisor
 from relax_hpc.launch.view import live
-from relax_hpc.launch.workers import GRACE_S, Workers
+from relax_hpc.launch.workers import GRACE_S
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
@@ -47,12 +50,14 @@ def lead(run: RunDir) -> int:
         console.print(f"nothing to do: {reason}", soft_wrap=True, markup=False)
         return 0
     lease = wait_for_lease(run)
+    with ThreadPoolExecutor(1) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
+        queued = background.submit(chain.queue_successor)
+        try:
+            outcome = supervise(run, recipe, lease, console)
+        finally:
+            lease.release()
     with contextlib.suppress(RunError):  # it is written down; without a successor this job does what it can
-        chain.queue_successor()
-    try:
-        outcome = supervise(run, recipe, lease, console)
-    finally:
-        lease.release()
+        queued.result()
     if outcome["outcome"] == "preempted" and chain.cancelled_by_a_person(job):
         chain.stop(f"job {job} was cancelled by a person")
         outcome = outcome | {"outcome": "stopped"}
@@ -65,11 +70,12 @@ def supervise(run: RunDir, recipe: Recipe, lease: Lease, console: Console) -> di
     plan, telemetry = make_plan(recipe), Telemetry(run, "supervisor", lease.number)
     python = step_python(plan)
     trainers = StepTrainers(run, recipe, [*trainer_step(plan), python], end_of_job(os.environ["SLURM_JOB_ID"]))
-    workers: Workers
+    core: Core
     if plan.slurm.shape == "split":
-        workers = JobAgents(run, recipe, telemetry)
+        core = JobCore(run, recipe, telemetry)
     else:
-        workers = StepAgents(run, recipe, [*rollout_step(plan), python], telemetry)
+        core = StepCore(run, recipe, [*rollout_step(plan), python], telemetry)
+    workers = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
     with live(run, console) as look:
         supervisor = Supervisor(run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted")
         return supervisor.supervise()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import PositiveInt, Tag, model_validator
+from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 
 from relax_hpc.recipe.table import Key, Table, conflict, named
 
@@ -127,6 +127,29 @@ class Resources(Table):
         return self
 
 
+class Autoscale(Table):
+    """When the run grows and shrinks by itself, one rollout node at a time, each a further job."""
+
+    min_nodes: PositiveInt = Key(1, "Rollout nodes at least; those of rollout.nodes always stay.", resume=True)
+    max_nodes: PositiveInt = Key(8, "Rollout nodes at most.", resume=True)
+    grow_when_waiting: float = Key(
+        0.3, "One more when the trainer waited for data more than this share of the window.", resume=True, gt=0, lt=1
+    )
+    window_s: PositiveFloat = Key(120.0, "The stretch of time that a decision looks at.", resume=True)
+    cooldown_s: PositiveFloat = Key(
+        300.0, "From one change to the next; a job needs time to start and to show what it changed.", resume=True
+    )
+    partition: str | None = Key(None, "Partition of the further jobs, such as a preemptible one.", resume=True)
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Autoscale:
+        if self.min_nodes > self.max_nodes:
+            raise conflict(
+                f"slurm.autoscale.min_nodes = {self.min_nodes} is more than max_nodes = {self.max_nodes}: lower the one"
+            )
+        return self
+
+
 class Slurm(Resources):
     """How the run is sent to a Slurm cluster; every key of [slurm.trainer] and [slurm.rollout] stands here for both."""
 
@@ -163,6 +186,7 @@ class Slurm(Resources):
     )
     cpu_bind: str | None = Key(None, "srun --cpu-bind for the processes, such as 'cores'.", resume=True)
     container: Container | None = Key(None, "The image that processes run in.", resume=True)
+    autoscale: Autoscale | None = Key(None, "Further rollout nodes by what the trainer waits for.", resume=True)
     trainer: Resources | None = Key(None, "Other resources for the trainer's nodes.", resume=True)
     rollout: Resources | None = Key(None, "Other resources for the rollout nodes.", resume=True)
 

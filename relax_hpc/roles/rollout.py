@@ -72,7 +72,7 @@ class RolloutWorker:
         """Wait for an order, taking new weights meanwhile; it and the seconds waited. Raises Stop when asked to stop."""
         began = time.perf_counter()
         for pause_s in backoff():
-            self.progress("idle")
+            self.progress("idle" if self.held else "syncing")
             self.report_published()
             self.take_newest()
             if self.held is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_hpc.launch.slurm.send import jobs
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat
 from tests.runs import SMALL, outcome, pid_of, step_now, wait_for
 from tests.slurm.cluster import SlurmCluster
@@ -64,6 +64,11 @@ class ClusterRun:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.cluster.exec('squeue').stdout}\n{self.logs()}") from None
         return outcome(self.run)
+
+    def active_agents(self) -> list[str]:
+        """Nodes whose workers play, as their agents say."""
+        beats = [read_json(path) for path in self.run.heartbeats.glob("agent-*.json")]
+        return [beat["host"] for beat in beats if beat["state"] == "active"]
 
     def kill(self, role: str) -> None:
         """kill -9 of a role's process, on whatever node it is."""

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from relax_hpc.analysis.audit import audit
+from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.telemetry import read_metrics
 from tests.runs import SMALL, relax_hpc, step_now, steps_of, wait_for, write_recipe
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import GROUPS, SLURM, ClusterRun, submit
@@ -148,6 +150,33 @@ def test_no_step_is_begun_that_cannot_end_within_the_walltime(cluster: SlurmClus
     assert replayed == [], "it left without a checkpoint"
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"
+
+
+def test_rollout_nodes_come_and_go_as_wished(cluster: SlurmCluster) -> None:
+    ours = submit(cluster, "scaled", "run.steps=100000", "async.max_staleness=2")
+    ours.wait_for_step(2)
+    for nodes, partition in ((3, "low"), (1, "low")):
+        ours.relax_hpc("scale", ours.run.root, f"rollout={nodes}", "--partition", partition)
+        wait_for(lambda: len(ours.active_agents()) == nodes, 60)  # noqa: B023
+    assert "protected" in ours.relax_hpc("scale", ours.run.root, "rollout=0", code=2)
+    ours.relax_hpc("stop", ours.run.root)
+    assert ours.wait_for_end()["outcome"] == "stopped"
+    sound(ours, step_now(ours.run))
+    elastic = [job["id"] for job in jobs(ours.run) if job["kind"] == "elastic"]
+    assert len(elastic) == 2 and {cluster.state(job) for job in elastic} == {"COMPLETED"}, "they did not drain"
+
+
+def test_a_run_grows_while_its_trainer_waits(cluster: SlurmCluster) -> None:
+    policy = (
+        SLURM + "[slurm.autoscale]\nmax_nodes = 2\nwindow_s = 2\ncooldown_s = 4\ngrow_when_waiting = 0.05\n" + GROUPS
+    )
+    ours = submit(cluster, "autoscaled", "run.steps=100000", slurm=policy)
+    wait_for(lambda: len(ours.active_agents()) == 2, 90)
+    reasons = [r["reason"] for r in read_metrics(ours.run.metrics / "supervisor.jsonl")[0] if r["kind"] == "autoscale"]
+    assert "the trainer waited" in reasons[0]
+    ours.relax_hpc("stop", ours.run.root)
+    assert ours.wait_for_end()["outcome"] == "stopped"
+    sound(ours, step_now(ours.run))
 
 
 def sound(ours: ClusterRun, steps: int) -> None:

@@ -11,6 +11,7 @@ import getpass
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,11 @@ def script(run: RunDir, kind: Kind) -> Path:
     return run.slurm / f"{kind}.sbatch"
 
 
-def submit_script(run: RunDir, kind: Kind, *, after: str | None = None, first_wait_s: float = 2.0) -> str:
+def submit_script(
+    run: RunDir, kind: Kind, *, after: str | None = None, options: Sequence[str] = (), first_wait_s: float = 2.0
+) -> str:
     """Send RUN/slurm/KIND.sbatch and write the job down; its id. `after`: it starts when that job has ended, however.
+    `options`: further ones for sbatch, over those in the script.
 
     Raises RunError with sbatch's own words and the key of the recipe that mends it. Waits up to minutes for a
     controller that is busy or being restarted.
@@ -74,7 +78,8 @@ def submit_script(run: RunDir, kind: Kind, *, after: str | None = None, first_wa
     path = script(run, kind)
     if not path.is_file():
         raise RunError(f"'{run.root}' has no batch script '{path}': `relax-hpc submit {run.root}` writes them")
-    command = ["sbatch", "--parsable", *([f"--dependency=afterany:{after}"] if after else []), str(path)]
+    dependency = [f"--dependency=afterany:{after}"] if after else []
+    command = ["sbatch", "--parsable", *dependency, *options, str(path)]
     retrying = Retrying(
         stop=stop_after_attempt(ATTEMPTS),
         wait=wait_random_exponential(multiplier=first_wait_s, max=LONGEST_WAIT_S),

@@ -1,0 +1,56 @@
+"""`relax-hpc scale`: wish for more, or fewer, rollout nodes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Optional
+
+import typer
+
+from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.status import RunPath
+
+
+def scale(
+    run: RunPath,
+    wish: Annotated[
+        Optional[str], typer.Argument(metavar="rollout=N", help="Rollout nodes in all.", show_default=False)
+    ] = None,
+    partition: Annotated[
+        Optional[str],
+        typer.Option(help="Where the further jobs go, such as a preemptible partition.", show_default=False),
+    ] = None,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Back to the nodes that the recipe asks for.")] = False,
+) -> None:
+    """Say how many rollout nodes a run on Slurm shall have; its leader sends or drains one-node jobs until it has them.
+
+    The number counts all rollout nodes; those of the recipe (rollout.nodes) always stay. Saying it twice changes nothing. A job that is lost or preempted is sent again.
+
+    [dim]relax-hpc scale runs/big rollout=4 --partition low[/dim]
+    [dim]relax-hpc scale runs/big --cancel[/dim]
+    """
+    import getpass
+
+    from relax_hpc.launch.slurm.elastic import cancel_wish, make_wish
+    from relax_hpc.launch.slurm.elastic import wish as wished
+    from relax_hpc.recipe import load_recipe
+    from relax_hpc.run_dir import RunError, open_existing
+
+    with friendly():
+        opened = open_existing(run)
+        recipe = load_recipe(opened.recipe)
+        if recipe.slurm is None:
+            raise RunError(f"'{run}' has no [slurm] table: it runs on one machine, where rollout.workers says how many")
+        if cancel == (wish is not None):
+            now = wished(opened)
+            asked = f"{now.rollout} by {now.by}" if now else f"{recipe.rollout.nodes}, as the recipe says"
+            raise RunError(f"say either rollout=N or --cancel; rollout nodes wished for now: {asked}")
+        if wish is None:
+            cancel_wish(opened)
+            typer.echo(f"back to {recipe.rollout.nodes} rollout nodes, as the recipe says")
+            return
+        number = re.fullmatch(r"rollout=(\d+)", wish)
+        if number is None:
+            raise RunError(f"'{wish}': expected rollout=N, such as rollout=4")
+        make_wish(opened, recipe.rollout.nodes, int(number[1]), partition, getpass.getuser())
+        typer.echo(f"wished for {number[1]} rollout nodes; `relax-hpc status {run}` shows how far it is")

@@ -1,0 +1,204 @@
+"""The rollout side of a run on Slurm, as the leader's supervisor sees it.
+
+core     the nodes that the recipe asks for: agents in a step of this job, or in a rollout job that is sent again
+elastic  further one-node jobs: as many as are wished for
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from relax_hpc.launch.agent import CORE
+from relax_hpc.launch.members import Patience, next_attempt
+from relax_hpc.launch.slurm.agents import Agents
+from relax_hpc.launch.slurm.elastic import Elastic
+from relax_hpc.launch.slurm.queue_state import ALIVE, job_state
+from relax_hpc.launch.slurm.send import jobs, submit_script
+from relax_hpc.launch.slurm.trainers import Step
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.telemetry import Telemetry, read_beat
+
+LOOK_S = 0.5
+JOBS_EVERY_S = 5.0
+"""How often Slurm is asked for the rollout jobs."""
+BY_HAND_S = 60.0
+"""A person who sends both scripts by hand has so long for the second one."""
+
+
+class Core(Protocol):
+    """The rollout nodes that the recipe asks for."""
+
+    failure: str
+
+    def look_after(self, agents: Agents) -> None:
+        """Often, and quickly."""
+
+    def keep_jobs(self) -> None:
+        """Now and then, in a thread: Slurm may take its time to answer."""
+
+    def ask_to_stop(self) -> None: ...
+
+    def end(self, grace_s: float) -> None: ...
+
+
+class Crew:
+    """All rollout nodes of a run."""
+
+    def __init__(self, agents: Agents, core: Core, elastic: Elastic) -> None:
+        self._agents, self._core, self._elastic = agents, core, elastic
+        self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
+        self._keeping: Future[None] | None = None
+        self._looked_at = self._kept_at = 0.0
+        self._asked = False
+        self.failure, self.fatal = "", False
+
+    def look_after(self) -> None:
+        if self._asked or time.time() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.time()
+        self._agents.look()
+        self._core.look_after(self._agents)
+        self.failure, self.fatal = self._agents.failure()
+        self.failure = self.failure or self._core.failure
+        if (self._keeping is None or self._keeping.done()) and time.time() - self._kept_at > JOBS_EVERY_S:
+            if self._keeping is not None:
+                self._keeping.result()
+            self._keeping, self._kept_at = self._slurm.submit(self._keep_jobs), time.time()
+
+    def _keep_jobs(self) -> None:
+        self._core.keep_jobs()
+        for job in self._elastic.keep():
+            self._agents.job_ended(job)
+
+    def look_for_silence(self) -> None: ...
+
+    def ask_to_stop(self) -> None:
+        self._asked = True
+        self._core.ask_to_stop()
+
+    def end(self, grace_s: float) -> None:
+        self.ask_to_stop()
+        self._slurm.shutdown()
+        self._core.end(grace_s)
+        self._agents.look()
+
+
+class StepCore:
+    """Rollout nodes of this job: one srun of agents; an agent that is lost costs one further srun on its node."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, python: list[str], telemetry: Telemetry) -> None:
+        """python: `srun … python`, with everything that comes before the module."""
+        self._run, self._recipe, self._python, self._telemetry = run, recipe, python, telemetry
+        self._steps: dict[int, Step] = {}
+        """Node of the group -> the step that its agent lives in."""
+        self._patience = {i: Patience(recipe.supervision) for i in range(recipe.rollout.nodes)}
+        self.failure = ""
+
+    def look_after(self, agents: Agents) -> None:
+        if not self._steps:
+            step = self._start([], None)
+            self._steps = dict.fromkeys(self._patience, step)
+        for index in self._steps:
+            self._look_after_node(index, agents)
+
+    def _look_after_node(self, index: int, agents: Agents) -> None:
+        step, patience, newest = self._steps[index], self._patience[index], agents.newest(index)
+        name, beat = newest or ("", {"host": "", "step": None})
+        silent = beat["step"] == step.id and name not in agents.alive()
+        if (step.running and not silent) or time.time() < patience.not_before:
+            return
+        host, limit_s = beat["host"], self._recipe.supervision.agent_silent_s
+        reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
+        who = f"rollout node {index}" + (f" ({host})" if host else "")
+        self._telemetry.metrics("lost", role=who, reason=reason)
+        if not patience.failed(reason, self._progress()):
+            self.failure = patience.exhausted(who, reason, "", step.log)
+            return
+        self._steps[index] = self._start(
+            ["--overlap", "--nodes=1", "--ntasks=1", *([f"--nodelist={host}"] if host else [])], index
+        )
+
+    def _start(self, options: list[str], index: int | None) -> Step:
+        step = Step(self._run, "srun-agents")
+        command = agent_command(self._run, self._recipe, CORE, step.id)
+        if index is not None:
+            command += ["--index", str(index)]
+        attempt = next_attempt(self._run, "srun-agents")
+        which = "%t" if index is None else str(index)
+        step.start(
+            _with(options, self._python),
+            command,
+            f"agent-{CORE}-{which}.{attempt:04d}.log",
+            f"srun-agents.{attempt:04d}.log",
+        )
+        return step
+
+    def _progress(self) -> Any:
+        return (read_beat(self._run, "trainer-0") or {}).get("step")
+
+    def keep_jobs(self) -> None: ...
+
+    def ask_to_stop(self) -> None:
+        for step in set(self._steps.values()):
+            step.ask_to_stop()
+
+    def end(self, grace_s: float) -> None:
+        for step in set(self._steps.values()):
+            step.end(2 * grace_s)  # agents wait for their workers first
+
+
+def _with(options: list[str], python: list[str]) -> list[str]:
+    """`srun … python` with further options for srun, which takes the last of those that are given twice."""
+    own = next(i for i, word in enumerate(python[1:], 1) if not word.startswith("-"))
+    return [*python[:own], *options, *python[own:]]
+
+
+def agent_command(run: RunDir, recipe: Recipe, group: str, step: str) -> list[str]:
+    """What comes after `python` to start the agent of a node."""
+    per_node = recipe.rollout.workers // recipe.rollout.nodes
+    return [
+        "-P", "-m", "relax_hpc.launch.agent", str(run.root), "--group", group, "--step", step, "--workers", str(per_node),
+    ]  # fmt: skip
+
+
+class JobCore:
+    """Rollout nodes in a job of their own, which outlives this one and is sent again when it is gone."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
+        self._run, self._telemetry = run, telemetry
+        self._patience = Patience(recipe.supervision)
+        self._began = time.time()
+        self._gone: list[str] = []
+        self.failure = ""
+
+    def look_after(self, agents: Agents) -> None:
+        for job in self._gone:
+            agents.job_ended(job)
+
+    def keep_jobs(self) -> None:
+        ids = [job["id"] for job in jobs(self._run) if job["kind"] == "rollout"]
+        states = job_state(ids)
+        self._gone = [job for job, state in states.items() if state is not None and state not in ALIVE]
+        if len(self._gone) < len(ids) or time.time() < self._patience.not_before:
+            return
+        if not ids and time.time() - self._began < BY_HAND_S:
+            return
+        if ids:
+            last = f"job {ids[-1]}: {states[ids[-1]]}"
+            self._telemetry.metrics("lost", role="rollout job", reason=last)
+            if not self._patience.failed(last, (read_beat(self._run, "trainer-0") or {}).get("step")):
+                log = self._run.logs / "slurm"
+                self.failure = self._patience.exhausted("the rollout job", last, f"see {log}", log)
+                return
+        try:
+            self._telemetry.metrics("restart", role="rollout job", job=submit_script(self._run, "rollout"))
+        except RunError as error:  # sbatch may not work on compute nodes; agents that are there go on
+            self._telemetry.metrics("refused", role="rollout job", reason=str(error))
+
+    def ask_to_stop(self) -> None:
+        """Nothing: its agents see the run's outcome, or wait for the next leader."""
+
+    def end(self, grace_s: float) -> None: ...

@@ -1,0 +1,141 @@
+"""Further rollout nodes, each a job of its own: a wished number, and what brings it about.
+
+    relax-hpc scale RUN rollout=N ─┐
+    [slurm.autoscale] ─────────────┴► wish.json ──► jobs there are ──► sbatch what is missing, drain what is too much
+
+The wish counts all rollout nodes; those that the recipe asks for are always there.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel, job_state
+from relax_hpc.launch.slurm.send import jobs, submit_script
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.slurm import Autoscale
+from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
+from relax_hpc.telemetry import Telemetry, read_metrics
+
+REFUSED_WAIT_S = 60.0
+"""After sbatch refused a job, the next attempt waits so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How many rollout nodes the run shall have."""
+
+    rollout: int
+    partition: str | None
+    by: str
+    time: float
+
+
+def wish(run: RunDir) -> Wish | None:
+    """What is wished for; None when nobody said anything."""
+    found = read_json(run.slurm / "wish.json")
+    return None if found is None else Wish(**found)
+
+
+def make_wish(run: RunDir, core: int, rollout: int, partition: str | None, by: str) -> None:
+    """Wish for so many rollout nodes; the same wish twice changes nothing. Raises RunError below the recipe's own."""
+    if rollout < core:
+        raise RunError(
+            f"rollout={rollout} is less than the {core} rollout nodes that the recipe asks for (rollout.nodes), which are "
+            f"protected: {core} or more, or `relax-hpc stop {run.root}`"
+        )
+    before = wish(run)
+    if before is None or (before.rollout, before.partition) != (rollout, partition):
+        replace(run.slurm / "wish.json", to_json(asdict(Wish(rollout, partition, by, time.time()))))
+
+
+def cancel_wish(run: RunDir) -> None:
+    """Back to the nodes that the recipe asks for: the others drain and leave."""
+    (run.slurm / "wish.json").unlink(missing_ok=True)
+
+
+class Elastic:
+    """The elastic jobs of a run, kept by its leader."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
+        assert recipe.slurm is not None
+        self._run, self._core, self._telemetry = run, recipe.rollout.nodes, telemetry
+        self._scaler = Autoscaler(run, recipe, recipe.slurm.autoscale, telemetry) if recipe.slurm.autoscale else None
+        self._draining: set[str] = set()
+        self._not_before = 0.0
+
+    def keep(self) -> list[str]:
+        """Bring about what is wished for; ids of the jobs that Slurm says are gone."""
+        if self._scaler is not None:
+            self._scaler.look()
+        wished = wish(self._run)
+        states = job_state(job["id"] for job in jobs(self._run) if job["kind"] == "elastic")
+        alive = [job for job, state in states.items() if state is None or state in ALIVE]
+        staying = [job for job in alive if job not in self._draining]
+        missing = (wished.rollout - self._core if wished else 0) - len(staying)
+        if missing > 0 and time.time() > self._not_before:
+            self._send(missing, wished.partition if wished else None)
+        if missing < 0:
+            # Those that wait in the queue first, then the youngest.
+            last = sorted(staying, key=lambda job: (states[job] in WAITING, int(job)))[missing:]
+            self._drain(last, states)
+        return [job for job in states if job not in alive]
+
+    def _send(self, count: int, partition: str | None) -> None:
+        for _ in range(count):
+            try:
+                job = submit_script(self._run, "elastic", options=[f"--partition={partition}"] if partition else [])
+            except RunError as error:
+                self._not_before = time.time() + REFUSED_WAIT_S
+                self._telemetry.metrics("refused", role="elastic job", reason=str(error))
+                return
+            self._telemetry.metrics("scale", job=job, reason="fewer rollout nodes than wished for")
+
+    def _drain(self, leaving: list[str], states: dict[str, str | None]) -> None:
+        """Pending ones are cancelled; running ones are asked: their agents end or give back what they play, and leave."""
+        cancel([job for job in leaving if states[job] in WAITING])
+        for job in leaving:
+            if states[job] not in WAITING:
+                ask(["scancel", "--batch", "--signal=USR2", job])
+            self._draining.add(job)
+            self._telemetry.metrics("scale", job=job, reason="more rollout nodes than wished for: draining")
+
+
+class Autoscaler:
+    """Changes the wish by what the trainer's metrics say."""
+
+    def __init__(self, run: RunDir, recipe: Recipe, policy: Autoscale, telemetry: Telemetry) -> None:
+        self._run, self._recipe, self._policy, self._telemetry = run, recipe, policy, telemetry
+        self._steps: list[dict[str, Any]] = []
+        self._offset = 0
+        self._changed = time.time()
+
+    def look(self) -> None:
+        """Read the metrics of new steps, and change the wish where they say so and the last change is long enough ago."""
+        records, self._offset = read_metrics(self._run.metrics / "trainer-0.jsonl", self._offset)
+        since = max(self._changed, time.time() - self._policy.window_s)
+        self._steps = [s for s in [*self._steps, *records] if s["kind"] == "step" and s["time"] > since]
+        if time.time() - self._changed < self._policy.cooldown_s or not self._steps:
+            return
+        wished = wish(self._run)
+        now = wished.rollout if wished else self._recipe.rollout.nodes
+        target, reason = self._decide(now)
+        target = min(max(target, self._policy.min_nodes, self._recipe.rollout.nodes), self._policy.max_nodes)
+        if target != now:
+            self._changed = time.time()
+            make_wish(self._run, self._recipe.rollout.nodes, target, self._policy.partition, "autoscale")
+            self._telemetry.metrics("autoscale", before=now, after=target, reason=reason)
+
+    def _decide(self, now: int) -> tuple[int, str]:
+        seconds = sum(s["step_s"] for s in self._steps)
+        waiting = sum(s["wait_s"] for s in self._steps) / max(seconds, 1e-9)
+        # After a step's orders were taken, those of max_staleness further steps may lie complete.
+        full = self._recipe.async_.max_staleness * self._recipe.orders_per_step
+        depth = min(s["spool_depth"] for s in self._steps)
+        if waiting > self._policy.grow_when_waiting:
+            return now + 1, f"the trainer waited {waiting:.0%} of {seconds:.0f} s for data"
+        if full and depth >= full:
+            return now - 1, f"the spool was full ({depth} complete orders or more) for {seconds:.0f} s"
+        return now, ""
