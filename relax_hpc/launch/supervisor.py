@@ -91,19 +91,20 @@ class Supervisor:
         self.trainers.ask_to_stop()
         self.workers.ask_to_stop()
 
-    def _look_after_trainers(self, silence: str | None) -> dict[str, Any] | None:
+    def _look_after_trainers(self, silence: Ending | None) -> dict[str, Any] | None:
         if not self.trainers.started:
             if time.time() >= self.patience.not_before:
                 self._start_trainers()
             return None
-        ending = self.trainers.ending() or (Ending(None, silence) if silence else None)
+        ending = self.trainers.ending() or silence
         if ending is None:
             return None
         if ending.final is None and not self._asked:
             return self._lost_trainers(ending)
         if self.workers.failure or ending.final == "failed":
             fatal = self.workers.fatal or ending.final == "failed"
-            return self._outcome("failed", self.workers.failure or ending.reason) | {"fatal": fatal}
+            about = {"fatal": fatal, "suspect": self.workers.suspect}
+            return self._outcome("failed", self.workers.failure or ending.reason) | about
         reason = ending.reason if ending.final else f"lost while stopping: {ending.reason}"
         if ending.final == "done":
             return self._outcome("done", reason)
@@ -116,7 +117,8 @@ class Supervisor:
         self.trainers.end(grace_s=0)
         if not self.patience.failed(ending.reason, step):
             said = self.trainers.last_words()
-            return self._outcome("failed", self.patience.exhausted("trainer", ending.reason, said, log))
+            about = {"fatal": False, "suspect": ending.host}
+            return self._outcome("failed", self.patience.exhausted("trainer", ending.reason, said, log)) | about
         return None
 
     def _start_trainers(self) -> None:
@@ -124,8 +126,8 @@ class Supervisor:
         self.trainers.start(incarnation)
         self.telemetry.metrics("restart", role="trainer", attempt=self.trainers.attempt, incarnation=incarnation.name)
 
-    def _look_for_silence(self) -> str | None:
-        """Which trainer has not said a word for too long, in words; looks at files, so only twice a second."""
+    def _look_for_silence(self) -> Ending | None:
+        """That a trainer has not said a word for too long; looks at files, so only twice a second."""
         if time.time() - self._looked_at_beats < BEATS_S:
             return None
         self._looked_at_beats = time.time()

@@ -22,6 +22,8 @@ class Ending:
 
     final: str | None
     reason: str = ""
+    host: str = ""
+    """Where a lost group failed first, when that is known."""
 
 
 class Trainers(Protocol):
@@ -42,8 +44,8 @@ class Trainers(Protocol):
     def ask_to_stop(self) -> None:
         """Checkpoint and leave."""
 
-    def silent(self) -> str | None:
-        """Who has not said a word for too long, in words; None when all is well."""
+    def silent(self) -> Ending | None:
+        """That somebody has not said a word for too long; None when all is well."""
 
     def end(self, grace_s: float) -> None:
         """End what is left of it, at the latest after `grace_s`."""
@@ -90,11 +92,11 @@ class LocalTrainers:
         for member in self._members:
             member.signal(signal.SIGTERM)
 
-    def silent(self) -> str | None:
+    def silent(self) -> Ending | None:
         for member in self._members:
             silent_s = member.silent_for(self._limits)
             if silent_s is not None:
-                return f"{member.name}: no heartbeat for {silent_s:.0f} s"
+                return Ending(None, f"{member.name}: no heartbeat for {silent_s:.0f} s")
         return None
 
     def end(self, grace_s: float) -> None:

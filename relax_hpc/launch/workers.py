@@ -23,6 +23,8 @@ class Workers(Protocol):
 
     failure: str
     """Why the run cannot go on, when it cannot."""
+    suspect: str
+    """The host that it happened on, when that is known and may be the cause."""
     fatal: bool
     """Whether a person must do something first: starting it elsewhere would end the same way."""
 
@@ -54,7 +56,7 @@ class LocalWorkers:
         say: Callable[..., None],
     ) -> None:
         self.recipe, self._tag, self._gone, self._say = recipe, tag, gone, say
-        self.run, self.failure, self.fatal, self._asked = run, "", False, False
+        self.run, self.failure, self.suspect, self.fatal, self._asked = run, "", "", False, False
         self.members = [Member(run, "rollout", name, attempt=next_attempt(run, name)) for name in names]
         self._patience = {m: Patience(recipe.supervision) for m in self.members}
 

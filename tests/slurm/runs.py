@@ -81,11 +81,13 @@ class ClusterRun:
         return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in files)
 
 
-def submit(cluster: SlurmCluster, name: str, *sets: str, slurm: str = SLURM + GROUPS) -> ClusterRun:
+def submit(
+    cluster: SlurmCluster, name: str, *sets: str, slurm: str = SLURM + GROUPS, recipe: str = SMALL
+) -> ClusterRun:
     """Send SMALL as a run of this name."""
-    recipe = cluster.shared / f"{name}.toml"
-    recipe.write_text(SMALL.format(root=cluster.shared / "runs").replace('name = "small"', f'name = "{name}"') + slurm)
+    path = cluster.shared / f"{name}.toml"
+    path.write_text(recipe.format(root=cluster.shared / "runs").replace('name = "small"', f'name = "{name}"') + slurm)
     made = ClusterRun(cluster, RunDir(cluster.shared / "runs" / name))
     options = [word for one in (*QUICK, *sets) for word in ("--set", one)]
-    made.relax_hpc("submit", recipe, "--local-root-ok", *options)
+    made.relax_hpc("submit", path, "--local-root-ok", *options)
     return made

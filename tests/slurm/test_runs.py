@@ -138,6 +138,27 @@ def test_a_chain_that_makes_no_progress_ends_itself(cluster: SlurmCluster) -> No
     assert len(ours.leaders()) <= 4
 
 
+def test_a_node_that_keeps_failing_is_avoided(cluster: SlurmCluster) -> None:
+    broken = cluster.shared / "broken.py"
+    broken.write_text(
+        "import os\n"
+        "class Broken:\n"
+        "    def reset(self, prompt):\n"
+        "        if os.uname().nodename == 'r1': os._exit(1)\n"
+        "    def step(self, answer):\n"
+        "        from relax_hpc.environments import Turn\n"
+        "        return Turn(done=True)\n"
+        "    def close(self): pass\n"
+    )
+    recipe = SMALL.replace("[[source]]", f'[[source]]\nenvironment = "{broken}:Broken"')
+    ours = submit(cluster, "avoided", "supervision.max_restarts=2", recipe=recipe)
+    assert ours.wait_for_end()["outcome"] == "done"
+    assert "r1" in read_json(ours.run.slurm / "excluded.json")
+    hosts = [cluster.fields(job["id"])["BatchHost"] for job in jobs(ours.run) if job["kind"] == "rollout"]
+    assert hosts == ["r1", "r2"]
+    sound(ours, 6)
+
+
 def test_no_step_is_begun_that_cannot_end_within_the_walltime(cluster: SlurmCluster) -> None:
     ours = submit(cluster, "walltime", "run.steps=100000", 'slurm.time="00:02:00"', "run.checkpoint_every=100000")
     ours.wait_for_step(1)

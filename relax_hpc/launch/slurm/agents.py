@@ -35,6 +35,7 @@ class Agents:
         self._queue = Queue(run)
         self._seen: dict[str, Seen] = {}
         self._ended_jobs: set[str] = set()
+        self._failed: set[str] = set()
         self._unowned: dict[str, float] = {}
         """Workplaces that no agent speaks of, and since when."""
         self._at_first = {path.stem: (read_beat(run, path.stem) or {}).get("time") for path in self._paths()}
@@ -85,12 +86,15 @@ class Agents:
         _, name = max(of_node)
         return name, self._seen[name].beat
 
-    def failure(self) -> tuple[str, bool]:
-        """What an agent of the core group could not go on with, since we look; and whether only a person can mend it."""
+    def failed(self) -> list[dict[str, Any]]:
+        """Heartbeats of agents of the core group that could not go on, each once, since we look."""
+        found = []
         for name, seen in self._seen.items():
-            if seen.beat["failure"] and seen.beat["group"] == CORE and seen.beat["time"] != self._at_first.get(name):
-                return seen.beat["failure"], seen.beat["fatal"]
-        return "", False
+            new = seen.beat["time"] != self._at_first.get(name) and name not in self._failed
+            if seen.beat["failure"] and seen.beat["group"] == CORE and new:
+                self._failed.add(name)
+                found.append(seen.beat)
+        return found
 
     def _paths(self) -> Iterable[Path]:
         return self._run.heartbeats.glob("agent-*.json")

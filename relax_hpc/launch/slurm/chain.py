@@ -14,7 +14,7 @@ from typing import Any
 
 from relax_hpc.launch.slurm.plan import KINDS, Kind
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
-from relax_hpc.launch.slurm.send import jobs, leaders, submit_script
+from relax_hpc.launch.slurm.send import exclude, jobs, leaders, submit_script
 from relax_hpc.launch.supervisor import outcome_of
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.run_dir import RunDir, RunError, replace, to_json
@@ -64,6 +64,10 @@ class Chain:
         """Cancel what waits when the run is over; have it go on when this job, not the run, came to its end."""
         if outcome["outcome"] in OVER or outcome.get("fatal"):
             self.cancel_waiting()
+        elif outcome.get("suspect") and self._slurm.restart == "chain":
+            exclude(self._run, outcome["suspect"], outcome["reason"])
+            cancel(self._waiting("leader"))  # sent before that was known
+            self.queue_successor()
         elif outcome["outcome"] == "preempted" and self._slurm.restart == "requeue":
             self._requeue()
 

@@ -15,7 +15,7 @@ from relax_hpc.launch.members import Patience, next_attempt
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.queue_state import ALIVE, job_state
-from relax_hpc.launch.slurm.send import jobs, submit_script
+from relax_hpc.launch.slurm.send import exclude, jobs, submit_script
 from relax_hpc.launch.slurm.trainers import Step
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError
@@ -32,9 +32,13 @@ class Core(Protocol):
     """The rollout nodes that the recipe asks for."""
 
     failure: str
+    suspect: str
 
     def look_after(self, agents: Agents) -> None:
         """Often, and quickly."""
+
+    def gave_up(self, host: str, reason: str) -> None:
+        """Workers were lost too often on a node."""
 
     def keep_jobs(self) -> None:
         """Now and then, in a thread: Slurm may take its time to answer."""
@@ -53,7 +57,7 @@ class Crew:
         self._keeping: Future[None] | None = None
         self._looked_at = self._kept_at = 0.0
         self._asked = False
-        self.failure, self.fatal = "", False
+        self.failure, self.suspect, self.fatal = "", "", False
 
     def look_after(self) -> None:
         if self._asked or time.time() - self._looked_at < LOOK_S:
@@ -61,12 +65,20 @@ class Crew:
         self._looked_at = time.time()
         self._agents.look()
         self._core.look_after(self._agents)
-        self.failure, self.fatal = self._agents.failure()
-        self.failure = self.failure or self._core.failure
+        for beat in self._agents.failed():
+            self._failed(beat)
+        self.failure, self.suspect = self.failure or self._core.failure, self.suspect or self._core.suspect
         if (self._keeping is None or self._keeping.done()) and time.time() - self._kept_at > JOBS_EVERY_S:
             if self._keeping is not None:
                 self._keeping.result()
             self._keeping, self._kept_at = self._slurm.submit(self._keep_jobs), time.time()
+
+    def _failed(self, beat: dict[str, Any]) -> None:
+        """An agent gave up: for good where a person must mend it, else its node is the suspect."""
+        if beat["fatal"]:
+            self.failure, self.fatal = self.failure or f"{beat['host']}: {beat['failure']}", True
+        else:
+            self._core.gave_up(beat["host"], beat["failure"])
 
     def _keep_jobs(self) -> None:
         self._core.keep_jobs()
@@ -95,7 +107,11 @@ class StepCore:
         self._steps: dict[int, Step] = {}
         """Node of the group -> the step that its agent lives in."""
         self._patience = {i: Patience(recipe.supervision) for i in range(recipe.rollout.nodes)}
-        self.failure = ""
+        self.failure = self.suspect = ""
+
+    def gave_up(self, host: str, reason: str) -> None:
+        """Only a job on other nodes can help: this one ends, and its successor avoids the node."""
+        self.failure, self.suspect = self.failure or f"{host}: {reason}", host
 
     def look_after(self, agents: Agents) -> None:
         if not self._steps:
@@ -115,7 +131,7 @@ class StepCore:
         who = f"rollout node {index}" + (f" ({host})" if host else "")
         self._telemetry.metrics("lost", role=who, reason=reason)
         if not patience.failed(reason, self._progress()):
-            self.failure = patience.exhausted(who, reason, "", step.log)
+            self.failure, self.suspect = patience.exhausted(who, reason, "", step.log), host
             return
         self._steps[index] = self._start(
             ["--overlap", "--nodes=1", "--ntasks=1", *([f"--nodelist={host}"] if host else [])], index
@@ -172,7 +188,11 @@ class JobCore:
         self._patience = Patience(recipe.supervision)
         self._began = time.time()
         self._gone: list[str] = []
-        self.failure = ""
+        self.failure = self.suspect = ""
+
+    def gave_up(self, host: str, reason: str) -> None:
+        """The rollout job ends by itself; the next one avoids the node."""
+        exclude(self._run, host, reason)
 
     def look_after(self, agents: Agents) -> None:
         for job in self._gone:

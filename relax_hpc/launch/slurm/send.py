@@ -20,6 +20,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan
 from relax_hpc.launch.slurm.queue_state import ask, our_jobs_of
 from relax_hpc.launch.slurm.render import render
+from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 
 ATTEMPTS = 6
@@ -79,7 +80,7 @@ def submit_script(
     if not path.is_file():
         raise RunError(f"'{run.root}' has no batch script '{path}': `relax-hpc submit {run.root}` writes them")
     dependency = [f"--dependency=afterany:{after}"] if after else []
-    command = ["sbatch", "--parsable", *dependency, *options, str(path)]
+    command = ["sbatch", "--parsable", *dependency, *_excluding(run, kind), *options, str(path)]
     retrying = Retrying(
         stop=stop_after_attempt(ATTEMPTS),
         wait=wait_random_exponential(multiplier=first_wait_s, max=LONGEST_WAIT_S),
@@ -97,6 +98,25 @@ def submit_script(
     return job
 
 
+def exclude(run: RunDir, host: str, reason: str) -> None:
+    """Have all jobs that are sent from now on avoid a node that keeps failing, until the run is sent by a person again."""
+    replace(_excluded(run), to_json({**(read_json(_excluded(run)) or {}), host: reason}))
+
+
+def _excluded(run: RunDir) -> Path:
+    return run.slurm / "excluded.json"
+
+
+def _excluding(run: RunDir, kind: Kind) -> list[str]:
+    """The recipe's nodes too: what is said on sbatch's command line replaces what the script says."""
+    hosts = read_json(_excluded(run))
+    if not hosts:
+        return []
+    slurm = load_recipe(run.recipe).slurm
+    own = slurm.group("trainer" if kind == "leader" else "rollout").exclude if slurm else None
+    return [f"--exclude={','.join([*([own] if own else []), *hosts])}"]
+
+
 def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) -> None:
     """Write down that a job of this run was sent."""
     folder = run.slurm / "jobs"
@@ -109,7 +129,7 @@ def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) 
 def forget_end(run: RunDir) -> dict[str, Any] | None:
     """A person sends the run again: how it ended, and how often it was tried, no longer counts. The outcome that was there."""
     before: dict[str, Any] | None = read_json(run.outcome)
-    for path in (run.stop, run.outcome, leaders(run)):
+    for path in (run.stop, run.outcome, leaders(run), _excluded(run)):
         path.unlink(missing_ok=True)
     return before
 

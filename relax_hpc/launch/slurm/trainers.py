@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import time
@@ -21,6 +22,8 @@ from relax_hpc.telemetry import read_beat
 RANKS_EVERY_S = 2.0
 """How often the heartbeats of all ranks are read: a file each."""
 WORDS_BYTES = 2000
+_BLAMED = re.compile(r"(?:^|; )(?P<host>\S+): tasks? ")
+"""As in "t2: task 1: Killed"."""
 
 
 class Step:
@@ -126,20 +129,26 @@ class StepTrainers:
             return Ending("done")
         if code == Exit.STOPPED or said.get(0, {}).get("state") == "stopped":
             return Ending("stopped")
-        crashed = [f"{_where(r, b)}: {b.get('error', '')}" for r, b in said.items() if b.get("state") == "crashed"]
-        return Ending(None, "; ".join(crashed) or self._step.words() or f"srun ended with exit code {code}")
+        for rank, beat in said.items():
+            if beat.get("state") == "crashed":
+                return Ending(None, f"{_where(rank, beat)}: {beat.get('error', '')}", beat["host"])
+        words = self._step.words() or f"srun ended with exit code {code}"
+        blamed = _BLAMED.search(words)
+        return Ending(None, words, blamed["host"] if blamed else "")
 
     def ask_to_stop(self) -> None:
         self._step.ask_to_stop()
 
-    def silent(self) -> str | None:
+    def silent(self) -> Ending | None:
         if not self._step.running or time.time() - self._beats_read < RANKS_EVERY_S:
             return None
         self._beats_read = time.time()
         for rank, beat in self._beats().items():
             silent_s = silence(beat, self._step.started_at, self._recipe.supervision)
             if silent_s is not None:
-                return f"{_where(rank, beat)}: no heartbeat for {silent_s:.0f} s"
+                return Ending(
+                    None, f"{_where(rank, beat)}: no heartbeat for {silent_s:.0f} s", beat["host"] if beat else ""
+                )
         return None
 
     def end(self, grace_s: float) -> None:
