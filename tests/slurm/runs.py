@@ -6,10 +6,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_hpc.analysis.audit import audit
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat
-from tests.runs import SMALL, outcome, pid_of, step_now, wait_for
+from tests.runs import SMALL, outcome, pid_of, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
 
 SLURM = """
@@ -23,6 +24,9 @@ partition = "trainer"
 [slurm.rollout]
 partition = "rollout"
 """
+STEPS = 80
+LONG = (f"run.steps={STEPS}", "run.checkpoint_every=10", "async.max_staleness=0")
+SLEEP = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep {}"
 QUICK = ("supervision.agent_silent_s=4.0", "supervision.leader_silent_s=8.0")
 """Set by all tests: nodes are lost often here."""
 
@@ -91,3 +95,16 @@ def submit(
     options = [word for one in (*QUICK, *sets) for word in ("--set", one)]
     made.relax_hpc("submit", path, "--local-root-ok", *options)
     return made
+
+
+def preempted(ours: ClusterRun) -> None:
+    leader = ours.job_of("leader")
+    ours.cluster.sbatch(SLEEP.format(ours.node_of(leader), 3))
+    wait_for(lambda: ours.cluster.state(leader) != "RUNNING", 30)
+
+
+def sound(ours: ClusterRun, steps: int) -> None:
+    """Every step made, no prompt lost, none trained twice, no token over the bound."""
+    assert {s["step"] for s in steps_of(ours.run)} == set(range(steps))
+    found = audit(ours.run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], []), found

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from relax_hpc.analysis.audit import audit
 from relax_hpc.launch.slurm.send import jobs
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.run_dir import read_json
 from relax_hpc.telemetry import read_metrics
-from tests.runs import SMALL, relax_hpc, step_now, steps_of, wait_for, write_recipe
+from tests.runs import SMALL, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.runs import GROUPS, SLURM, ClusterRun, submit
-from tools.bench.chaos import final_weights
-
-STEPS = 80
-LONG = (f"run.steps={STEPS}", "run.checkpoint_every=10", "async.max_staleness=0")
-SLEEP = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep {}"
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """The same run on this machine, without Slurm."""
-    folder = tmp_path_factory.mktemp("calm")
-    relax_hpc("run", write_recipe(folder, SMALL), *(word for one in LONG for word in ("--set", one)))
-    return RunDir(folder / "small")
+from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, preempted, sound, submit
 
 
 @pytest.mark.parametrize("shape", ["split", "het", "single"])
@@ -35,70 +19,6 @@ def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str) -> None:
     sound(ours, 6)
     assert cluster.state(ours.leaders()[0]) == "COMPLETED"
     assert cluster.state(ours.leaders()[1]) == "CANCELLED", "the successor of a finished run was not cancelled"
-
-
-def preempted(ours: ClusterRun) -> None:
-    leader = ours.job_of("leader")
-    ours.cluster.sbatch(SLEEP.format(ours.node_of(leader), 3))
-    wait_for(lambda: ours.cluster.state(leader) != "RUNNING", 30)
-
-
-def leaders_node_lost(ours: ClusterRun) -> Callable[[], None]:
-    node = ours.node_of(ours.job_of("leader"))
-    ours.cluster.node_kill(node)
-    return lambda: ours.cluster.node_start(node)
-
-
-def rollout_node_cut_off(ours: ClusterRun) -> Callable[[], None]:
-    node = ours.node_of(ours.job_of("rollout"))
-    ours.cluster.link_down(node)  # its processes go on, and write to the run
-    return lambda: ours.cluster.link_up(node)
-
-
-def supervisor_killed(ours: ClusterRun) -> None:
-    job = ours.job_of("leader")
-    ours.cluster.exec("scancel", "--signal=KILL", "--batch", job)
-
-
-def trainer_killed(ours: ClusterRun) -> None:
-    ours.kill("trainer-0")
-
-
-def worker_killed(ours: ClusterRun) -> None:
-    ours.kill("rollout-0")
-
-
-def agent_killed(ours: ClusterRun) -> None:
-    ours.kill(next(ours.run.heartbeats.glob("agent-*.json")).stem)
-
-
-def rollout_job_cancelled(ours: ClusterRun) -> None:
-    ours.cluster.cancel(ours.job_of("rollout"))
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        preempted, leaders_node_lost, rollout_node_cut_off, supervisor_killed, trainer_killed, worker_killed, agent_killed,
-        rollout_job_cancelled,
-    ],
-)  # fmt: skip
-def test_a_run_survives_untouched_with_the_same_bits(
-    cluster: SlurmCluster, undisturbed: RunDir, fault: Callable[[ClusterRun], Callable[[], None] | None]
-) -> None:
-    name = fault.__name__.replace("_", "-")
-    partition = ["slurm.trainer.partition=low"] if fault is preempted else []
-    ours = submit(cluster, name, *LONG, *partition)
-    ours.wait_for_step(14)
-    heal = fault(ours)
-    assert step_now(ours.run) < STEPS, "the run was over before the fault: it proves nothing"
-    try:
-        assert ours.wait_for_end()["outcome"] == "done"
-    finally:
-        if heal is not None:
-            heal()
-    sound(ours, STEPS)
-    assert final_weights(ours.run, STEPS) == final_weights(undisturbed, STEPS)
 
 
 def test_a_leader_that_a_person_cancelled_is_not_run_again(cluster: SlurmCluster) -> None:
@@ -198,10 +118,3 @@ def test_a_run_grows_while_its_trainer_waits(cluster: SlurmCluster) -> None:
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"
     sound(ours, step_now(ours.run))
-
-
-def sound(ours: ClusterRun, steps: int) -> None:
-    """Every step made, no prompt lost, none trained twice, no token over the bound."""
-    assert {s["step"] for s in steps_of(ours.run)} == set(range(steps))
-    found = audit(ours.run.root)
-    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], []), found

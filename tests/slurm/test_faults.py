@@ -1,0 +1,79 @@
+"""Faults on a real Slurm: a run that is disturbed ends with the same bits as one that is not, and nobody touches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from relax_hpc.run_dir import RunDir
+from tests.runs import SMALL, relax_hpc, step_now, write_recipe
+from tests.slurm.cluster import SlurmCluster
+from tests.slurm.runs import LONG, STEPS, ClusterRun, preempted, sound, submit
+from tools.bench.chaos import final_weights
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """The same run on this machine, without Slurm."""
+    folder = tmp_path_factory.mktemp("calm")
+    relax_hpc("run", write_recipe(folder, SMALL), *(word for one in LONG for word in ("--set", one)))
+    return RunDir(folder / "small")
+
+
+def leaders_node_lost(ours: ClusterRun) -> Callable[[], None]:
+    node = ours.node_of(ours.job_of("leader"))
+    ours.cluster.node_kill(node)
+    return lambda: ours.cluster.node_start(node)
+
+
+def rollout_node_cut_off(ours: ClusterRun) -> Callable[[], None]:
+    node = ours.node_of(ours.job_of("rollout"))
+    ours.cluster.link_down(node)  # its processes go on, and write to the run
+    return lambda: ours.cluster.link_up(node)
+
+
+def supervisor_killed(ours: ClusterRun) -> None:
+    job = ours.job_of("leader")
+    ours.cluster.exec("scancel", "--signal=KILL", "--batch", job)
+
+
+def trainer_killed(ours: ClusterRun) -> None:
+    ours.kill("trainer-0")
+
+
+def worker_killed(ours: ClusterRun) -> None:
+    ours.kill("rollout-0")
+
+
+def agent_killed(ours: ClusterRun) -> None:
+    ours.kill(next(ours.run.heartbeats.glob("agent-*.json")).stem)
+
+
+def rollout_job_cancelled(ours: ClusterRun) -> None:
+    ours.cluster.cancel(ours.job_of("rollout"))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        preempted, leaders_node_lost, rollout_node_cut_off, supervisor_killed, trainer_killed, worker_killed, agent_killed,
+        rollout_job_cancelled,
+    ],
+)  # fmt: skip
+def test_a_run_survives_untouched_with_the_same_bits(
+    cluster: SlurmCluster, undisturbed: RunDir, fault: Callable[[ClusterRun], Callable[[], None] | None]
+) -> None:
+    name = fault.__name__.replace("_", "-")
+    partition = ["slurm.trainer.partition=low"] if fault is preempted else []
+    ours = submit(cluster, name, *LONG, *partition)
+    ours.wait_for_step(14)
+    heal = fault(ours)
+    assert step_now(ours.run) < STEPS, "the run was over before the fault: it proves nothing"
+    try:
+        assert ours.wait_for_end()["outcome"] == "done"
+    finally:
+        if heal is not None:
+            heal()
+    sound(ours, STEPS)
+    assert final_weights(ours.run, STEPS) == final_weights(undisturbed, STEPS)
