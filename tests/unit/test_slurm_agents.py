@@ -1,0 +1,187 @@
+"""What the leader makes of the agents' heartbeats, of wishes, and of the trainer's waiting; Slurm itself is not asked here."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_hpc.launch.slurm import elastic
+from relax_hpc.launch.slurm.agents import Agents
+from relax_hpc.launch.slurm.elastic import Autoscaler, Elastic, cancel_wish, make_wish, wish
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunDir, RunError, replace, to_json
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.queue import Queue, Ticket
+from relax_hpc.telemetry import Telemetry, read_metrics
+from tests.runs import write_recipe
+
+LIMIT_S = 0.2
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    sets = [f"supervision.agent_silent_s={LIMIT_S}", "slurm.time=60", "slurm.autoscale.max_nodes=3"]
+    sets += ["slurm.autoscale.cooldown_s=0.01", "slurm.autoscale.window_s=100.0", "async.max_staleness=1"]
+    return load_recipe(write_recipe(tmp_path), sets)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.slurm.mkdir()
+    return run
+
+
+def telemetry(run: RunDir) -> Telemetry:
+    return Telemetry(run, "supervisor", 0)
+
+
+def claimed(run: RunDir, workplace: str) -> None:
+    """A worker in `workplace` plays an order."""
+    queue = Queue(run)
+    queue.put([Order("o000000-000", ((0, 0),), 4, 1, 0)])
+    queue.open_workplace(workplace)
+    assert queue.claim(workplace, 0) is not None
+
+
+def says(run: RunDir, name: str, **about: Any) -> None:
+    beat = {"role": name, "pid": 1, "host": "r1", "time": time.time(), "state": "active", "group": "core", "index": 0,
+            "job": "7", "workplaces": {}, "left": {}, "failure": "", "fatal": False, **about}  # fmt: skip
+    replace(run.heartbeats / f"{name}.json", to_json(beat), durable=False)
+
+
+def open_attempts(run: RunDir) -> list[int]:
+    return [Ticket.parse(path.name).attempt for path in run.open_orders.glob("[!.]*")]
+
+
+def test_a_worker_that_its_agent_speaks_of_keeps_its_order(run: RunDir, recipe: Recipe) -> None:
+    claimed(run, "w")
+    agents = Agents(run, recipe, telemetry(run))
+    for _ in range(5):
+        says(run, "agent-a", workplaces={"w": "rollout-0"})
+        agents.look()
+        time.sleep(LIMIT_S / 2)
+    assert open_attempts(run) == [] and agents.alive() == ["agent-a"]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_order_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on_it(
+    run: RunDir, recipe: Recipe, lost: bool
+) -> None:
+    claimed(run, "w")
+    says(run, "agent-a", left={"w": lost})
+    Agents(run, recipe, telemetry(run)).look()
+    assert open_attempts(run) == [int(lost)]
+
+
+def test_an_agent_that_falls_silent_loses_its_orders_and_they_do_not_count(run: RunDir, recipe: Recipe) -> None:
+    claimed(run, "w")
+    says(run, "agent-a", workplaces={"w": "rollout-0"})
+    agents = Agents(run, recipe, telemetry(run))
+    agents.look()
+    assert open_attempts(run) == []
+    time.sleep(1.5 * LIMIT_S)
+    agents.look()
+    assert open_attempts(run) == [0]
+
+
+def test_a_job_that_slurm_knows_is_gone_is_not_waited_for(run: RunDir, recipe: Recipe) -> None:
+    claimed(run, "w")
+    says(run, "agent-a", workplaces={"w": "rollout-0"})
+    agents = Agents(run, recipe, telemetry(run))
+    agents.look()
+    agents.job_ended("7")
+    agents.look()
+    assert open_attempts(run) == [0]
+
+
+def test_a_workplace_that_no_agent_speaks_of_has_a_moment(run: RunDir, recipe: Recipe) -> None:
+    claimed(run, "w")
+    agents = Agents(run, recipe, telemetry(run))
+    agents.look()
+    assert open_attempts(run) == [], "its agent may not have said so yet"
+    time.sleep(1.5 * LIMIT_S)
+    agents.look()
+    assert open_attempts(run) == [0]
+
+
+def test_failures_are_told_once_and_old_ones_never(run: RunDir, recipe: Recipe) -> None:
+    says(run, "agent-old", failure="long ago")
+    agents = Agents(run, recipe, telemetry(run))
+    agents.look()
+    assert agents.failed() == []
+    says(run, "agent-new", failure="workers die")
+    says(run, "agent-elastic", failure="not of the core", group="job9")
+    agents.look()
+    assert [beat["failure"] for beat in agents.failed()] == ["workers die"]
+    assert agents.failed() == []
+
+
+def test_wishes_are_declarative_and_protect_the_core(run: RunDir) -> None:
+    make_wish(run, 2, 4, "low", "me")
+    first = wish(run)
+    make_wish(run, 2, 4, "low", "somebody else")
+    assert wish(run) == first and first is not None and first.rollout == 4
+    with pytest.raises(RunError, match="protected"):
+        make_wish(run, 2, 1, None, "me")
+    cancel_wish(run)
+    cancel_wish(run)
+    assert wish(run) is None
+
+
+def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_first(
+    run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: dict[str, str] = {}
+    asked: list[list[str]] = []
+    cancelled: list[str] = []
+
+    def send(run: RunDir, kind: str, options: list[str]) -> str:
+        assert kind == "elastic" and options == ["--partition=low"]
+        states[str(100 + len(states))] = "RUNNING"
+        return list(states)[-1]
+
+    monkeypatch.setattr(elastic, "submit_script", send)
+    monkeypatch.setattr(elastic, "jobs", lambda run: [{"id": i, "kind": "elastic"} for i in states])
+    monkeypatch.setattr(elastic, "job_state", lambda ids: {i: states[i] for i in ids})
+    monkeypatch.setattr(elastic, "ask", lambda command: asked.append(command))
+    monkeypatch.setattr(elastic, "cancel", lambda ids: cancelled.extend(ids))
+    nodes = Elastic(run, recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})}), telemetry(run))  # type: ignore[union-attr]  # fmt: skip
+    nodes.keep()
+    assert states == {}
+    make_wish(run, 1, 4, "low", "me")
+    nodes.keep()
+    nodes.keep()
+    assert list(states) == ["100", "101", "102"]
+    states["100"] = "PENDING"
+    make_wish(run, 1, 2, "low", "me")
+    nodes.keep()
+    nodes.keep()
+    assert cancelled == ["100"] and [command[-1] for command in asked] == ["102"]
+    states |= {"100": "CANCELLED", "102": "COMPLETED", "101": "NODE_FAIL"}
+    assert sorted(nodes.keep()) == ["100", "101", "102"]
+    assert len(states) == 4, "the lost one is sent again"
+
+
+@pytest.mark.parametrize(
+    ("now", "wait_s", "depth", "after"),
+    [(1, 0.9, 0, 2), (3, 0.9, 0, 3), (2, 0.0, 5, 1), (1, 0.0, 5, 1), (2, 0.1, 1, 2)],
+    ids=["waits: grow", "at most", "full: shrink", "at least", "neither"],
+)
+def test_autoscaling(run: RunDir, recipe: Recipe, now: int, wait_s: float, depth: int, after: int) -> None:
+    assert recipe.slurm is not None and recipe.slurm.autoscale is not None
+    scaler = Autoscaler(run, recipe, recipe.slurm.autoscale, telemetry(run))
+    make_wish(run, 1, now, None, "me")
+    time.sleep(0.02)
+    for step in range(3):
+        Telemetry(run, "trainer-0", 0).metrics("step", step=step, step_s=1.0, wait_s=wait_s, spool_depth=depth)
+    scaler.look()
+    found = wish(run)
+    assert found is not None and found.rollout == after
+    decisions = [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "autoscale"]
+    assert len(decisions) == (after != now) and all(d["reason"] for d in decisions)
