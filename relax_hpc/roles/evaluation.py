@@ -10,12 +10,15 @@ from relax_hpc.spool.orders import Order, order_seed
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch
+from relax_hpc.telemetry import read_metrics
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """A version's held-out score."""
 
+    asked: int
+    """The version that was asked for."""
     version: int
     """The weights that really played it; a worker may have had newer ones than were asked for."""
     score: float
@@ -48,8 +51,11 @@ class Evaluations:
             self._ask(version)
 
     def resume(self) -> None:
-        """Wait again for the scores that a trainer before us asked for."""
-        for version in {int(i[1:7]) for i in self.queue.in_play() if i.startswith("e")}:
+        """Wait again for the scores that a trainer before us asked for, and did not report."""
+        records, _ = read_metrics(self.run.metrics / "trainer-0.jsonl")
+        reported = {r["asked"] for r in records if r["kind"] == "eval"}
+        orders = [i for i in (*self.queue.in_play(), *self.watch.names()) if i.startswith("e")]
+        for version in sorted({int(i[1:7]) for i in orders} - reported):
             self._ask(version)
 
     def _ask(self, version: int) -> None:
@@ -70,9 +76,9 @@ class Evaluations:
             return []
         names = self.watch.names()
         ready = [v for v, orders in self.pending.items() if all(f"{o}.h5" in names for o in orders)]
-        return [self._score(self.pending.pop(version)) for version in ready]
+        return [self._score(version, self.pending.pop(version)) for version in ready]
 
-    def _score(self, orders: list[str]) -> Score:
+    def _score(self, asked: int, orders: list[str]) -> Score:
         rewards: list[float] = []
         versions, failed, prompts = [], 0, 0
         for order in orders:
@@ -83,4 +89,4 @@ class Evaluations:
                 failed += int(shard.groups["failed"].sum())
                 prompts += len(shard.groups)
         # A group that could not be judged counts as not solved: leaving it out would flatter the score.
-        return Score(min(versions), sum(rewards) / max(prompts, 1), prompts, failed)
+        return Score(asked, min(versions), sum(rewards) / max(prompts, 1), prompts, failed)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from relax_hpc.roles.retention import Retention
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
-from relax_hpc.spool.orders import Choice, OrderBook, replacement_id
+from relax_hpc.spool.orders import Choice, Order, OrderBook, replacement_id
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch, backoff
@@ -43,9 +44,11 @@ class Intake:
         retention: Retention,
         front: Front,
         incarnation: int,
+        when_room: Callable[[Callable[[], None], str], None],
     ) -> None:
+        """when_room: does what it is given, again and again while the disk is full."""
         self.book, self.ledger, self.queue, self.retention, self.front = book, ledger, queue, retention, front
-        self._run, self._filters, self._incarnation = run, filters, incarnation
+        self._run, self._filters, self._incarnation, self._when_room = run, filters, incarnation, when_room
         self._watches: dict[Path, FolderWatch] = {}
         self._complete: dict[str, Shard] = {}
         """Published and outstanding; small shards are in memory already."""
@@ -69,6 +72,7 @@ class Intake:
         """Go on from a checkpoint's state, or from nothing."""
         if state is not None:
             self.book.load_state_dict(state["book"])
+            self._dropped = {d["order"]: Dropped(**d) for d in state["dropped"]}
         else:
             self.book.release(upto=self.book.last_batch(0))
 
@@ -105,7 +109,7 @@ class Intake:
         if not self.live:
             self.book.release(upto=self.book.last_batch(step))
             return
-        self.queue.put(replacements)
+        self._put(replacements)
         if entry.dropped:
             self.queue.withdraw(d.order for d in entry.dropped)
         self.release(step)
@@ -115,8 +119,11 @@ class Intake:
         for batch in range(self.book.next_batch, self.book.last_batch(step) + 1):
             if not self.retention.has_room(len(self.book.outstanding)):
                 return False
-            self.queue.put(self.book.release(upto=batch))
+            self._put(self.book.release(upto=batch))
         return True
+
+    def _put(self, orders: list[Order], oldest: int = 0) -> None:
+        self._when_room(lambda: self.queue.put(orders, oldest), f"{len(orders)} orders")
 
     def late_arrivals(self) -> list[tuple[str, float]]:
         """Dropped orders whose shards have come since the last call, with their mean length in tokens."""
@@ -134,6 +141,7 @@ class Intake:
         """For the checkpoint: what is outstanding, and where the prompt cursor is."""
         return {
             "book": self.book.state_dict(),
+            "dropped": [asdict(dropped) for dropped in self._dropped.values()],
             "orders_per_step": self.book.n,
             "max_staleness": self.book.max_staleness,
         }
@@ -146,7 +154,7 @@ class Intake:
         missing = [
             o for i, o in self.book.outstanding.items() if i not in somewhere and not self._run.shard(i).exists()
         ]
-        self.queue.put(missing, oldest=version)
+        self._put(missing, oldest=version)
         stray = [i for i in somewhere if not i.startswith("e") and i not in self.book.outstanding]
         self.queue.withdraw(stray)
         if missing or stray:

@@ -53,7 +53,7 @@ class Lead:
             filters = make_filters(recipe.algorithm.filters)
             book = self.new_book()
             self.intake: Intake | Replay = Intake(
-                run, book, ledger, queue, filters, self.retention, role.front, self.incarnation
+                run, book, ledger, queue, filters, self.retention, role.front, self.incarnation, self.process.when_room
             )
         else:
             self.intake = Replay(role.shards, ledger)
@@ -169,7 +169,12 @@ class Lead:
         for score in self.evaluations.collect():
             self.process.log.info("held-out score of version %d: %.3f", score.version, score.score)
             self.process.telemetry.metrics(
-                kind="eval", version=score.version, score=score.score, prompts=score.prompts, failed=score.failed
+                kind="eval",
+                asked=score.asked,
+                version=score.version,
+                score=score.score,
+                prompts=score.prompts,
+                failed=score.failed,
             )
             self.process.telemetry.beat(score=score.score)
 

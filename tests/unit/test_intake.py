@@ -20,6 +20,7 @@ from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import Order, OrderBook
 from relax_hpc.spool.queue import Queue, publish_shard
 from relax_hpc.spool.shard import encode
+from relax_hpc.telemetry import Telemetry
 from tests import tiny
 from tests.unit.test_orders import Counting
 
@@ -50,7 +51,8 @@ class Trainer:
             trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2}
         )
         self.retention = Retention(run, recipe, via, ledger, context=64)
-        self.intake = Intake(run, book, ledger, Queue(run), [], self.retention, Front(run, None), number)
+        front, at_once = Front(run, None), lambda action, what: action()
+        self.intake = Intake(run, book, ledger, Queue(run), [], self.retention, front, number, at_once)
         self.step = step
         self.intake.begin(state)
 
@@ -184,11 +186,14 @@ def test_a_late_order_is_replaced_and_its_shard_is_counted_when_it_comes(run: Ru
     replacement = entry.dropped[0].replacement
     assert replacement in in_play(run) and replacement in book.outstanding
     assert trainer.intake.late_arrivals() == []
-    used = trainer.retention.used_bytes
+    used, before = trainer.retention.used_bytes, trainer.state()
     publish_shard(run, second, image(second.order.id, 0), WORKER)
     assert trainer.intake.late_arrivals() == [(second.order.id, 3.0)]
     assert trainer.retention.used_bytes == used + run.shard(second.order.id).stat().st_size
     assert trainer.intake.late_arrivals() == []
+    # Dropped before the checkpoint, come after the restart.
+    resumed = Trainer(run, 2, late="drop", staleness=0, state=before, step=1)
+    assert resumed.intake.late_arrivals() == [(second.order.id, 3.0)]
 
 
 def test_a_full_disk_while_orders_are_released_again_loses_none(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,3 +266,16 @@ def test_a_score_that_an_earlier_trainer_asked_for_is_waited_for(run: RunDir) ->
     play(run, 3)
     (score,) = successor.collect()
     assert score.version == 2
+
+
+def test_a_score_that_was_complete_but_not_told_is_told_by_the_successor(run: RunDir) -> None:
+    evaluations(run).request(2)
+    play(run, 2)
+    successor = evaluations(run)
+    successor.resume()
+    (score,) = successor.collect()
+    assert score.asked == 2
+    Telemetry(run, "trainer-0", 0).metrics("eval", asked=2)
+    third = evaluations(run)
+    third.resume()
+    assert third.collect() == [] and in_play(run) == set()
