@@ -27,6 +27,7 @@ Site = Annotated[
 def run(
     target: Annotated[Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False)],
     sets: Sets = [],  # noqa: B006
+    site: Site = None,
     fork: Annotated[
         Optional[str],
         typer.Option(
@@ -62,7 +63,7 @@ def run(
     from relax_hpc.launch.local import open_or_create, run_here
 
     with friendly():
-        opened = open_or_create(target, sets, fork=fork, debug=debug, shards_from=shards_from)
+        opened = open_or_create(target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site)
         console = Console()
         if opened.finished:
             console.print(

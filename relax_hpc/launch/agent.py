@@ -79,8 +79,10 @@ class Agent:
                 "reason": f"its lease was silent for {silent_s:.0f} s",
                 "time": time.time(),
             }
-            publish(self.run.slurm / "ended" / f"{self.leader.job}.json", to_json(why))
-            cancel([self.leader.job])
+            ended = self.run.slurm / "ended" / f"{self.leader.job}.json"
+            publish(ended, to_json(why))
+            if not cancel([self.leader.job]):  # no scancel here, as in some containers: Slurm's time-out ends the job
+                ended.unlink(missing_ok=True)
             self.leader.forget()
         return silent_s > self.recipe.supervision.leader_wait_s
 

@@ -15,7 +15,7 @@ from relax_hpc.launch.supervisor import Supervisor, outcome_of
 from relax_hpc.launch.trainers import LocalTrainers
 from relax_hpc.launch.view import live, render
 from relax_hpc.launch.workers import LocalWorkers
-from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe import load_recipe, site_file
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
 from relax_hpc.spool.front import Front
@@ -40,6 +40,7 @@ def open_or_create(
     fork: str | None = None,
     debug: str | None = None,
     shards_from: Path | None = None,
+    site: Path | None = None,
 ) -> Opened:
     """The run that `target` (a recipe or a run directory) means. Raises RunError or RecipeError."""
     if debug is not None and debug not in get_args(Debug):
@@ -55,7 +56,7 @@ def open_or_create(
         raise RunError(f"--fork starts from a checkpoint of a run, and '{target}' is no run directory")
     if not target.exists():
         raise RunError(f"no recipe and no run at '{target}' (seen from {Path.cwd()})")
-    recipe = load_recipe(target, overrides)
+    recipe = load_recipe(target, overrides, site_file(site))
     found = existing(recipe)
     if found is not None:
         return _go_on(found, [])

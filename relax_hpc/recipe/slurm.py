@@ -214,11 +214,6 @@ class Slurm(Resources):
                 )
             if own is not None and self.shape == "single":
                 _refuse_alone(name, own)
-        if self.max_jobs <= self.queue_ahead:
-            raise conflict(
-                f"slurm.max_jobs = {self.max_jobs} must be more than slurm.queue_ahead = {self.queue_ahead}: "
-                "the first job counts too"
-            )
         self._fit_environment()
         return self
 

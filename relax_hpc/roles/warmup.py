@@ -29,7 +29,7 @@ def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, tokenizer:
     cursor = PromptCursor(sources, recipe.run.seed + SEED_OFFSET)
     smooth: float | None = None
     for step in range(warmup.steps):
-        if process.stopping:
+        if process.stopping or process.run.stop.exists():
             raise Stop
         prompts = [sources.prompt(ref.source, ref.index) for ref in cursor.take(warmup.batch_size)]
         missing = next((p for p in prompts if p.answer is None), None)

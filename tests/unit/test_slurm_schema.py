@@ -59,7 +59,6 @@ def test_time_limits(value: str | int, seconds: int | None) -> None:
         ("slurm.environment={'A B'='x'}", ["'A B'", "no name of a variable"]),
         ('slurm.account="a\\n#SBATCH --x"', ["slurm.account", "line break"]),
         ('slurm.setup=["a\\nb"]', ["slurm.setup", "line break"]),
-        ("slurm={max_jobs=2, queue_ahead=2}", ["max_jobs = 2", "queue_ahead = 2"]),
         ("slurm={shape='single', rollout={partition='x'}}", ["slurm.rollout.partition = 'x'", "one job"]),
         ("slurm.container={name='docker', image='x'}", ["slurm.container.name = 'docker'", "['apptainer', 'pyxis']"]),
         ("slurm.container.name=pyxis", ["'slurm.container.image' is missing"]),

@@ -69,7 +69,7 @@ class Agents:
             for name, seen in self._seen.items()
             if seen.beat["state"] != "gone"
             and now - seen.changed < self._limit_s
-            and seen.beat["job"] not in self._ended_jobs
+            and seen.beat.get("job") not in self._ended_jobs
         ]
 
     def job_ended(self, job: str) -> None:
@@ -102,4 +102,4 @@ class Agents:
     def _give_back(self, workplace: str, lost: bool, reason: str) -> None:
         given = self._queue.give_back(workplace, lost)
         self._unowned.pop(workplace, None)
-        self._telemetry.metrics("lost", role=workplace, reason=reason, orders_given_back=given)
+        self._telemetry.metrics("lost" if lost else "left", role=workplace, reason=reason, orders_given_back=given)

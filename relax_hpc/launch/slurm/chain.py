@@ -90,10 +90,11 @@ class Chain:
         outcome = outcome_of(self._run)
         if outcome is not None and (outcome["outcome"] in OVER or outcome.get("fatal")):
             return f"{outcome['outcome']} already: {outcome['reason'] or outcome['step']}"
-        if before and before[-1].job != self.job and self.cancelled_by_a_person(before[-1].job):
-            reason = f"job {before[-1].job} was cancelled by a person"
-            self.stop(reason)
-            return reason
+        for job in self._before(before):
+            if self.cancelled_by_a_person(job):
+                reason = f"job {job} was cancelled by a person"
+                self.stop(reason)
+                return reason
         if len(before) >= self._slurm.max_jobs:
             return self._fail(f"the run has had {len(before)} jobs (slurm.max_jobs = {self._slurm.max_jobs})")
         lately = before[-self._slurm.max_idle_jobs :]
@@ -103,6 +104,15 @@ class Chain:
                 f"{lately[-1].job}: read {self._run.logs}, then send the run again with `relax-hpc submit {self._run.root}`"
             )
         return None
+
+    def _before(self, leaders: list[Leader]) -> set[str]:
+        """The last leader, and the job that this one waited for: a person may have cancelled it before it led."""
+        awaited = [
+            job["dependency"].removeprefix("afterany:")
+            for job in jobs(self._run)
+            if job["id"] == self.job and job["dependency"]
+        ]
+        return {*(leader.job for leader in leaders[-1:]), *awaited} - {self.job}
 
     def _fail(self, reason: str) -> str:
         about = {"outcome": "failed", "fatal": True, "reason": reason, "step": self._steps(), "time": time.time()}
