@@ -21,6 +21,7 @@ commit fails by path, so a superseded incarnation can commit nothing however lat
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import uuid
@@ -31,6 +32,7 @@ from typing import Any
 ORDERS_PER_FOLDER = 64
 """Training steps whose shards share a folder: hundreds of entries a directory, not tens of thousands."""
 STEPS_PER_FOLDER = 1000
+STALE_TRIES = 10
 
 
 class RunError(Exception):
@@ -198,10 +200,15 @@ def replace(final: Path, data: Data, *, via: Path | None = None, durable: bool =
 
 def read_json(path: Path) -> Any:
     """A published JSON file; None when there is none."""
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
+    for _ in range(STALE_TRIES):
+        try:
+            return json.loads(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # NFS: replaced between opening and reading
+                raise
+    raise OSError(errno.ESTALE, "replaced again and again while it was read", str(path))
 
 
 def to_json(value: Any) -> bytes:

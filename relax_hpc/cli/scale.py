@@ -46,7 +46,7 @@ def scale(
             asked = f"{now.rollout} by {now.by}" if now else f"{recipe.rollout.nodes}, as the recipe says"
             raise RunError(f"say either rollout=N or --cancel; rollout nodes wished for now: {asked}")
         if wish is None:
-            cancel_wish(opened)
+            cancel_wish(opened, recipe.rollout.nodes)
             typer.echo(f"back to {recipe.rollout.nodes} rollout nodes, as the recipe says")
             return
         number = re.fullmatch(r"rollout=(\d+)", wish)

@@ -15,7 +15,8 @@ import uuid
 from typing import Any
 
 from relax_hpc.launch.lease import Holder
-from relax_hpc.launch.slurm.queue_state import cancel
+from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
+from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, open_existing, publish, read_json, to_json
@@ -72,7 +73,7 @@ class Agent:
         if outcome is not None and outcome["outcome"] in OVER:
             return True
         silent_s = self.leader.silent_for()
-        if silent_s > self.recipe.supervision.leader_silent_s and self.leader.job:
+        if silent_s > self.recipe.supervision.leader_silent_s and self.leader.job and self._is_followed():
             # The successor must not take this for a person's scancel.
             why = {
                 "by": self.telemetry.role,
@@ -85,6 +86,11 @@ class Agent:
                 ended.unlink(missing_ok=True)
             self.leader.forget()
         return silent_s > self.recipe.supervision.leader_wait_s
+
+    def _is_followed(self) -> bool:
+        """Whether a successor waits for the leader's end; else Slurm's own time-out must end, or requeue, its job."""
+        waiting = [job["id"] for job in jobs(self.run) if job["kind"] == "leader" and job["id"] != self.leader.job]
+        return any(state in WAITING for state in job_state(waiting).values())
 
     def state(self) -> str:
         """As far as its foremost worker: starting, syncing (it takes the weights), active."""

@@ -11,14 +11,16 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console
 
 from relax_hpc.launch.agent import CORE
-from relax_hpc.launch.lease import Lease, acquire
+from relax_hpc.launch.lease import RENEW_S, Lease, acquire
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.crew import Core, Crew, JobCore, StepCore, agent_command
@@ -27,7 +29,7 @@ from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
 from relax_hpc.launch.slurm.steps import rollout_step, step_python, trainer_step
 from relax_hpc.launch.slurm.trainers import Step, StepTrainers
-from relax_hpc.launch.supervisor import Supervisor
+from relax_hpc.launch.supervisor import Supervisor, sweep
 from relax_hpc.launch.view import live
 from relax_hpc.launch.workers import GRACE_S
 from relax_hpc.recipe import load_recipe
@@ -35,6 +37,8 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
 from relax_hpc.telemetry import Telemetry
 
+SWEEP_S = 300.0
+"""Unfinished files younger than this may be those of a worker that lives."""
 HELD_S = 90.0
 """How long a job waits for a lease whose holder Slurm knows nothing of."""
 
@@ -45,20 +49,24 @@ def lead(run: RunDir) -> int:
     assert recipe.slurm is not None
     chain = Chain(run, recipe.slurm, job)
     console = Console()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: None)  # what follows the supervisor must not be cut short
     reason = chain.begin()
     if reason is not None:
         console.print(f"nothing to do: {reason}", soft_wrap=True, markup=False)
         return 0
     lease = wait_for_lease(run)
+    chain.lead()
     with ThreadPoolExecutor(1) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
         queued = background.submit(chain.queue_successor)
         try:
-            outcome = supervise(run, recipe, lease, console)
+            with renewing(lease):
+                outcome = supervise(run, recipe, lease, console)
         finally:
             lease.release()
-    with contextlib.suppress(RunError):  # it is written down; without a successor this job does what it can
+    with contextlib.suppress(RunError):  # it is written down, and tried again at the end
         queued.result()
-    if outcome["outcome"] == "preempted" and chain.cancelled_by_a_person(job):
+    if outcome["outcome"] == "preempted" and chain.cancelled_now():
         chain.stop(f"job {job} was cancelled by a person")
         outcome = outcome | {"outcome": "stopped"}
     console.print(f"{outcome['outcome']} at step {outcome['step']} {outcome['reason']}", soft_wrap=True, markup=False)
@@ -76,9 +84,28 @@ def supervise(run: RunDir, recipe: Recipe, lease: Lease, console: Console) -> di
     else:
         core = StepCore(run, recipe, [*rollout_step(plan), python], telemetry)
     workers = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
+    sweep(run, older_than_s=SWEEP_S)
     with live(run, console) as look:
         supervisor = Supervisor(run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted")
         return supervisor.supervise()
+
+
+@contextlib.contextmanager
+def renewing(lease: Lease) -> Iterator[None]:
+    """Renew the lease in a thread: Slurm may answer late, and steps take their time to end."""
+    ended = threading.Event()
+
+    def renew() -> None:
+        while not ended.wait(RENEW_S) and lease.renew():
+            pass
+
+    thread = threading.Thread(target=renew, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def wait_for_lease(run: RunDir) -> Lease:

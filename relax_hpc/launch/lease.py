@@ -26,6 +26,8 @@ from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 SILENT_S = 60.0
 """A holder on another host counts as gone when its lease was not renewed for so long."""
 RENEW_S = 5.0
+BLIND_S = 5.0
+"""When two looks are so far apart, what was not seen in between counts for nothing."""
 OVER = ".over"
 
 
@@ -85,7 +87,7 @@ def acquire(run: RunDir) -> Lease:
     process = psutil.Process()
     about = {
         "host": os.uname().nodename, "pid": process.pid, "started": _started(process), "since": time.time(),
-        "job": os.environ.get("SLURM_JOB_ID"),
+        "job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
     }  # fmt: skip
     try:
         folder.mkdir()
@@ -104,12 +106,16 @@ class Holder:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._seen: tuple[str, float] | None = None
-        self._changed = time.monotonic()
+        self._changed = self._looked_at = time.monotonic()
         self.job: str | None = None
         """The Slurm job of the holder."""
 
     def silent_for(self) -> float:
-        """Seconds since the lease was last seen to change hands or be renewed."""
+        """Seconds since the lease was last seen to change hands or be renewed, while we looked."""
+        now = time.monotonic()
+        if now - self._looked_at > BLIND_S:  # we stood still, or the file system did
+            self._changed += now - self._looked_at
+        self._looked_at = now
         held = next((p for p in self._run.lease.glob("[0-9]*") if not p.name.endswith(OVER)), None)
         with contextlib.suppress(FileNotFoundError):
             seen = (held.name, (held / "holder.json").stat().st_mtime) if held else None
@@ -155,7 +161,7 @@ def _lives(folder: Path, about: dict[str, Any] | None) -> bool:
             return bool(abs(_started(process) - about["started"]) < 1.0)
         except psutil.NoSuchProcess:
             return False
-    if about is not None and about.get("job") and _ended(about["job"]):
+    if about is not None and about.get("job") and _ended(about["job"], about["restart"]):
         return False
     # Without holder.json: made a moment ago, or its maker died between two calls.
     path = folder if about is None else folder / "holder.json"
@@ -165,10 +171,10 @@ def _lives(folder: Path, about: dict[str, Any] | None) -> bool:
         return False
 
 
-def _ended(job: str) -> bool:
-    """Whether Slurm says that a job is over; what leads it now, if we are in the same one, is a later start of it."""
+def _ended(job: str, restart: str) -> bool:
+    """Whether Slurm says that a job is over, or we are in a later start of it ourselves."""
     if job == os.environ.get("SLURM_JOB_ID"):
-        return True
+        return restart != os.environ.get("SLURM_RESTART_COUNT", "0")
     state = job_state([job])[job]
     return state is not None and state not in ALIVE
 

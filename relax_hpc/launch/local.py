@@ -11,7 +11,7 @@ from rich.console import Console
 from relax_hpc.launch.create import Debug, create, existing, identity, resume
 from relax_hpc.launch.lease import acquire, refuse_if_held
 from relax_hpc.launch.status import Status
-from relax_hpc.launch.supervisor import Supervisor, outcome_of
+from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
 from relax_hpc.launch.trainers import LocalTrainers
 from relax_hpc.launch.view import live, render
 from relax_hpc.launch.workers import LocalWorkers
@@ -70,6 +70,8 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
     lease = acquire(run)
     try:
         queue, telemetry = Queue(run), Telemetry(run, "supervisor", lease.number)
+        run.stop.unlink(missing_ok=True)
+        sweep(run)
         for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
             queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
         wanted = 0 if identity(run)["debug"] == "train-only" else recipe.rollout.workers

@@ -76,7 +76,12 @@ class Member:
 
     def silent_for(self, limits: Supervision) -> float | None:
         """Seconds without a heartbeat, when it runs and they are more than the recipe allows."""
-        return silence(self.beat(), self.started_at, limits) if self.running else None
+        if not self.running:
+            return None
+        beat = read_beat(self.run, self.name)
+        if beat is not None and beat["attempt"] != self.attempt and beat["time"] > self.started_at:
+            return None  # a namesake on a node that was cut off writes there too: nothing can be said of ours
+        return silence(self.beat(), self.started_at, limits)
 
     def signal(self, number: signal.Signals) -> None:
         if self.running and self.process is not None:
@@ -137,8 +142,9 @@ class Patience:
 
 
 def next_attempt(run: RunDir, name: str) -> int:
-    """The number of the next attempt at a role: each has a log, whoever started it."""
-    return len(list(run.logs.glob(f"{name}.*.log")))
+    """The number of the next attempt at a role, whoever made those before: each has a log, or a heartbeat."""
+    logs = [int(path.name.split(".")[-2]) for path in run.logs.glob(f"{name}.*.log")]
+    return max([*logs, int((read_beat(run, name) or {}).get("attempt", -1))], default=-1) + 1
 
 
 def silence(beat: dict[str, Any] | None, started_at: float, limits: Supervision) -> float | None:

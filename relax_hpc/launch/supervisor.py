@@ -46,35 +46,29 @@ class Supervisor:
         self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
         self.patience = Patience(recipe.supervision)
         self._interrupted = interrupted
+        # Slurm sends TERM after USR2, and leaves time in between.
+        self._hasty = interrupted == "stopped"
         self.interrupts = 0
         self._asked = False
         self._looked_at_beats = 0.0
 
     def supervise(self) -> dict[str, Any]:
         """Run to the end; the outcome, as it stands in outcome.json. Raises RunError when another supervisor took over."""
-        self.run.stop.unlink(missing_ok=True)
         self.run.outcome.unlink(missing_ok=True)
-        self._sweep()
         self.telemetry.metrics("start", lease=self.lease.number)
         with self._signals():
             try:
                 outcome = self._watch()
+                self._write_outcome(outcome)  # before anything that takes time: whoever kills us now knows how it ended
             finally:
                 self._end_all()
-        self._write_outcome(outcome)
         self.lease.release()
         return outcome
-
-    def _sweep(self) -> None:
-        """Remove what killed processes had not finished writing; whoever still writes there does so in vain."""
-        for folder in (self.run.shards, self.run.evals, self.run.open_orders, self.run.heartbeats):
-            for path in folder.rglob(".*"):
-                path.unlink(missing_ok=True)
 
     def _watch(self) -> dict[str, Any]:
         self._start_trainers()
         while True:
-            if self.interrupts > 1:
+            if self.interrupts > 1 and self._hasty:
                 return self._outcome(self._interrupted, "interrupted twice: stopped at once")
             if (self.interrupts or self.workers.failure) and not self._asked:
                 self._ask_to_stop()
@@ -139,7 +133,7 @@ class Supervisor:
         return self.trainers.silent()
 
     def _end_all(self) -> None:
-        grace_s = GRACE_S if self.interrupts < 2 else 0
+        grace_s = 0 if self.interrupts > 1 and self._hasty else GRACE_S
         self.trainers.ask_to_stop()
         self.workers.end(grace_s)
         self.trainers.end(grace_s)
@@ -166,6 +160,15 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
+    """Remove what killed processes had not finished writing; whoever still writes there does so in vain."""
+    for folder in (run.shards, run.evals, run.open_orders, run.heartbeats):
+        for path in folder.rglob(".*"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime >= older_than_s:
+                    path.unlink()
 
 
 def outcome_of(run: RunDir) -> dict[str, Any] | None:

@@ -155,7 +155,11 @@ class Intake:
             o for i, o in self.book.outstanding.items() if i not in somewhere and not self._run.shard(i).exists()
         ]
         self._put(missing, oldest=version)
-        stray = [i for i in somewhere if not i.startswith("e") and i not in self.book.outstanding]
+        # What a later batch asks for may be a successor's: this trainer may be one that does not know yet.
+        stray = [
+            i for i in somewhere
+            if not i.startswith("e") and i not in self.book.outstanding and int(i[1:7]) < self.book.next_batch
+        ]  # fmt: skip
         self.queue.withdraw(stray)
         if missing or stray:
             logging.getLogger("trainer").info("released again: %s; withdrawn: %s", [o.id for o in missing], stray)

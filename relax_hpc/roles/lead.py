@@ -157,7 +157,7 @@ class Lead:
         )
         for order, length in self.intake.late_arrivals():
             self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
-        self.longest_step_s = max(now - self.last_step_at, 0.9 * self.longest_step_s)
+        self.longest_step_s = max(now - self.last_step_at - self.waited_s, 0.9 * self.longest_step_s)
         self.waited_s, self.last_step_at = 0.0, now
 
     def request_score(self) -> None:

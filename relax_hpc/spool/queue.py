@@ -106,7 +106,10 @@ class Queue:
     # a worker's side
 
     def claim(self, worker: str, version: int) -> Claim | None:
-        """Claim the first order that weights `version` may start, evaluations first; None when there is none."""
+        """Claim the first order that weights `version` may start, evaluations first; None when there is none.
+
+        Raises FileNotFoundError when this worker counted as lost: its workplace is gone, only a new one can claim.
+        """
         folder = self._run.claimed_orders / worker
         tickets = sorted((Ticket.parse(n) for n in self._open.names()), key=lambda t: t.order_id)
         for ticket in tickets:
@@ -120,6 +123,10 @@ class Queue:
                     path.unlink(missing_ok=True)
                     continue
                 return Claim(order, mine, path)
+            if not folder.is_dir():
+                raise FileNotFoundError(
+                    f"'{folder}' is gone: this worker counted as lost, its orders were given to others"
+                )
         return None
 
     def open_workplace(self, worker: str) -> None:

@@ -18,6 +18,9 @@ from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.queue import Queue
 from relax_hpc.telemetry import Telemetry, read_beat
 
+BLIND_S = 3.0
+"""When two looks are so far apart, what was not seen in between counts for nothing."""
+
 
 @dataclass(slots=True)
 class Seen:
@@ -34,6 +37,7 @@ class Agents:
         self._run, self._limit_s, self._telemetry = run, recipe.supervision.agent_silent_s, telemetry
         self._queue = Queue(run)
         self._seen: dict[str, Seen] = {}
+        self._looked_at = time.monotonic()
         self._ended_jobs: set[str] = set()
         self._failed: set[str] = set()
         self._unowned: dict[str, float] = {}
@@ -43,11 +47,18 @@ class Agents:
 
     def look(self) -> None:
         """Read the heartbeats and give back the claims of workers that are gone."""
-        now = time.monotonic()
+        began = time.monotonic()
         for path in self._paths():
             beat = read_beat(self._run, path.stem)
             if beat is not None and (path.stem not in self._seen or self._seen[path.stem].beat["time"] != beat["time"]):
-                self._seen[path.stem] = Seen(beat, now)
+                self._seen[path.stem] = Seen(beat, time.monotonic())
+        now = time.monotonic()
+        blind_s = now - self._looked_at
+        if blind_s > BLIND_S:  # we stood still, or the file system did: that is not their silence
+            for seen in self._seen.values():
+                seen.changed = max(seen.changed, began)
+            self._unowned = dict.fromkeys(self._unowned, now)
+        self._looked_at = now
         owner = {w: name for name, seen in self._seen.items() for w in seen.beat["workplaces"]}
         left = {w: lost for seen in self._seen.values() for w, lost in seen.beat["left"].items()}
         alive = self.alive()

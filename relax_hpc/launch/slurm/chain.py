@@ -28,8 +28,8 @@ class Leader:
     """A job that led the run, as written down when it began."""
 
     job: str
-    steps: int
-    """Ledger entries there were."""
+    progress: tuple[int, int]
+    """Ledger entries there were, and the step of the newest checkpoint."""
     time: float
 
 
@@ -43,14 +43,15 @@ class Chain:
 
     def begin(self) -> str | None:
         """Why this job must not go on with the run, after cancelling what else waits; None when it must."""
-        before = self._read()
-        reason = self._over(before)
+        reason = self._over(self._read())
         if reason is not None:
             self.cancel_waiting()
-            return reason
-        mine = Leader(self.job, self._steps(), time.time())
-        replace(self._leaders, b"".join(json.dumps(asdict(leader)).encode() + b"\n" for leader in [*before, mine]))
-        return None
+        return reason
+
+    def lead(self) -> None:
+        """Write down that this job leads; the lease is ours."""
+        leaders = [*self._read(), Leader(self.job, self._progress(), time.time())]
+        replace(self._leaders, b"".join(json.dumps(asdict(leader)).encode() + b"\n" for leader in leaders))
 
     def queue_successor(self) -> None:
         """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count."""
@@ -65,11 +66,18 @@ class Chain:
         if outcome["outcome"] in OVER or outcome.get("fatal"):
             self.cancel_waiting()
         elif outcome.get("suspect") and self._slurm.restart == "chain":
+            before = self._waiting("leader")  # sent before that was known
             exclude(self._run, outcome["suspect"], outcome["reason"])
-            cancel(self._waiting("leader"))  # sent before that was known
+            self._submit(after=self.job)
+            cancel(before)
+        elif self._slurm.restart == "chain":
             self.queue_successor()
-        elif outcome["outcome"] == "preempted" and self._slurm.restart == "requeue":
+        elif self._slurm.restart == "requeue" and outcome["outcome"] == "preempted":
             self._requeue()
+
+    def cancelled_now(self) -> bool:
+        """Whether this job is being ended by a person: Slurm's own ends come with a warning, while the job runs."""
+        return job_state([self.job])[self.job] == "COMPLETING"
 
     def cancelled_by_a_person(self, job: str) -> bool:
         """Whether Slurm says that `job` was cancelled, and not by one of our own agents."""
@@ -87,6 +95,10 @@ class Chain:
         cancel(self._waiting(*KINDS))
 
     def _over(self, before: list[Leader]) -> str | None:
+        if self._run.stop.exists():
+            reason = "it was asked to stop"
+            self.stop(reason)
+            return reason
         outcome = outcome_of(self._run)
         if outcome is not None and (outcome["outcome"] in OVER or outcome.get("fatal")):
             return f"{outcome['outcome']} already: {outcome['reason'] or outcome['step']}"
@@ -98,7 +110,7 @@ class Chain:
         if len(before) >= self._slurm.max_jobs:
             return self._fail(f"the run has had {len(before)} jobs (slurm.max_jobs = {self._slurm.max_jobs})")
         lately = before[-self._slurm.max_idle_jobs :]
-        if len(lately) == self._slurm.max_idle_jobs and all(leader.steps == self._steps() for leader in lately):
+        if len(lately) == self._slurm.max_idle_jobs and all(leader.progress == self._progress() for leader in lately):
             return self._fail(
                 f"{len(lately)} jobs in a row made no step (slurm.max_idle_jobs = {self._slurm.max_idle_jobs}), the last is "
                 f"{lately[-1].job}: read {self._run.logs}, then send the run again with `relax-hpc submit {self._run.root}`"
@@ -143,7 +155,7 @@ class Chain:
 
     def _waiting(self, *kinds: Kind) -> list[str]:
         ids = [job["id"] for job in jobs(self._run) if job["kind"] in kinds and job["id"] != self.job]
-        return [job for job, state in job_state(ids).items() if state in WAITING]
+        return [job for job, state in job_state(ids).items() if state is None or state in WAITING]
 
     def _ended(self, job: str) -> Any:
         return self._run.slurm / "ended" / f"{job}.json"
@@ -151,7 +163,11 @@ class Chain:
     def _read(self) -> list[Leader]:
         if not self._leaders.exists():
             return []
-        return [Leader(**json.loads(line)) for line in self._leaders.read_text().splitlines()]
+        lines = [json.loads(line) for line in self._leaders.read_text().splitlines()]
+        return [Leader(line["job"], tuple(line["progress"]), line["time"]) for line in lines]
+
+    def _progress(self) -> tuple[int, int]:
+        return self._steps(), max(self._run.checkpoint_steps(), default=-1)
 
     def _steps(self) -> int:
         return max((int(p.stem) + 1 for p in self._run.ledger.glob("*/[!.]*.json")), default=0)

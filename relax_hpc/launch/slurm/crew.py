@@ -6,6 +6,7 @@ elastic  further one-node jobs: as many as are wished for
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -69,8 +70,8 @@ class Crew:
             self._failed(beat)
         self.failure, self.suspect = self.failure or self._core.failure, self.suspect or self._core.suspect
         if (self._keeping is None or self._keeping.done()) and time.time() - self._kept_at > JOBS_EVERY_S:
-            if self._keeping is not None:
-                self._keeping.result()
+            if self._keeping is not None and (error := self._keeping.exception()) is not None:
+                logging.getLogger("crew").error("the jobs could not be looked after: %s", error)
             self._keeping, self._kept_at = self._slurm.submit(self._keep_jobs), time.time()
 
     def _failed(self, beat: dict[str, Any]) -> None:
@@ -93,7 +94,7 @@ class Crew:
 
     def end(self, grace_s: float) -> None:
         self.ask_to_stop()
-        self._slurm.shutdown()
+        self._slurm.shutdown(wait=False, cancel_futures=True)
         self._core.end(grace_s)
         self._agents.look()
 
@@ -123,10 +124,11 @@ class StepCore:
     def _look_after_node(self, index: int, agents: Agents) -> None:
         step, patience, newest = self._steps[index], self._patience[index], agents.newest(index)
         name, beat = newest or ("", {"host": "", "step": None})
-        silent = beat["step"] == step.id and name not in agents.alive()
+        ours = beat["step"] == step.id
+        silent = ours and name not in agents.alive()
         if (step.running and not silent) or time.time() < patience.not_before:
             return
-        host, limit_s = beat["host"], self._recipe.supervision.agent_silent_s
+        host, limit_s = beat["host"] if ours else "", self._recipe.supervision.agent_silent_s
         reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
         who = f"rollout node {index}" + (f" ({host})" if host else "")
         self._telemetry.metrics("lost", role=who, reason=reason)

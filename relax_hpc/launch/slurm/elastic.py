@@ -12,6 +12,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from relax_hpc.launch.members import Patience
 from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel, job_state
 from relax_hpc.launch.slurm.send import jobs, submit_script
 from relax_hpc.recipe.schema import Recipe
@@ -19,6 +20,7 @@ from relax_hpc.recipe.slurm import Autoscale
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 from relax_hpc.telemetry import Telemetry, read_metrics
 
+SOON_S = 300.0
 REFUSED_WAIT_S = 60.0
 """After sbatch refused a job, the next attempt waits so long."""
 
@@ -51,9 +53,9 @@ def make_wish(run: RunDir, core: int, rollout: int, partition: str | None, by: s
         replace(run.slurm / "wish.json", to_json(asdict(Wish(rollout, partition, by, time.time()))))
 
 
-def cancel_wish(run: RunDir) -> None:
+def cancel_wish(run: RunDir, core: int) -> None:
     """Back to the nodes that the recipe asks for: the others drain and leave."""
-    (run.slurm / "wish.json").unlink(missing_ok=True)
+    make_wish(run, core, core, None, "cancel")
 
 
 class Elastic:
@@ -64,6 +66,8 @@ class Elastic:
         self._run, self._core, self._telemetry = run, recipe.rollout.nodes, telemetry
         self._scaler = Autoscaler(run, recipe, recipe.slurm.autoscale, telemetry) if recipe.slurm.autoscale else None
         self._draining: set[str] = set()
+        self._gone: set[str] = set()
+        self._patience = Patience(recipe.supervision)
         self._not_before = 0.0
 
     def keep(self) -> list[str]:
@@ -74,14 +78,25 @@ class Elastic:
         states = job_state(job["id"] for job in jobs(self._run) if job["kind"] == "elastic")
         alive = [job for job, state in states.items() if state is None or state in ALIVE]
         staying = [job for job in alive if job not in self._draining]
-        missing = (wished.rollout - self._core if wished else 0) - len(staying)
-        if missing > 0 and time.time() > self._not_before:
-            self._send(missing, wished.partition if wished else None)
+        self._note_lost([job for job in states if job not in alive and job not in self._draining])
+        if wished is None:  # those that a person sent by hand stay
+            return [job for job in states if job not in alive]
+        missing = wished.rollout - self._core - len(staying)
+        if missing > 0 and time.time() > max(self._not_before, self._patience.not_before):
+            self._send(missing, wished.partition)
         if missing < 0:
             # Those that wait in the queue first, then the youngest.
             last = sorted(staying, key=lambda job: (states[job] in WAITING, int(job)))[missing:]
             self._drain(last, states)
         return [job for job in states if job not in alive]
+
+    def _note_lost(self, gone: list[str]) -> None:
+        """Jobs that end soon after they were sent are sent again ever later."""
+        sent = {job["id"]: job["submitted"] for job in jobs(self._run)}
+        for job in set(gone) - self._gone:
+            self._gone.add(job)
+            self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
+            self._patience.failed("gone", None if time.time() - sent[job] < SOON_S else job)
 
     def _send(self, count: int, partition: str | None) -> None:
         for _ in range(count):
@@ -98,7 +113,9 @@ class Elastic:
         cancel([job for job in leaving if states[job] in WAITING])
         for job in leaving:
             if states[job] not in WAITING:
-                ask(["scancel", "--batch", "--signal=USR2", job])
+                done = ask(["scancel", "--batch", "--signal=USR2", job])
+                if done is None or done.returncode:
+                    continue
             self._draining.add(job)
             self._telemetry.metrics("scale", job=job, reason="more rollout nodes than wished for: draining")
 

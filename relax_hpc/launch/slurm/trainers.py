@@ -124,6 +124,8 @@ class StepTrainers:
         for rank, beat in said.items():
             if beat.get("state") == "failed":
                 return Ending("failed", f"{_where(rank, beat)}: {beat.get('error', '')}")
+        if code == Exit.FATAL:  # it could not say why: the disk that its heartbeat lies on may be full
+            return Ending("failed", f"see {self._run.logs / f'trainer-0.{self._attempt:04d}.log'}")
         # srun's code is the highest of all tasks, so what rank 0 said last counts.
         if code == Exit.DONE or said.get(0, {}).get("state") == "done":
             return Ending("done")
