@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import report, run, scale, shards, status, submit
+from relax_hpc.cli import doctor, report, run, scale, shards, status, submit
 
 app = typer.Typer(
     name="relax-hpc",
@@ -41,7 +41,10 @@ app.command("run")(run.run)
 app.command("submit")(submit.submit)
 app.command("render")(submit.render)
 app.command("scale")(scale.scale)
+app.command("doctor")(doctor.doctor)
 app.command("status")(status.status)
+app.command("watch")(status.watch)
+app.command("logs")(status.logs)
 app.command("stop")(status.stop)
 app.command("recipe")(status.recipe)
 app.add_typer(shards.app)

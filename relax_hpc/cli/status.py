@@ -1,4 +1,4 @@
-"""`relax-hpc status`, `stop`, `recipe`, `export`: small commands on runs and recipes."""
+"""`relax-hpc status`, `watch`, `logs`, `stop`, `recipe`, `export`: small commands on runs and recipes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import typer
 from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.run import Sets, Site
 
+LOOK_S = 0.1
+
 RunPath = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False)]
 
 
 def status(run: RunPath) -> None:
-    """Show what a run is doing, from its files: works while it runs, from another machine too, and after it ended."""
+    """Show what a run is doing, from its files: works while it runs, from another machine too, and after it ended.
+
+    Of a run on a cluster also its jobs, why they wait, when they are expected to start, and its rollout nodes.
+    """
     from rich.console import Console
 
     from relax_hpc.launch.status import Status
@@ -22,23 +27,74 @@ def status(run: RunPath) -> None:
     from relax_hpc.run_dir import open_existing
 
     with friendly():
-        Console().print(render(Status.of(open_existing(run))))
+        Console().print(render(Status.of(open_existing(run), jobs=True)))
 
 
-def stop(run: RunPath) -> None:
-    """Ask a run to end its step, checkpoint and stop; `relax-hpc run RUN` goes on with it later."""
-    from relax_hpc.launch.lease import holder
-    from relax_hpc.run_dir import RunError, open_existing, publish
+def watch(run: RunPath) -> None:
+    """Show a run live, from any machine that sees its directory, until it ends; Ctrl-C leaves the run alone."""
+    import contextlib
+    import time
+
+    from rich.console import Console
+
+    from relax_hpc.launch.status import Status
+    from relax_hpc.launch.view import live, render
+    from relax_hpc.run_dir import open_existing
+
+    with friendly():
+        seen, console = Status.of(open_existing(run), jobs=True), Console()
+        with contextlib.suppress(KeyboardInterrupt), live(seen.run, console, seen) as look:
+            while not seen.over:
+                look()
+                time.sleep(LOOK_S)
+        console.print(render(seen))
+
+
+def logs(
+    run: RunPath,
+    role: Annotated[
+        Optional[str],
+        typer.Argument(help="Such as trainer-0, rollout (all of them), slurm; all by default.", show_default=False),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run is over.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="How many of the last lines, of all together.", min=0)
+    ] = 50,
+) -> None:
+    """Print the newest logs of a run's roles, and of its Slurm jobs, in order of time.
+
+    [dim]relax-hpc logs runs/gsm trainer-0 -f[/dim]
+    """
+    import contextlib
+
+    from relax_hpc.launch import logs as found
+    from relax_hpc.run_dir import open_existing
 
     with friendly():
         opened = open_existing(run)
-        held = holder(opened)
-        if held is None:
-            raise RunError(f"'{run}' is not running: nothing to stop")
-        publish(opened.stop, b"")
-        typer.echo(
-            f"asked pid {held.get('pid')} on {held.get('host')} to stop; `relax-hpc status {run}` shows when it has"
-        )
+        chosen = found.choose(opened, role)
+        width = max((len(name) for name in chosen), default=0) if len(chosen) > 1 else 0
+
+        def show(line: found.Line) -> None:
+            typer.echo(f"{line.role:<{width}} | {line.text}" if width else line.text)
+
+        for line in found.last_lines(chosen, lines):
+            show(line)
+        if follow:
+            with contextlib.suppress(KeyboardInterrupt):
+                for line in found.follow(opened, role, chosen):
+                    show(line)
+
+
+def stop(run: RunPath) -> None:
+    """Ask a run to end its step, checkpoint and stop; one that only waits in a queue leaves it. `relax-hpc run RUN` or `submit RUN` goes on with it later."""
+    from relax_hpc.launch.stop import stop as end
+    from relax_hpc.run_dir import open_existing
+
+    with friendly():
+        typer.echo(end(open_existing(run)))
 
 
 def recipe(

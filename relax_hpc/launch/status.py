@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from relax_hpc.launch.lease import holder
+from relax_hpc.launch.slurm.overview import Overview
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, read_json
@@ -14,6 +15,9 @@ from relax_hpc.telemetry import read_beat, read_metrics
 
 RECENT = 20
 """Steps and orders over which rates are averaged."""
+OVER = ("done", "stopped", "failed")
+HOLDER_EVERY_S = 5.0
+"""Who holds a run on another machine is a question to Slurm."""
 
 
 @dataclass(slots=True)
@@ -31,11 +35,16 @@ class Status:
     restarts: int = 0
     outcome: dict[str, Any] | None = None
     holder: dict[str, Any] | None = None
+    slurm: Overview | None = None
+    """Jobs and rollout nodes, for those who look from outside."""
     _offsets: dict[str, int] = field(default_factory=dict)
+    _holder_at: float | None = None
 
     @classmethod
-    def of(cls, run: RunDir) -> Status:
-        status = cls(run, load_recipe(run.recipe))
+    def of(cls, run: RunDir, *, jobs: bool = False) -> Status:
+        """`jobs`: with the run's Slurm jobs, for which Slurm is asked now and then."""
+        recipe = load_recipe(run.recipe)
+        status = cls(run, recipe, slurm=Overview(run) if jobs and recipe.slurm is not None else None)
         status.refresh()
         return status
 
@@ -58,8 +67,12 @@ class Status:
             beat = read_beat(self.run, name)
             if beat is not None:
                 self.beats[name] = beat
-        self.outcome = read_json(self.run.outcome)
-        self.holder = holder(self.run)
+        before, self.outcome = self.outcome, read_json(self.run.outcome)
+        now = time.monotonic()
+        if self._holder_at is None or now - self._holder_at > HOLDER_EVERY_S or self.outcome != before:
+            self.holder, self._holder_at = holder(self.run), now
+        if self.slurm is not None:
+            self.slurm.refresh()
 
     def roles(self) -> list[str]:
         return [
@@ -77,10 +90,20 @@ class Status:
 
     @property
     def state(self) -> str:
-        """One word: running, or how it ended, or that nobody holds it."""
+        """In a word or two: running, how it ended, what it waits for, or that nobody will go on with it."""
         if self.holder is not None:
             return "running"
-        return str(self.outcome["outcome"]) if self.outcome else "interrupted"
+        ended = str(self.outcome["outcome"]) if self.outcome else None
+        final = ended in ("done", "stopped") or (self.outcome or {}).get("fatal")
+        if final or self.slurm is None:
+            return ended or "interrupted"
+        # Otherwise a successor that is queued goes on with it, of a failed run too.
+        return self.slurm.waits_for(ended) or ended or "interrupted"
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing happens any more by itself."""
+        return self.state in (*OVER, "interrupted", "preempted")
 
     @property
     def step(self) -> int:

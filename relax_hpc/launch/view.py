@@ -13,13 +13,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from relax_hpc.launch import cluster_view
 from relax_hpc.launch.status import Status
 from relax_hpc.run_dir import RunDir
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 """How often a line is printed where there is no terminal."""
-STATE_COLOURS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red"}
+STATE_COLOURS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "pending": "cyan", "waiting for a successor": "cyan", "starting": "cyan"}  # fmt: skip
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -28,6 +29,8 @@ def render(status: Status) -> RenderableType:
     colour = STATE_COLOURS.get(status.state, "white")
     title = f"[bold]{status.recipe.run.name}[/bold] [{colour}]{status.state}[/{colour}]"
     parts: list[RenderableType] = [_progress(status), _numbers(status), _roles(status)]
+    if status.slurm is not None:
+        parts += cluster_view.parts(status)
     if status.outcome and status.outcome.get("reason"):
         parts.append(Text(str(status.outcome["reason"]), style=colour))
     return Panel(Group(*parts), title=title, subtitle=str(status.run.root), border_style=colour, padding=(0, 1))
@@ -35,6 +38,8 @@ def render(status: Status) -> RenderableType:
 
 def line(status: Status) -> str:
     """The same in one line."""
+    if not status.beats and status.slurm is not None and status.state != "running":
+        return f"{status.state}: {cluster_view.one_line(status.slurm)}"
     if not status.steps:
         beat = status.beats.get("trainer-0", {})
         warm = (
@@ -54,9 +59,9 @@ def line(status: Status) -> str:
 
 
 @contextmanager
-def live(run: RunDir, console: Console) -> Iterator[Callable[[], None]]:
+def live(run: RunDir, console: Console, status: Status | None = None) -> Iterator[Callable[[], None]]:
     """A live view; the function it gives is to be called often, and looks at the run's files as often as people can read."""
-    status = Status.of(run)
+    status = status if status is not None else Status.of(run)
     last, said = 0.0, ""
     if not console.is_terminal:
 

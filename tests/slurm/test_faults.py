@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from relax_hpc.run_dir import RunDir
+from relax_hpc.telemetry import read_metrics
 from tests.runs import SMALL, relax_hpc, step_now, write_recipe
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import LONG, STEPS, ClusterRun, preempted, sound, submit
@@ -75,5 +76,9 @@ def test_a_run_survives_untouched_with_the_same_bits(
     finally:
         if heal is not None:
             heal()
+    events = [
+        r for r in read_metrics(ours.run.metrics / "supervisor.jsonl")[0] if r["kind"] in ("lost", "left", "start")
+    ]
+    assert len(events) > 1, "the fault did nothing: it proves nothing"
     sound(ours, STEPS)
     assert final_weights(ours.run, STEPS) == final_weights(undisturbed, STEPS)

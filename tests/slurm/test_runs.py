@@ -9,7 +9,8 @@ from relax_hpc.run_dir import read_json
 from relax_hpc.telemetry import read_metrics
 from tests.runs import SMALL, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, preempted, sound, submit
+from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, sound, submit
+from tools.bench.common import SIDES
 
 
 @pytest.mark.parametrize("shape", ["split", "het", "single"])
@@ -42,13 +43,24 @@ def test_stop_ends_the_run_and_all_its_jobs(cluster: SlurmCluster) -> None:
     sound(ours, step_now(ours.run))
 
 
-def test_a_preempted_leader_is_requeued_where_chains_are_not_wanted(cluster: SlurmCluster) -> None:
-    ours = submit(cluster, "requeued", *LONG, "slurm.trainer.partition=low", 'slurm.restart="requeue"')
+def test_a_leader_that_is_warned_requeues_itself_where_chains_are_not_wanted(cluster: SlurmCluster) -> None:
+    ours = submit(cluster, "requeued", *LONG, 'slurm.restart="requeue"')
     ours.wait_for_step(14)
-    preempted(ours)
+    (leader,) = ours.leaders()
+    cluster.exec(
+        "scancel", "--batch", "--signal=USR2", leader
+    )  # as before a time limit; Slurm requeues nothing by itself
     assert ours.wait_for_end()["outcome"] == "done"
-    assert len(ours.leaders()) == 1 and cluster.fields(ours.leaders()[0])["Restarts"] == "1"
+    assert ours.leaders() == [leader] and cluster.fields(leader)["Restarts"] == "1"
     sound(ours, STEPS)
+
+
+def test_a_requeueing_leader_that_a_person_cancels_stays_so(cluster: SlurmCluster) -> None:
+    ours = submit(cluster, "requeue-cancelled", "run.steps=100000", 'slurm.restart="requeue"')
+    ours.wait_for_step(2)
+    cluster.cancel(ours.job_of("leader"))
+    assert ours.wait_for_end()["outcome"] == "stopped"
+    assert cluster.fields(ours.leaders()[0])["Restarts"] == "0"
 
 
 def test_a_chain_that_makes_no_progress_ends_itself(cluster: SlurmCluster) -> None:
@@ -80,15 +92,18 @@ def test_a_node_that_keeps_failing_is_avoided(cluster: SlurmCluster) -> None:
 
 
 def test_no_step_is_begun_that_cannot_end_within_the_walltime(cluster: SlurmCluster) -> None:
-    ours = submit(cluster, "walltime", "run.steps=100000", 'slurm.time="00:02:00"', "run.checkpoint_every=100000")
+    """Steps take longer than the warning before the end: only one that is not begun leaves time for a checkpoint."""
+    paced = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=14.0}}, group_size=4}}'
+    sets = ("run.steps=100000", "run.checkpoint_every=100000", 'slurm.time="00:02:00"', "slurm.signal_lead_s=10")
+    ours = submit(cluster, "walltime", *sets, f"algorithm={paced}")
     ours.wait_for_step(1)
     first = ours.job_of("leader")
     assert cluster.wait_for_state(first, "COMPLETED", "TIMEOUT", timeout=150) == "COMPLETED"
-    steps = ours.run.checkpoint_steps()
-    wait_for(lambda: step_now(ours.run) > steps[-1], 60)
+    reached = ours.run.checkpoint_steps()[-1]
+    assert reached >= 2
+    wait_for(lambda: step_now(ours.run) > reached, 60)
     assert ours.job_of("leader") != first
-    replayed = [s["step"] for s in steps_of(ours.run) if s["replayed"]]
-    assert replayed == [], "it left without a checkpoint"
+    assert not any(s["replayed"] for s in steps_of(ours.run)), "it left without a checkpoint"
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"
 

@@ -112,7 +112,8 @@ def test_a_worker_that_is_thought_dead_claims_nothing_more(queue: Queue) -> None
     queue.put([order(0), order(1)])
     assert zombie.claim("a", 0) is not None
     queue.give_back("a", lost=True)
-    assert zombie.claim("a", 0) is None
+    with pytest.raises(FileNotFoundError, match="counted as lost"):
+        zombie.claim("a", 0)
     assert len(queue.in_play()) == 2
 
 

@@ -23,6 +23,7 @@ _WHAT = {
     "rollout": "the rollout job",
     "elastic": "a further rollout job of one node, to be sent or cancelled at any time",
 }
+_SBATCH_ONLY = ("batch", "container-id", "export-file", "get-user-env", "ignore-pbs", "kill-on-invalid-dep")
 Option = tuple[str, object]
 """A long option without dashes, and its value; None for one without."""
 
@@ -173,6 +174,18 @@ def _begin(setup: list[str]) -> list[str]:
 def _exports(plan: Plan) -> list[str]:
     values = dict.fromkeys(_INTERFACE, plan.slurm.interface) if plan.slurm.interface else {}
     return [f"export {name}={shlex.quote(value)}" for name, value in {**values, **plan.slurm.environment}.items()]
+
+
+def node_script(plan: Plan, lines: list[str]) -> str:
+    """A script for one node that prepares itself as the run's jobs do, then runs `lines`."""
+    return "\n".join(["#!/bin/bash", *_begin(plan.slurm.setup), *_exports(plan), *lines]) + "\n"
+
+
+def place(group: Group) -> list[str]:
+    """Where a group's job runs, as srun takes it; without its time, and without what only sbatch knows."""
+    options = [*_place(group), *_further(group)]
+    known = [option for option in options if option[0] != "time" and option[0] not in _SBATCH_ONLY]
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in known]
 
 
 def _make(python: str, plan: Plan, kind: Kind, by_hand: ByHand) -> str:

@@ -185,5 +185,11 @@ def _explain_silence(program: str) -> None:
 def _fix(run: RunDir, words: str) -> str:
     if "configuration source" in words:
         return "Slurm's commands find no slurm.conf here: send it from a login node, or set SLURM_CONF"
-    key = next((fix for pattern, fix in _FIXES if re.search(pattern, words, re.IGNORECASE)), "the keys of [slurm]")
-    return f"change {key}. The run is there: `relax-hpc submit {run.root} --set KEY=VALUE` sends it again"
+    return (
+        f"change {key_to_change(words)}. The run is there: `relax-hpc submit {run.root} --set KEY=VALUE` sends it again"
+    )
+
+
+def key_to_change(words: str) -> str:
+    """The recipe's key that mends what sbatch complains of in these words."""
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, words, re.IGNORECASE)), "the keys of [slurm]")

@@ -64,7 +64,7 @@ def _step(plan: Plan, group: Group, tasks: int, options: list[str], *, alone: bo
     unbound = group.asks.cpus_per_task is None if shape != "single" else plan.shares_gpus
     bind = plan.slurm.cpu_bind or ("none" if unbound else None)
     srun = ["srun", *component, f"--job-name={group.name}", *size, *cpus, *options, *shared]
-    return [*srun, *([f"--cpu-bind={bind}"] if bind else []), *_container(plan, group)]
+    return [*srun, *([f"--cpu-bind={bind}"] if bind else []), *container(plan, group)]
 
 
 def _gpus(group: Group) -> list[str]:
@@ -97,13 +97,14 @@ def _divided(plan: Plan, group: Group) -> list[str]:
     return [*exact, f"--gres={gres_text(group.node_gres)}"]
 
 
-def _container(plan: Plan, group: Group) -> list[str]:
-    container, root = plan.slurm.container, Path(plan.root)
-    if isinstance(container, Pyxis):
-        mounts = ",".join([f"{root}:{root}", *container.mounts])
-        return [f"--container-image={container.image}", f"--container-mounts={mounts}"]
-    if isinstance(container, Apptainer):
-        gpus = ["--nv"] if group.has_gpus and not set(container.options) & set(_GPU_FLAGS) else []
-        binds = [word for bind in [str(root), *container.binds] for word in ("--bind", bind)]
-        return ["apptainer", "exec", *gpus, *binds, *container.options, container.image]
+def container(plan: Plan, group: Group) -> list[str]:
+    """What stands between srun and a program that runs in the image."""
+    image, root = plan.slurm.container, Path(plan.root)
+    if isinstance(image, Pyxis):
+        mounts = ",".join([f"{root}:{root}", *image.mounts])
+        return [f"--container-image={image.image}", f"--container-mounts={mounts}"]
+    if isinstance(image, Apptainer):
+        gpus = ["--nv"] if group.has_gpus and not set(image.options) & set(_GPU_FLAGS) else []
+        binds = [word for bind in [str(root), *image.binds] for word in ("--bind", bind)]
+        return ["apptainer", "exec", *gpus, *binds, *image.options, image.image]
     return []

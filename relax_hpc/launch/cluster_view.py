@@ -1,0 +1,70 @@
+"""The part of a run's view that is about its cluster: jobs, what comes next, rollout nodes."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from relax_hpc.launch.slurm.overview import UNKNOWN, JobRow, Overview
+from relax_hpc.launch.status import Status
+
+
+def parts(status: Status) -> list[RenderableType]:
+    """Tables and lines to stand below the roles; none when nothing was ever sent."""
+    overview = status.slurm
+    if overview is None or not (overview.jobs or overview.agents):
+        return []
+    return [Text(), _jobs(overview), _chain(overview), *([_agents(status, overview)] if overview.agents else [])]
+
+
+def one_line(overview: Overview) -> str:
+    """The jobs that are there, where there is no terminal."""
+    alive = [f"{job.kind} {job.id} {job.state.lower()}{_why(job)}" for job in overview.jobs if job.alive]
+    return "; ".join(alive) or "no job is in the queue"
+
+
+def _jobs(overview: Overview) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("job", "kind", "state", "nodes", "start", "why it waits"):
+        table.add_column(column, overflow="fold")
+    for job in overview.shown():
+        state = "unknown" if job.state == UNKNOWN else job.state.lower()
+        table.add_row(job.id, job.kind, state, job.nodes, _start(job), job.why)
+    return table
+
+
+def _chain(overview: Overview) -> Text:
+    words = [f"restarts so far: {overview.restarts}"]
+    following = overview.successor
+    if following is not None:
+        words.append(f"next: job {following.id}")
+    if any(job.state == UNKNOWN for job in overview.jobs):
+        words.append("Slurm cannot be asked on this machine: this is what the run's files say")
+    return Text("; ".join(words), style="dim")
+
+
+def _agents(status: Status, overview: Overview) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("rollout node", "state", "beat", "group", "job", "workers"):
+        table.add_column(column)
+    for beat in sorted(overview.agents.values(), key=lambda b: (b["state"] == "gone", b["group"], b["index"])):
+        silent_s = time.time() - beat["time"]
+        lost = beat["state"] != "gone" and silent_s > status.recipe.supervision.agent_silent_s
+        state = Text("silent" if lost else beat["state"], style="red" if lost and status.state == "running" else "")
+        workers = str(len(beat.get("workplaces", ())))
+        table.add_row(beat["host"], state, f"{silent_s:.0f} s ago", beat["group"], str(beat.get("job") or ""), workers)
+    return table
+
+
+def _start(job: JobRow) -> str:
+    when = job.start.replace("T", " ")
+    return f"expected {when}" if when and job.waits else when
+
+
+def _why(job: JobRow) -> str:
+    words = [job.why, f"expected {job.start}" if job.start and job.waits else ""]
+    said = ", ".join(word for word in words if word)
+    return f" ({said})" if said else ""

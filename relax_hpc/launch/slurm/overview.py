@@ -1,0 +1,134 @@
+"""A run's jobs and rollout agents, for a person: from its files, and from Slurm where it can be asked.
+
+slurm/jobs/*.json + squeue ──► jobs (state, nodes, why they wait, expected start) ┐
+slurm/leaders.jsonl        ──► restarts, what comes next                          ├─► Overview
+heartbeats/agent-*.json    ──► agents of the rollout nodes                        ┘
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, ask, look, reason_in_words
+from relax_hpc.launch.slurm.send import jobs, leaders
+from relax_hpc.run_dir import RunDir
+from relax_hpc.telemetry import read_beat
+
+ASK_EVERY_S = 10.0
+"""A controller serves thousands of users, and a live view is looked at for hours."""
+UNKNOWN = "?"
+SHOWN_ENDED = 3
+"""Jobs that have ended, of which only the last few are worth a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A job of the run."""
+
+    id: str
+    kind: str
+    state: str
+    """As squeue spells it; GONE when it has forgotten the job, "?" where it cannot be asked."""
+    why: str = ""
+    """Why it waits, in words."""
+    nodes: str = ""
+    start: str = ""
+    """When Slurm expects it to start, or when it did; empty where it does not say."""
+
+    @property
+    def alive(self) -> bool:
+        return self.state in ALIVE
+
+    @property
+    def waits(self) -> bool:
+        return self.state in WAITING
+
+
+@dataclass(slots=True)
+class Overview:
+    """The Slurm side of a run at one moment."""
+
+    run: RunDir
+    jobs: list[JobRow] = field(default_factory=list)
+    agents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    led: list[str] = field(default_factory=list)
+    """Jobs that led the run since a person last sent it, the newest last."""
+    _asked_at: float | None = None
+
+    def refresh(self) -> None:
+        """Read the files; ask Slurm when the last answer is old."""
+        self.agents = {
+            path.stem: beat
+            for path in sorted(self.run.heartbeats.glob("agent-*.json"))
+            if (beat := read_beat(self.run, path.stem)) is not None
+        }
+        path = leaders(self.run)
+        self.led = [json.loads(line)["job"] for line in path.read_text().splitlines()] if path.exists() else []
+        if self._asked_at is None or time.monotonic() - self._asked_at > ASK_EVERY_S:
+            self.jobs = job_rows(self.run)
+            self._asked_at = time.monotonic()
+
+    @property
+    def restarts(self) -> int:
+        """How often the run went on in another job, or in the same one again."""
+        return max(0, len(self.led) - 1)
+
+    @property
+    def successor(self) -> JobRow | None:
+        """The leader that begins when the one at work ends."""
+        first = self.led[-1:] or [job.id for job in self.leaders[:1]]
+        return next((job for job in self.leaders if job.waits and job.id not in first), None)
+
+    @property
+    def leaders(self) -> list[JobRow]:
+        """Leader jobs that are in the queue or at work, or may be: Slurm could not be asked."""
+        return [job for job in self.jobs if job.kind == "leader" and (job.alive or job.state == UNKNOWN)]
+
+    def waits_for(self, ended: str | None) -> str | None:
+        """The state of a run that nobody holds, in words; None when no job will go on with it. `ended`: its last outcome."""
+        known = [job for job in self.leaders if job.alive]
+        if any(not job.waits for job in known):
+            return "starting"
+        if known:
+            return "waiting for a successor" if self.led or ended else "pending"
+        if not self.leaders:
+            return None
+        if ended == "preempted":
+            return "waiting for a successor"
+        return None if self.led else "pending"
+
+    def shown(self) -> list[JobRow]:
+        """Jobs worth a line: those that live, and the last that ended."""
+        over = [job for job in self.jobs if not job.alive and job.state != UNKNOWN]
+        return [job for job in self.jobs if job not in over[:-SHOWN_ENDED]]
+
+
+def job_rows(run: RunDir) -> list[JobRow]:
+    """All jobs of a run, the oldest first."""
+    sent = jobs(run)
+    ids = [about["id"] for about in sent]
+    if not ids:
+        return []
+    seen, places = look(ids), _places(ids)
+    rows = []
+    for about in sent:
+        found, (nodes, start) = seen[about["id"]], places.get(about["id"], ("", ""))
+        state = found.state if found is not None else UNKNOWN
+        why = reason_in_words(found.reason) if found is not None and state in WAITING and found.reason else ""
+        rows.append(JobRow(about["id"], about["kind"], state, why, nodes, start if state != GONE else ""))
+    return rows
+
+
+def _places(ids: list[str]) -> dict[str, tuple[str, str]]:
+    """Nodes and (expected) start of jobs; for a waiting one %S is what `squeue --start` shows."""
+    done = ask(["squeue", "-h", "--states=all", "-o", "%i|%N|%S", "-j", ",".join(ids)])
+    found: dict[str, tuple[str, str]] = {}
+    for line in done.stdout.splitlines() if done is not None and done.returncode == 0 else ():
+        job, nodes, start = line.split("|")
+        base, start = job.partition("+")[0].partition("_")[0], "" if start.strip() == "N/A" else start.strip()
+        before = found.get(base, ("", ""))
+        found[base] = (",".join(filter(None, (before[0], nodes.strip()))), before[1] or start)
+    return found
