@@ -12,6 +12,10 @@ from tests.runs import SMALL, relax_hpc, step_now, write_recipe
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import LONG, STEPS, ClusterRun, preempted, sound, submit
 from tools.bench.chaos import final_weights
+from tools.bench.common import SIDES
+
+SLOWLY = f'algorithm={{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=0.4}}, group_size=4}}'
+"""The same algorithm, with a rest before each step."""
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +30,14 @@ def leaders_node_lost(ours: ClusterRun) -> Callable[[], None]:
     node = ours.node_of(ours.job_of("leader"))
     ours.cluster.node_kill(node)
     return lambda: ours.cluster.node_start(node)
+
+
+def leaders_node_cut_off(ours: ClusterRun) -> Callable[[], None]:
+    node = ours.node_of(ours.job_of("leader"))
+    ours.cluster.link_down(
+        node
+    )  # supervisor and trainer go on, renew the lease and commit, until the successor fences them
+    return lambda: ours.cluster.link_up(node)
 
 
 def rollout_node_cut_off(ours: ClusterRun) -> Callable[[], None]:
@@ -58,7 +70,7 @@ def rollout_job_cancelled(ours: ClusterRun) -> None:
 @pytest.mark.parametrize(
     "fault",
     [
-        preempted, leaders_node_lost, rollout_node_cut_off, supervisor_killed, trainer_killed, worker_killed, agent_killed,
+        preempted, leaders_node_lost, leaders_node_cut_off, rollout_node_cut_off, supervisor_killed, trainer_killed, worker_killed, agent_killed,
         rollout_job_cancelled,
     ],
 )  # fmt: skip
@@ -67,7 +79,9 @@ def test_a_run_survives_untouched_with_the_same_bits(
 ) -> None:
     name = fault.__name__.replace("_", "-")
     partition = ["slurm.trainer.partition=low"] if fault is preempted else []
-    ours = submit(cluster, name, *LONG, *partition)
+    # Slurm notices after ten seconds that a node is cut off: the run must last longer.
+    pace = [SLOWLY] if fault in (leaders_node_cut_off, rollout_node_cut_off) else []
+    ours = submit(cluster, name, *LONG, *partition, *pace)
     ours.wait_for_step(14)
     heal = fault(ours)
     assert step_now(ours.run) < STEPS, "the run was over before the fault: it proves nothing"
