@@ -23,12 +23,12 @@ from relax_hpc.launch.agent import CORE
 from relax_hpc.launch.lease import RENEW_S, Lease, acquire
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.chain import Chain
-from relax_hpc.launch.slurm.crew import Core, Crew, JobCore, StepCore, agent_command
+from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
 from relax_hpc.launch.slurm.steps import rollout_step, step_python, trainer_step
-from relax_hpc.launch.slurm.trainers import Step, StepTrainers
+from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.launch.supervisor import Supervisor, sweep
 from relax_hpc.launch.view import live
 from relax_hpc.launch.workers import GRACE_S
@@ -121,29 +121,23 @@ def wait_for_lease(run: RunDir) -> Lease:
 
 
 def roll_out(run: RunDir, elastic: bool) -> int:
-    """The agents of this job's nodes, until they leave."""
+    """Keep the agents of this job's nodes until they leave, or this job's time is up."""
     recipe, job = load_recipe(run.recipe), os.environ["SLURM_JOB_ID"]
-    plan = make_plan(recipe)
-    step = Step(run, "srun-agents")
-    group = f"job{job}" if elastic else CORE
-    stop = False
-
-    def leave(number: int, frame: Any) -> None:
-        nonlocal stop
-        stop = True
-
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(number, leave)
+    plan, telemetry = make_plan(recipe), Telemetry(run, f"rollout-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), step_python(plan)]
-    step.start(
-        python, agent_command(run, recipe, group, step.id), f"agent-{group}-%t.{job}.log", f"srun-agents-{job}.log"
-    )
-    while step.running and not stop:
-        time.sleep(0.1)
-    if stop:
-        step.ask_to_stop()
-        step.end(2 * GRACE_S)
-    return step.process.returncode if step.process is not None and not stop else 0
+    core = StepCore(run, recipe, python, telemetry, f"job{job}" if elastic else CORE, 1 if elastic else None)
+    agents = Agents(run, recipe, telemetry)
+    leave = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, lambda number, frame: leave.set())
+    while not (core.left or core.failure or leave.wait(LOOK_S)):
+        agents.read()
+        core.look_after(agents)
+    core.ask_to_stop()
+    core.end(GRACE_S)
+    if core.failure:
+        print(f"error: {core.failure}", file=sys.stderr)
+    return 1 if core.failure else 0
 
 
 def main() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_metrics
-from tests.runs import SMALL, relax_hpc, step_now, write_recipe
+from tests.runs import SMALL, relax_hpc, step_now, steps_of, wait_for, write_recipe
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import LONG, STEPS, ClusterRun, preempted, sound, submit
 from tools.bench.chaos import final_weights
@@ -96,3 +97,27 @@ def test_a_run_survives_untouched_with_the_same_bits(
     assert len(events) > 1, "the fault did nothing: it proves nothing"
     sound(ours, STEPS)
     assert final_weights(ours.run, STEPS) == final_weights(undisturbed, STEPS)
+
+
+@pytest.mark.parametrize("shape", ["split", "het"])
+def test_of_several_nodes_one_agent_is_lost_and_the_job_goes_on(cluster: SlurmCluster, shape: str) -> None:
+    several = (
+        "trainer.processes=2",
+        "trainer.nodes=2",
+        "rollout.workers=4",
+        "rollout.nodes=2",
+        "async.max_staleness=2",
+    )
+    ours = submit(cluster, f"several-{shape}", f"slurm.shape={shape}", *several, "run.steps=60", SLOWLY)
+    ours.wait_for_step(10)
+    wait_for(lambda: len(set(ours.active_agents())) == 2, 60)
+    beat = next(read_json(path) for path in ours.run.heartbeats.glob("agent-*-1.json"))
+    cluster.exec("kill", "-9", str(beat["pid"]), node=beat["host"])
+    wait_for(lambda: len(list(ours.run.heartbeats.glob("agent-*-1.json"))) == 2, 60)
+    ours.kill("trainer-1")  # the other rank's step is abandoned too
+    assert ours.wait_for_end()["outcome"] == "done"
+    sound(ours, 60)
+    assert len([job for job in jobs(ours.run) if cluster.state(job["id"]) != "CANCELLED"]) == (
+        2 if shape == "split" else 1
+    )
+    assert max(s["age_max"] for s in steps_of(ours.run)) <= 2

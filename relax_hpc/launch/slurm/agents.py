@@ -45,8 +45,8 @@ class Agents:
         self._at_first = {path.stem: (read_beat(run, path.stem) or {}).get("time") for path in self._paths()}
         """Of agents that were there before us."""
 
-    def look(self) -> None:
-        """Read the heartbeats and give back the claims of workers that are gone."""
+    def read(self) -> None:
+        """Read the heartbeats."""
         began = time.monotonic()
         for path in self._paths():
             beat = read_beat(self._run, path.stem)
@@ -59,6 +59,11 @@ class Agents:
                 seen.changed = max(seen.changed, began)
             self._unowned = dict.fromkeys(self._unowned, now)
         self._looked_at = now
+
+    def look(self) -> None:
+        """Read the heartbeats, and give back the claims of workers that are gone: for who holds the lease."""
+        self.read()
+        now = time.monotonic()
         owner = {w: name for name, seen in self._seen.items() for w in seen.beat["workplaces"]}
         left = {w: lost for seen in self._seen.values() for w, lost in seen.beat["left"].items()}
         alive = self.alive()
@@ -87,15 +92,10 @@ class Agents:
         """Slurm says that a job is gone: its agents need not fall silent first."""
         self._ended_jobs.add(job)
 
-    def newest(self, index: int) -> tuple[str, dict[str, Any]] | None:
-        """Name and heartbeat of the last agent on node `index` of the core group."""
-        of_node = [
-            (s.beat["time"], n) for n, s in self._seen.items() if s.beat["group"] == CORE and s.beat["index"] == index
-        ]
-        if not of_node:
-            return None
-        _, name = max(of_node)
-        return name, self._seen[name].beat
+    def of(self, step: str, index: int) -> tuple[str, dict[str, Any]] | None:
+        """Name and heartbeat of the agent of a step on its node `index`; None before its first."""
+        found = ((n, s.beat) for n, s in self._seen.items() if s.beat.get("step") == step and s.beat["index"] == index)
+        return next(found, None)
 
     def failed(self) -> list[dict[str, Any]]:
         """Heartbeats of agents of the core group that could not go on, each once, since we look."""

@@ -102,12 +102,21 @@ class Crew:
 class StepCore:
     """Rollout nodes of this job: one srun of agents; an agent that is lost costs one further srun on its node."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, python: list[str], telemetry: Telemetry) -> None:
-        """python: `srun … python`, with everything that comes before the module."""
+    def __init__(
+        self,
+        run: RunDir,
+        recipe: Recipe,
+        python: list[str],
+        telemetry: Telemetry,
+        group: str = CORE,
+        nodes: int | None = None,
+    ) -> None:
+        """python: `srun … python`, with everything that comes before the module; nodes: those of the recipe by default."""
         self._run, self._recipe, self._python, self._telemetry = run, recipe, python, telemetry
+        self._group = group
         self._steps: dict[int, Step] = {}
         """Node of the group -> the step that its agent lives in."""
-        self._patience = {i: Patience(recipe.supervision) for i in range(recipe.rollout.nodes)}
+        self._patience = {i: Patience(recipe.supervision) for i in range(nodes or recipe.rollout.nodes)}
         self.failure = self.suspect = ""
 
     def gave_up(self, host: str, reason: str) -> None:
@@ -121,14 +130,18 @@ class StepCore:
         for index in self._steps:
             self._look_after_node(index, agents)
 
+    @property
+    def left(self) -> bool:
+        """Whether all agents ended in order: the run is over, or they gave up."""
+        return bool(self._steps) and all(step.code == 0 for step in self._steps.values())
+
     def _look_after_node(self, index: int, agents: Agents) -> None:
-        step, patience, newest = self._steps[index], self._patience[index], agents.newest(index)
-        name, beat = newest or ("", {"host": "", "step": None})
-        ours = beat["step"] == step.id
-        silent = ours and name not in agents.alive()
-        if (step.running and not silent) or time.time() < patience.not_before:
+        step, patience = self._steps[index], self._patience[index]
+        name, beat = agents.of(step.id, index) or ("", None)
+        silent = beat is not None and name not in agents.alive()
+        if (step.running and not silent) or step.code == 0 or time.time() < patience.not_before:
             return
-        host, limit_s = beat["host"] if ours else "", self._recipe.supervision.agent_silent_s
+        host, limit_s = beat["host"] if beat else "", self._recipe.supervision.agent_silent_s
         reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
         who = f"rollout node {index}" + (f" ({host})" if host else "")
         self._telemetry.metrics("lost", role=who, reason=reason)
@@ -141,7 +154,7 @@ class StepCore:
 
     def _start(self, options: list[str], index: int | None) -> Step:
         step = Step(self._run, "srun-agents")
-        command = agent_command(self._run, self._recipe, CORE, step.id)
+        command = agent_command(self._run, self._recipe, self._group, step.id)
         if index is not None:
             command += ["--index", str(index)]
         attempt = next_attempt(self._run, "srun-agents")
@@ -149,7 +162,7 @@ class StepCore:
         step.start(
             _with(options, self._python),
             command,
-            f"agent-{CORE}-{which}.{attempt:04d}.log",
+            f"agent-{self._group}-{which}.{attempt:04d}.log",
             f"srun-agents.{attempt:04d}.log",
         )
         return step

@@ -57,6 +57,11 @@ class Step:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
+    @property
+    def code(self) -> int | None:
+        """srun's exit code; None while it runs."""
+        return self.process.poll() if self.process is not None else None
+
     def ask_to_stop(self) -> None:
         if self.running and self.process is not None:
             self.process.send_signal(signal.SIGUSR2)
