@@ -77,11 +77,12 @@ class Queue:
 
     def remove_torn(self) -> None:
         """Remove order files that a power failure left without their content, so that they count as missing."""
-        for path in (p for folder in (self._run.open_orders, *self._workers()) for p in folder.glob("[!.]*")):
-            try:
-                read_json(path)
-            except ValueError:
-                path.unlink(missing_ok=True)
+        for folder in (self._run.open_orders, *self._workers()):
+            for path in (folder / ticket.name for ticket in _tickets(folder)):
+                try:
+                    read_json(path)
+                except ValueError:
+                    path.unlink(missing_ok=True)
 
     def raise_oldest(self, version: int) -> bool:
         """Orders that nobody has started may not start from versions before `version` any more; True if any was raised.

@@ -85,7 +85,7 @@ class Monkey:
         else:
             pattern = "shards/*/.*" if moment == "publishing a shard" else "lease/*/i*/checkpoint-*/*"
             deadline = time.monotonic() + MOMENT_S
-            while time.monotonic() < deadline and not next(self.run.root.glob(pattern), None):
+            while time.monotonic() < deadline and not self._seen(pattern):
                 self._alive()
         while (pid := self._pid(role)) is not None:
             try:
@@ -94,6 +94,12 @@ class Monkey:
                 continue
             self.kills.append(f"{role} while {moment}")
             return
+
+    def _seen(self, pattern: str) -> bool:
+        try:
+            return next(self.run.root.glob(pattern), None) is not None
+        except FileNotFoundError:  # a lease was taken over while its folder was listed
+            return False
 
     def _works(self, role: str) -> bool:
         beat = read_beat(self.run, role) or {"state": "starting"}
