@@ -43,11 +43,15 @@ def name_of(process: psutil.Process) -> str:
     return role if "--name" in words else f"{role} ({process.pid})"
 
 
-def sample(top: psutil.Process) -> Iterator[tuple[str, int]]:
-    """(name, proportional set size in bytes) of `top` and its descendants."""
+def sample(top: psutil.Process) -> Iterator[tuple[str, int, int]]:
+    """(name, proportional set size, bytes that no other process shares) of `top` and its descendants.
+
+    Only the last can show growth: the first changes with whatever else maps the same libraries.
+    """
     for process in [top, *top.children(recursive=True)]:
         try:
-            yield name_of(process), process.memory_full_info().pss
+            seen = process.memory_full_info()
+            yield name_of(process), seen.pss, seen.uss
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
 
@@ -67,9 +71,9 @@ class Watch:
                 return
             except subprocess.TimeoutExpired:
                 now = list(sample(top))
-            self.peak = max(self.peak, sum(size for _, size in now))
-            for name, size in now:
-                self.series[name].append(size)
+            self.peak = max(self.peak, sum(proportional for _, proportional, _ in now))
+            for name, _, own in now:
+                self.series[name].append(own)
 
 
 def growth(series: list[int]) -> tuple[float, float]:
@@ -95,7 +99,7 @@ def main() -> None:
     watch = Watch()
     with console.status(f"quickstart, {given.steps} steps"):
         run(QUICKSTART, "memory", {"run.steps": given.steps}, watch)
-    table = Table("process", "peak MB", "MB in the second fifth", "MB in the last fifth")
+    table = Table("process", "peak MB of its own", "in the second fifth", "in the last fifth")
     for name, series in watch.series.items():
         if len(series) >= 10:
             table.add_row(name, f"{max(series) / 1e6:.0f}", *(f"{mb:.0f}" for mb in growth(series)))
