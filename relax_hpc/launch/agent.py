@@ -15,6 +15,7 @@ import uuid
 from typing import Any
 
 from relax_hpc.launch.lease import Holder
+from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers
@@ -23,6 +24,8 @@ from relax_hpc.run_dir import RunDir, open_existing, publish, read_json, to_json
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
 POLL_S = 0.05
+ASK_S = 10.0
+"""How often Slurm is asked for a leader that is gone."""
 LOOK_S = 1.0
 """How often the run's state is looked at."""
 CORE = "core"
@@ -37,7 +40,7 @@ class Agent:
         self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
         self.telemetry = Telemetry(run, f"agent-{about['step']}-{about['index']}", attempt=0)
         self.workers = LocalWorkers(run, self.recipe, names, uuid.uuid4().hex[:8], self.gone, self.telemetry.metrics)
-        self._state = "starting"
+        self._state, self._asked_at = "starting", 0.0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}
         """Workplaces that are not in use any more, and whether their worker died; until the supervisor took them over."""
@@ -85,7 +88,17 @@ class Agent:
             if not cancel([self.leader.job]):  # no scancel here, as in some containers: Slurm's time-out ends the job
                 ended.unlink(missing_ok=True)
             self.leader.forget()
-        return silent_s > self.recipe.supervision.leader_wait_s
+        return silent_s > self.recipe.supervision.leader_wait_s or self._was_cancelled(silent_s)
+
+    def _was_cancelled(self, silent_s: float) -> bool:
+        """Whether a person cancelled the last leader, and no successor will find out."""
+        assert self.recipe.slurm is not None
+        if self.recipe.slurm.restart == "chain" or silent_s < ASK_S or time.monotonic() < self._asked_at + ASK_S:
+            return False
+        self._asked_at = time.monotonic()
+        chain = Chain(self.run, self.recipe.slurm, "")
+        last = chain.last()
+        return last is not None and chain.cancelled_by_a_person(last)
 
     def _is_followed(self) -> bool:
         """Whether a successor waits for the leader's end; else Slurm's own time-out must end, or requeue, its job."""

@@ -13,8 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console
@@ -58,23 +58,24 @@ def lead(run: RunDir) -> int:
     lease = wait_for_lease(run)
     chain.lead()
     with ThreadPoolExecutor(1) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
-        queued = background.submit(chain.queue_successor)
+        queued, ending = background.submit(chain.queue_successor), list[Future[bool]]()
         try:
             with renewing(lease):
-                outcome = supervise(run, recipe, lease, console)
+                signalled = lambda: ending.append(background.submit(chain.is_ending))
+                outcome = supervise(run, recipe, lease, console, signalled)
         finally:
             lease.release()
     with contextlib.suppress(RunError):  # it is written down, and tried again at the end
         queued.result()
-    if outcome["outcome"] == "preempted" and chain.cancelled_now():
-        chain.stop(f"job {job} was cancelled by a person")
-        outcome = outcome | {"outcome": "stopped"}
     console.print(f"{outcome['outcome']} at step {outcome['step']} {outcome['reason']}", soft_wrap=True, markup=False)
-    chain.end(outcome)
+    chain.end(outcome, warned=not (ending and ending[0].result()))
     return 1 if outcome["outcome"] == "failed" else 0
 
 
-def supervise(run: RunDir, recipe: Recipe, lease: Lease, console: Console) -> dict[str, Any]:
+def supervise(
+    run: RunDir, recipe: Recipe, lease: Lease, console: Console, signalled: Callable[[], None]
+) -> dict[str, Any]:
+    """Carry the run on; `signalled` is called when this job is asked to end."""
     plan, telemetry = make_plan(recipe), Telemetry(run, "supervisor", lease.number)
     python = step_python(plan)
     trainers = StepTrainers(run, recipe, [*trainer_step(plan), python], end_of_job(os.environ["SLURM_JOB_ID"]))
@@ -86,7 +87,9 @@ def supervise(run: RunDir, recipe: Recipe, lease: Lease, console: Console) -> di
     workers = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
     sweep(run, older_than_s=SWEEP_S)
     with live(run, console) as look:
-        supervisor = Supervisor(run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted")
+        supervisor = Supervisor(
+            run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted", signalled=signalled
+        )
         return supervisor.supervise()
 
 

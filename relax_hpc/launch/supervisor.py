@@ -40,12 +40,13 @@ class Supervisor:
         telemetry: Telemetry,
         look: Callable[[], None] = lambda: None,
         interrupted: str = "stopped",
+        signalled: Callable[[], None] = lambda: None,
     ) -> None:
-        """interrupted: the outcome when a signal, and not a person's `stop`, ended it."""
+        """interrupted: the outcome when a signal, and not a person's `stop`, ended it; signalled: called at the first one."""
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
         self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
         self.patience = Patience(recipe.supervision)
-        self._interrupted = interrupted
+        self._interrupted, self._signalled = interrupted, signalled
         # Slurm sends TERM after USR2, and leaves time in between.
         self._hasty = interrupted == "stopped"
         self.interrupts = 0
@@ -82,6 +83,8 @@ class Supervisor:
     def _ask_to_stop(self) -> None:
         """An orderly stop: the trainer ends its step and checkpoints; workers give their orders back."""
         self._asked = True
+        if self.interrupts:
+            self._signalled()
         self.trainers.ask_to_stop()
         self.workers.ask_to_stop()
 

@@ -99,6 +99,15 @@ def test_a_run_survives_untouched_with_the_same_bits(
     assert final_weights(ours.run, STEPS) == final_weights(undisturbed, STEPS)
 
 
+def test_a_step_that_is_longer_than_the_grace_time_is_abandoned_and_made_again(cluster: SlurmCluster) -> None:
+    slow = SLOWLY.replace("seconds=0.4", "seconds=8.0")
+    ours = submit(cluster, "abandoned", "run.steps=3", *LONG[1:], "slurm.trainer.partition=low", slow)
+    ours.wait_for_step(1)
+    preempted(ours)
+    assert ours.wait_for_end()["outcome"] == "done", "preemption was taken for a person's scancel"
+    sound(ours, 3)
+
+
 @pytest.mark.parametrize("shape", ["split", "het"])
 def test_of_several_nodes_one_agent_is_lost_and_the_job_goes_on(cluster: SlurmCluster, shape: str) -> None:
     several = (

@@ -61,8 +61,12 @@ class Chain:
         for _ in range(self._slurm.queue_ahead - len(waiting)):
             waiting.append(self._submit(after=waiting[-1] if waiting else self.job))
 
-    def end(self, outcome: dict[str, Any]) -> None:
-        """Cancel what waits when the run is over; have it go on when this job, not the run, came to its end."""
+    def end(self, outcome: dict[str, Any], warned: bool) -> None:
+        """Cancel what waits when the run is over; have it go on when this job, not the run, came to its end.
+
+        warned: the first signal came while the job ran, as before a time limit or preemption. A job that is ended
+        without one (scancel; preemption without a grace time) is requeued by Slurm, if by anybody.
+        """
         if outcome["outcome"] in OVER or outcome.get("fatal"):
             self.cancel_waiting()
         elif outcome.get("suspect") and self._slurm.restart == "chain":
@@ -72,12 +76,17 @@ class Chain:
             cancel(before)
         elif self._slurm.restart == "chain":
             self.queue_successor()
-        elif self._slurm.restart == "requeue" and outcome["outcome"] == "preempted":
+        elif self._slurm.restart == "requeue" and outcome["outcome"] == "preempted" and warned:
             self._requeue()
 
-    def cancelled_now(self) -> bool:
-        """Whether this job is being ended by a person: Slurm's own ends come with a warning, while the job runs."""
+    def is_ending(self) -> bool:
+        """Whether Slurm is ending this job at this moment."""
         return job_state([self.job])[self.job] == "COMPLETING"
+
+    def last(self) -> str | None:
+        """The job that led last."""
+        leaders = self._read()
+        return leaders[-1].job if leaders else None
 
     def cancelled_by_a_person(self, job: str) -> bool:
         """Whether Slurm says that `job` was cancelled, and not by one of our own agents."""
