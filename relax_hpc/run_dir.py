@@ -173,16 +173,17 @@ def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> boo
 def publish(final: Path, data: Data, *, via: Path | None = None, durable: bool = True) -> bool:
     """Publish `data` under a name that nobody has; False when somebody has it. `via`: the folder of the temporary name."""
     temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
-    if not final.parent.is_dir():
-        final.parent.mkdir(parents=True, exist_ok=True)
-        if durable:
-            sync_folder(final.parent.parent)
     try:
         write_file(temporary, data, durable=durable)
         return link_exclusive(temporary, final, durable=durable)
-    except OSError:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise
+        if not isinstance(error, FileNotFoundError) or final.parent.is_dir():
+            raise
+    final.parent.mkdir(parents=True, exist_ok=True)  # one of dozens is the first in its folder
+    if durable:
+        sync_folder(final.parent.parent)
+    return publish(final, data, via=via, durable=durable)
 
 
 def replace(final: Path, data: Data, *, via: Path | None = None, durable: bool = True) -> None:

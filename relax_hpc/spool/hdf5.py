@@ -37,10 +37,18 @@ def image(
     at = 0
     for begin, parts in sorted(places.items()):
         pieces.append(record.between(at, begin))
-        pieces += [np.ascontiguousarray(part).view(np.uint8).data for part in parts if part.size]
-        at = begin + sum(part.nbytes for part in parts)
+        own = [as_bytes(part) for part in parts if part.size]
+        pieces += own
+        at = begin + sum(map(len, own))
     pieces.append(record.between(at, record.size))
     return [piece for piece in pieces if len(piece)]
+
+
+def as_bytes(array: NDArray[Any]) -> memoryview:
+    """An array's bytes; a copy only where it is not contiguous. A shard has thousands of small ones, so the quick way first."""
+    if array.size and array.flags.c_contiguous and array.dtype.kind in "iuf":
+        return memoryview(array).cast("B")
+    return np.ascontiguousarray(array).view(np.uint8).data
 
 
 class _Record:

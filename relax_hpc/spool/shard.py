@@ -45,7 +45,7 @@ COLUMNS: dict[str, np.dtype[Any]] = {
 """Every shard has these; `extra/NAME` (float32, [N]) may follow."""
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
 """Columns of length T: the ones worth compressing, and read by slices."""
-READ_WHOLE_BYTES = 16 << 20
+READ_WHOLE_BYTES = 2 << 20
 """Up to this size a shard is read in one piece; larger ones are read by slices, so that a reader peaks at its slice."""
 
 
@@ -250,10 +250,10 @@ class Shard:
 
         flat = {name: gather(functools.partial(self.read, name)) for name in TOKEN_COLUMNS}
         flat["versions"] = gather(self.versions)
-        of_group = self.samples["group"][picked]
+        of_group, order = self.samples["group"][picked], self.order
         prompts, prompt_offsets = self._small("prompt_tokens"), self.prompt_offsets
         return Rollouts(
-            ids=[f"{self.order}/{i}" for i in picked],
+            ids=[f"{order}/{i}" for i in picked.tolist()],
             group=of_group.astype(np.int64),
             rewards=self.samples["reward"][picked],
             raw_rewards=self.samples["raw_reward"][picked],
@@ -339,7 +339,7 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
 def _checksum(column: hdf5.Column) -> str:
     digest = xxhash.xxh3_64()
     for part in column if isinstance(column, list) else [column]:
-        digest.update(np.ascontiguousarray(part).view(np.uint8).data)
+        digest.update(hdf5.as_bytes(part))
     return digest.hexdigest()
 
 
