@@ -133,7 +133,7 @@ class Target:
     def agent_killed(self) -> None:
         rollout = self.job("rollout")
         beats = {path.stem: read_json(path) for path in self.run.heartbeats.glob("agent-*.json")}
-        self.kill(next(name for name, beat in beats.items() if beat["job"] == rollout))
+        self.kill(max((beat["time"], name) for name, beat in beats.items() if beat["job"] == rollout)[1])
 
     def rollout_job_cancelled(self) -> None:
         self.cluster.cancel(self.job("rollout"))
