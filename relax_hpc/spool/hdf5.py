@@ -47,7 +47,7 @@ def image(
 def as_bytes(array: NDArray[Any]) -> memoryview:
     """An array's bytes; a copy only where it is not contiguous. A shard has thousands of small ones, so the quick way first."""
     if array.size and array.flags.c_contiguous and array.dtype.kind in "iuf":
-        return memoryview(array).cast("B")
+        return array.data.cast("B")
     return np.ascontiguousarray(array).view(np.uint8).data
 
 
