@@ -18,9 +18,10 @@ from relax_hpc.launch.lease import Holder
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
 from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.launch.supervisor import outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunDir, open_existing, publish, read_json, to_json
+from relax_hpc.run_dir import RunDir, open_existing, publish, to_json
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
 POLL_S = 0.05
@@ -62,6 +63,7 @@ class Agent:
             if time.time() - looked_at > LOOK_S:
                 looked_at = time.time()
                 self.workers.look_for_silence()
+                self.left = {w: lost for w, lost in self.left.items() if (self.run.claimed_orders / w).exists()}
                 self._state = self.state()
                 self.leaving = self.leaving or self.over()
             time.sleep(POLL_S)
@@ -72,7 +74,7 @@ class Agent:
 
     def over(self) -> bool:
         """Whether there is nothing to wait for; a leader that is lost is ended here, so that its successor can begin."""
-        outcome = read_json(self.run.outcome)
+        outcome = outcome_of(self.run)
         if outcome is not None and outcome["outcome"] in OVER:
             return True
         silent_s = self.leader.silent_for()
@@ -114,11 +116,10 @@ class Agent:
     def say(self, ended: bool = False) -> None:
         """The heartbeat; written at once when something changed."""
         in_use = self.workers.in_use()
-        self.left = {w: lost for w, lost in self.left.items() if (self.run.claimed_orders / w).exists()}
         state = "gone" if ended else "draining" if self.leaving else self._state
         about: dict[str, Any] = {
             "workplaces": in_use,
-            "left": self.left,
+            "left": dict(self.left),
             "failure": self.workers.failure,
             "fatal": self.workers.fatal,
         }

@@ -126,7 +126,7 @@ def wait_for_lease(run: RunDir) -> Lease:
 def roll_out(run: RunDir, elastic: bool) -> int:
     """Keep the agents of this job's nodes until they leave, or this job's time is up."""
     recipe, job = load_recipe(run.recipe), os.environ["SLURM_JOB_ID"]
-    plan, telemetry = make_plan(recipe), Telemetry(run, f"rollout-job-{job}", attempt=0)
+    plan, telemetry = make_plan(recipe), Telemetry(run, f"agent-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), step_python(plan)]
     core = StepCore(run, recipe, python, telemetry, f"job{job}" if elastic else CORE, 1 if elastic else None)
     agents = Agents(run, recipe, telemetry)

@@ -1,7 +1,6 @@
-"""The rollout side of a run on Slurm: agents that live in steps of this job or in jobs of their own.
+"""The agents of a run as its leader sees them, wherever they live: by their heartbeats alone.
 
 heartbeats/agent-*.json ──► who works, who was lost ──► their claims are open again
-wished number of jobs   ──► jobs that are there      ──► sbatch what is missing, drain what is too much
 """
 
 from __future__ import annotations

@@ -7,14 +7,13 @@ job k starts ► queues job k + 1 (afterany:k) ► … preempted, timed out, nod
 from __future__ import annotations
 
 import json
-import subprocess
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from relax_hpc.launch.slurm.plan import KINDS, Kind
-from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
-from relax_hpc.launch.slurm.send import exclude, jobs, leaders, submit_script
+from relax_hpc.launch.slurm.queue_state import WAITING, ask, cancel, job_state
+from relax_hpc.launch.slurm.send import exclude, jobs, leaders, read_leaders, submit_script
 from relax_hpc.launch.supervisor import outcome_of
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.run_dir import RunDir, RunError, replace, to_json
@@ -38,7 +37,6 @@ class Chain:
 
     def __init__(self, run: RunDir, slurm: Slurm, job: str) -> None:
         self._run, self._slurm, self.job = run, slurm, job
-        self._leaders = leaders(run)
         self._telemetry = Telemetry(run, "chain", attempt=0)
 
     def begin(self) -> str | None:
@@ -50,8 +48,8 @@ class Chain:
 
     def lead(self) -> None:
         """Write down that this job leads; the lease is ours."""
-        leaders = [*self._read(), Leader(self.job, self._progress(), time.time())]
-        replace(self._leaders, b"".join(json.dumps(asdict(leader)).encode() + b"\n" for leader in leaders))
+        led = [*self._read(), Leader(self.job, self._progress(), time.time())]
+        replace(leaders(self._run), b"".join(json.dumps(asdict(leader)).encode() + b"\n" for leader in led))
 
     def queue_successor(self) -> None:
         """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count."""
@@ -142,15 +140,10 @@ class Chain:
 
     def _requeue(self) -> None:
         """Where scontrol is missing (in a container) or requeueing is disabled, a new job does the same."""
-        try:
-            done = subprocess.run(
-                ["scontrol", "requeue", self.job], capture_output=True, text=True, timeout=60, check=False
-            )
-            refused = done.stderr.strip() if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            refused = str(error)
-        if refused:
-            self._telemetry.metrics("refused", role="requeue", reason=refused)
+        done = ask(["scontrol", "requeue", self.job])
+        if done is None or done.returncode:
+            reason = "scontrol is not there, or does not answer" if done is None else done.stderr.strip()
+            self._telemetry.metrics("refused", role="requeue", reason=reason)
             self._submit(after=self.job)
 
     def _submit(self, after: str) -> str:
@@ -170,10 +163,7 @@ class Chain:
         return self._run.slurm / "ended" / f"{job}.json"
 
     def _read(self) -> list[Leader]:
-        if not self._leaders.exists():
-            return []
-        lines = [json.loads(line) for line in self._leaders.read_text().splitlines()]
-        return [Leader(line["job"], tuple(line["progress"]), line["time"]) for line in lines]
+        return [Leader(line["job"], tuple(line["progress"]), line["time"]) for line in read_leaders(self._run)]
 
     def _progress(self) -> tuple[int, int]:
         return self._steps(), max(self._run.checkpoint_steps(), default=-1)

@@ -21,6 +21,7 @@ from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 from relax_hpc.telemetry import Telemetry, read_metrics
 
 SOON_S = 300.0
+"""A job that ends within this time of being sent made no progress."""
 REFUSED_WAIT_S = 60.0
 """After sbatch refused a job, the next attempt waits so long."""
 
@@ -75,10 +76,11 @@ class Elastic:
         if self._scaler is not None:
             self._scaler.look()
         wished = wish(self._run)
-        states = job_state(job["id"] for job in jobs(self._run) if job["kind"] == "elastic")
+        sent = {job["id"]: job["submitted"] for job in jobs(self._run) if job["kind"] == "elastic"}
+        states = job_state(sent)
         alive = [job for job, state in states.items() if state is None or state in ALIVE]
         staying = [job for job in alive if job not in self._draining]
-        self._note_lost([job for job in states if job not in alive and job not in self._draining])
+        self._note_lost({job: sent[job] for job in states if job not in alive and job not in self._draining})
         if wished is None:  # those that a person sent by hand stay
             return [job for job in states if job not in alive]
         missing = wished.rollout - self._core - len(staying)
@@ -90,13 +92,12 @@ class Elastic:
             self._drain(last, states)
         return [job for job in states if job not in alive]
 
-    def _note_lost(self, gone: list[str]) -> None:
-        """Jobs that end soon after they were sent are sent again ever later."""
-        sent = {job["id"]: job["submitted"] for job in jobs(self._run)}
-        for job in set(gone) - self._gone:
+    def _note_lost(self, gone: dict[str, float]) -> None:
+        """Jobs that end soon after they were sent are sent again ever later. `gone`: job -> when it was sent."""
+        for job in gone.keys() - self._gone:
             self._gone.add(job)
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
-            self._patience.failed("gone", None if time.time() - sent[job] < SOON_S else job)
+            self._patience.failed("gone", None if time.time() - gone[job] < SOON_S else job)
 
     def _send(self, count: int, partition: str | None) -> None:
         for _ in range(count):

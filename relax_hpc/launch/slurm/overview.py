@@ -7,13 +7,12 @@ heartbeats/agent-*.json    ──► agents of the rollout nodes                
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, ask, look, reason_in_words
-from relax_hpc.launch.slurm.send import jobs, leaders
+from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
 
@@ -65,8 +64,7 @@ class Overview:
             for path in sorted(self.run.heartbeats.glob("agent-*.json"))
             if (beat := read_beat(self.run, path.stem)) is not None
         }
-        path = leaders(self.run)
-        self.led = [json.loads(line)["job"] for line in path.read_text().splitlines()] if path.exists() else []
+        self.led = [leader["job"] for leader in read_leaders(self.run)]
         if self._asked_at is None or time.monotonic() - self._asked_at > ASK_EVERY_S:
             self.jobs = job_rows(self.run)
             self._asked_at = time.monotonic()

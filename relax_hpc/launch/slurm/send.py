@@ -8,6 +8,7 @@ Light: a run's supervisor sends successors with it.
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import re
 import time
@@ -65,6 +66,12 @@ def write_scripts(run: RunDir, plan: Plan) -> dict[Kind, Path]:
 
 def script(run: RunDir, kind: Kind) -> Path:
     return run.slurm / f"{kind}.sbatch"
+
+
+def read_leaders(run: RunDir) -> list[dict[str, Any]]:
+    """What they wrote, the newest last."""
+    path = leaders(run)
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def submit_script(
