@@ -21,11 +21,12 @@ commit fails by path, so a superseded incarnation can commit nothing however lat
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,38 +120,37 @@ def sync_folder(folder: Path) -> None:
 
 Data = bytes | Sequence[bytes | memoryview]
 """What a file shall hold: its bytes, or pieces of them in order."""
-WRITE_BYTES = 4 << 20
-"""Pieces are gathered into writes of this size: small writes make small pages in the cache, which readers pay for."""
+PIECES_A_WRITE = os.sysconf("SC_IOV_MAX")
+"""Some megabytes of a shard's arrays: large writes make large pages in the cache, which readers like."""
+_begin_writing_back = ctypes.CDLL(None).sync_file_range
+_begin_writing_back.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+SYNC_FILE_RANGE_WRITE = 2
 
 
 def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
     """Create `path` (which must not exist) with `data`."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
-        for gathered in [data] if isinstance(data, bytes) else _gather(data):
-            view = memoryview(gathered)
-            while view:
-                view = view[os.write(handle, view) :]
+        _write_all(handle, [data] if isinstance(data, bytes) else data, durable)
         if durable:
             os.fsync(handle)
     finally:
         os.close(handle)
 
 
-def _gather(pieces: Sequence[bytes | memoryview]) -> Iterator[memoryview]:
-    """The pieces as few large ones; each is valid until the next is asked for."""
-    buffer = bytearray(min(WRITE_BYTES, sum(len(piece) for piece in pieces)))
-    whole, used = memoryview(buffer), 0
-    for piece in pieces:
-        rest = memoryview(piece)
-        while rest:
-            part = rest[: len(buffer) - used]
-            whole[used : used + len(part)] = part
-            used, rest = used + len(part), rest[len(part) :]
-            if used == len(buffer):
-                yield whole
-                used = 0
-    yield whole[:used]
+def _write_all(handle: int, pieces: Sequence[bytes | memoryview], durable: bool) -> None:
+    """Write the pieces one after the other. `durable`: the disk begins with the first ones while the last are copied."""
+    rest = [memoryview(piece) for piece in pieces]
+    while rest:
+        written, done = os.writev(handle, rest[:PIECES_A_WRITE]), 0  # the system may take less than it is given
+        while done < len(rest) and written >= rest[done].nbytes:
+            written -= rest[done].nbytes
+            done += 1
+        rest = rest[done:]
+        if written:
+            rest[0] = rest[0][written:]
+        if rest and durable:
+            _begin_writing_back(handle, 0, 0, SYNC_FILE_RANGE_WRITE)  # a hint: a file system that lacks it says so
 
 
 def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> bool:

@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 Codec = Literal["lz4", "zstd"]
 CHUNK = 1 << 17
 """Rows in a compressed chunk: half a megabyte, large enough for Blosc2 to pay, small enough to read a slice."""
-Column = NDArray[Any] | list[NDArray[Any]]
+
+
+class Column:
+    """An array of one dimension in parts, which are not copied: a shard's tokens are thousands of arrays."""
+
+    def __init__(self, parts: Sequence[NDArray[Any]], dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+        self.pieces = [_as_bytes(np.asarray(part, dtype)) for part in parts if len(part)]
+        self.bytes = sum(map(len, self.pieces))
+        self.rows = self.bytes // self.dtype.itemsize
 
 
 def image(
@@ -26,7 +35,7 @@ def image(
 ) -> list[bytes | memoryview]:
     """A file with these columns and root attributes, as pieces in the order of the file; the arrays themselves are pieces.
 
-    columns: arrays of one dimension, or lists of them that are one column; "GROUP/NAME" makes the group.
+    columns: "GROUP/NAME" makes the group.
     compressed: column -> codec; the others are contiguous, so that a reader can map them.
 
     HDF5 lays the file out and writes all but the contiguous columns into a record, without a call to the system.
@@ -35,20 +44,19 @@ def image(
     places = _lay_out(record, columns, attributes, compressed)
     pieces: list[bytes | memoryview] = []
     at = 0
-    for begin, parts in sorted(places.items()):
-        pieces.append(record.between(at, begin))
-        own = [as_bytes(part) for part in parts if part.size]
-        pieces += own
-        at = begin + sum(map(len, own))
+    for begin, column in sorted(places.items()):
+        pieces += [record.between(at, begin), *column.pieces]
+        at = begin + column.bytes
     pieces.append(record.between(at, record.size))
     return [piece for piece in pieces if len(piece)]
 
 
-def as_bytes(array: NDArray[Any]) -> memoryview:
-    """An array's bytes; a copy only where it is not contiguous. A shard has thousands of small ones, so the quick way first."""
-    if array.size and array.flags.c_contiguous and array.dtype.kind in "iuf":
+def _as_bytes(array: NDArray[Any]) -> memoryview:
+    """An array's bytes; a copy only where it is not contiguous. The quick way first."""
+    try:
         return array.data.cast("B")
-    return np.ascontiguousarray(array).view(np.uint8).data
+    except (TypeError, ValueError):
+        return np.ascontiguousarray(array).view(np.uint8).data
 
 
 class _Record:
@@ -94,21 +102,20 @@ class _Record:
 
 def _lay_out(
     record: _Record, columns: Mapping[str, Column], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
-) -> dict[int, Sequence[NDArray[Any]]]:
-    """Write the file but for its contiguous columns: their parts, by where they belong."""
+) -> dict[int, Column]:
+    """Write the file but for its contiguous columns: these, by where they belong."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_LATEST, h5f.LIBVER_LATEST)
     access.set_fileobj_driver(h5fd.fileobj_driver, record)
-    file = h5f.create(b"image", fapl=access)
-    places: dict[int, Sequence[NDArray[Any]]] = {}
+    file = h5f.create(b"/image", fapl=access)
+    places: dict[int, Column] = {}
     try:
         for name, value in attributes.items():
             _write_attribute(file, name, np.array(value.encode() if isinstance(value, str) else value))
         for name, column in columns.items():
-            parts = column if isinstance(column, list) else [column]
-            place = _make_column(file, name, parts, compressed.get(name))
+            place = _make_column(file, name, column, compressed.get(name))
             if place is not None:
-                places[place] = parts
+                places[place] = column
     finally:
         file.close()
     return places
@@ -153,28 +160,39 @@ def _write_attribute(file: h5f.FileID, name: str, value: NDArray[Any]) -> None:
     h5a.create(file, name.encode(), kind, h5s.create(h5s.SCALAR)).write(value, kind)
 
 
-def _make_column(file: h5f.FileID, name: str, parts: Sequence[NDArray[Any]], codec: Codec | None) -> int | None:
+def _make_column(file: h5f.FileID, name: str, column: Column, codec: Codec | None) -> int | None:
     """Make a dataset; where its data belongs in the file, or None when they are written (compressed) or there are none."""
-    rows = sum(part.size for part in parts)
-    layout = h5p.create(h5p.DATASET_CREATE)
-    layout.set_obj_track_times(False)
-    if codec and rows:
-        import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
-
-        blosc = hdf5plugin.Blosc2(cname=codec, clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
-        layout.set_chunk((min(CHUNK, rows),))
-        layout.set_filter(blosc.filter_id, h5py.h5z.FLAG_MANDATORY, blosc.filter_options)
-    else:
-        layout.set_fill_time(h5d.FILL_TIME_NEVER)
-        layout.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # its place is known before anything is written
     group = name.rpartition("/")[0].encode()
     if group and group not in file:
         h5g.create(file, group)
-    kind = type_of(parts[0].dtype)
-    dataset = h5d.create(file, name.encode(), kind, h5s.create_simple((rows,)), layout)
-    if not rows:
+    kind = type_of(column.dtype)
+    layout = _chunked(codec, min(CHUNK, column.rows)) if codec and column.rows else _contiguous()
+    dataset = h5d.create(file, name.encode(), kind, h5s.create_simple((column.rows,)), layout)
+    if not column.rows:
         return None
     if codec:
-        dataset.write(h5s.ALL, h5s.ALL, np.concatenate(parts), kind)
+        dataset.write(h5s.ALL, h5s.ALL, np.frombuffer(b"".join(column.pieces), column.dtype), kind)
         return None
     return int(dataset.get_offset())
+
+
+@functools.cache
+def _contiguous() -> h5p.PropDCID:
+    """A dataset in one piece, whose place is known before anything is written."""
+    layout = h5p.create(h5p.DATASET_CREATE)
+    layout.set_obj_track_times(False)
+    layout.set_fill_time(h5d.FILL_TIME_NEVER)
+    layout.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    return layout
+
+
+def _chunked(codec: Codec, rows: int) -> h5p.PropDCID:
+    """A dataset in compressed chunks of `rows`."""
+    import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
+
+    layout = h5p.create(h5p.DATASET_CREATE)
+    layout.set_obj_track_times(False)
+    blosc = hdf5plugin.Blosc2(cname=codec, clevel=1, filters=hdf5plugin.Blosc2.SHUFFLE)
+    layout.set_chunk((rows,))
+    layout.set_filter(blosc.filter_id, h5py.h5z.FLAG_MANDATORY, blosc.filter_options)
+    return layout

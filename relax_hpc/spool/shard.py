@@ -50,7 +50,7 @@ READ_WHOLE_BYTES = 2 << 20
 
 
 def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
-    """The flat columns of `groups` (see docs/shard-format.md); those of tokens as a list of the samples' own arrays."""
+    """The flat columns of `groups` (see docs/shard-format.md)."""
     samples = [s for g in groups for s in g.samples]
     of_group = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g.samples) for g in groups])
     offsets = _offsets([len(s.tokens) for s in samples])
@@ -63,20 +63,21 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
     table["group"] = of_group
     for name in ("reward", "raw_reward", "finish", "turns"):
         table[name] = [getattr(s, name) for s in samples]
-    flat: dict[str, hdf5.Column] = {
-        "prompt_tokens": _concatenate([g.prompt.tokens for g in groups], np.int32),
-        "prompt_offsets": _offsets([len(g.prompt.tokens) for g in groups]),
-        "tokens": _parts([s.tokens for s in samples], np.int32),
-        "offsets": offsets,
-        "loss_mask": _parts([s.loss_mask for s in samples], np.uint8),
-        "logprobs": _parts([s.logprobs for s in samples], np.float32),
-        "span_start": np.asarray(starts, np.int64),
-        "span_version": np.asarray(versions, np.int32),
-        "samples": table,
-        "groups": np.array([(g.prompt.source, g.prompt.index, bool(g.reason)) for g in groups], GROUP),
+    parts: dict[str, list[Any]] = {
+        "prompt_tokens": [g.prompt.tokens for g in groups],
+        "prompt_offsets": [_offsets([len(g.prompt.tokens) for g in groups])],
+        "tokens": [s.tokens for s in samples],
+        "offsets": [offsets],
+        "loss_mask": [s.loss_mask for s in samples],
+        "logprobs": [s.logprobs for s in samples],
+        "span_start": [starts],
+        "span_version": [versions],
+        "samples": [table],
+        "groups": [np.array([(g.prompt.source, g.prompt.index, bool(g.reason)) for g in groups], GROUP)],
     }
+    flat = {name: hdf5.Column(of_column, COLUMNS[name]) for name, of_column in parts.items()}
     for name in dict.fromkeys(key for s in samples for key in s.extra):
-        flat[f"extra/{name}"] = np.array([s.extra.get(name, np.nan) for s in samples], np.float32)
+        flat[f"extra/{name}"] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], np.float32)
     return flat
 
 
@@ -85,10 +86,10 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
-    checksums = {name: _checksum(column) for name, column in flat.items()}
+    checksums = {name: _checksum(column.pieces) for name, column in flat.items()}
     about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
     text = json.dumps(about, ensure_ascii=False, default=str).encode()
-    flat["meta"] = np.frombuffer(text, np.uint8)
+    flat["meta"] = hdf5.Column([np.frombuffer(text, np.uint8)], np.uint8)
     root: dict[str, str | int] = {
         "format": FORMAT,
         "schema": SCHEMA,
@@ -298,7 +299,7 @@ class Shard:
     def validate(self) -> None:
         """Compare every column with its checksum, and offsets with lengths. Raises RunError naming what differs."""
         for name, expected in self.meta["checksums"].items():
-            found = _checksum(self.read(name))
+            found = _checksum([self.read(name).data])
             if found != expected:
                 raise RunError(
                     f"'{self.path}': column '{name}' has checksum {found}, expected {expected}: the file was damaged"
@@ -336,15 +337,11 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
     )
 
 
-def _checksum(column: hdf5.Column) -> str:
+def _checksum(pieces: Iterable[memoryview]) -> str:
     digest = xxhash.xxh3_64()
-    for part in column if isinstance(column, list) else [column]:
-        digest.update(hdf5.as_bytes(part))
+    for piece in pieces:
+        digest.update(piece)
     return digest.hexdigest()
-
-
-def _parts(arrays: Sequence[NDArray[Any]], dtype: Any) -> list[NDArray[Any]]:
-    return [np.asarray(array, dtype) for array in arrays] or [np.empty(0, dtype)]
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:

@@ -118,7 +118,7 @@ def test_real_publishing_is_traced(tmp_path: Path) -> None:
     except subprocess.CalledProcessError:
         pytest.skip("this machine does not let strace trace")
     assert small["fsync"] == 2 and small["link"] + small["linkat"] == 1
-    assert {"write", "openat"} <= small.keys() and {"read", "pread64"} & small.keys()
+    assert {"writev", "openat"} <= small.keys() and {"read", "pread64"} & small.keys()
     assert large.total() <= small.total() + 2
 
 
