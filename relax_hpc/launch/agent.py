@@ -15,6 +15,8 @@ import uuid
 from typing import Any
 
 from relax_hpc.launch.lease import Holder
+from relax_hpc.launch.members import role_environment
+from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
 from relax_hpc.launch.slurm.send import jobs
@@ -40,7 +42,15 @@ class Agent:
     def __init__(self, run: RunDir, about: dict[str, Any], names: list[str]) -> None:
         self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
         self.telemetry = Telemetry(run, f"agent-{about['step']}-{about['index']}", attempt=0)
-        self.workers = LocalWorkers(run, self.recipe, names, uuid.uuid4().hex[:8], self.gone, self.telemetry.metrics)
+        self.workers = LocalWorkers(
+            run,
+            self.recipe,
+            Nursery(role_environment(run)),
+            names,
+            uuid.uuid4().hex[:8],
+            self.gone,
+            self.telemetry.metrics,
+        )
         self._state, self._asked_at = "starting", 0.0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from relax_hpc.launch.create import Debug, create, existing, identity, resume
 from relax_hpc.launch.lease import acquire, refuse_if_held
+from relax_hpc.launch.members import role_environment
+from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
 from relax_hpc.launch.trainers import LocalTrainers
@@ -75,16 +77,18 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
         for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
             queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
         wanted = 0 if identity(run)["debug"] == "train-only" else recipe.rollout.workers
+        nursery = Nursery(role_environment(run))
         workers = LocalWorkers(
             run,
             recipe,
+            nursery,
             [f"rollout-{i}" for i in range(wanted)],
             f"{lease.number:06d}",
             queue.give_back,
             telemetry.metrics,
         )
         with live(run, console) as look:
-            supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe), workers, telemetry, look)
+            supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe, nursery), workers, telemetry, look)
             outcome = supervisor.supervise()
     finally:
         lease.release()

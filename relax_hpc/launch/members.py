@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from relax_hpc.launch.nursery import Child, Nursery
 from relax_hpc.recipe.schema import Supervision
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
@@ -30,32 +30,23 @@ class Member:
     """One process of a role, over all its attempts."""
 
     run: RunDir
+    nursery: Nursery
     role: str
     name: str
     attempt: int = 0
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     started_at: float = 0.0
     workplace: str = ""
     _last_words: int = -1
     """Reading end of a pipe for what the role says when it fails: heartbeat and log may lie on a disk that is full."""
 
     def start(self, arguments: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start it, with a log of its own, in a session of its own: Ctrl-C is the supervisor's to decide on."""
+        """Start it, with a log of its own."""
         reading, writing = os.pipe()
         command = [
-            sys.executable, "-P", "-m", "relax_hpc.roles", self.role, str(self.run.root), "--name", self.name,
-            "--attempt", str(self.attempt), "--supervisor", str(os.getpid()), "--last-words", str(writing), *arguments,
+            self.role, str(self.run.root), "--name", self.name, "--attempt", str(self.attempt), *arguments,
         ]  # fmt: skip
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**role_environment(self.run), **environment},
-                start_new_session=True,
-                pass_fds=(writing,),
-            )
+        self.process = self.nursery.bear(command, environment, self.log, writing)
         os.close(writing)
         self._close_pipe()
         self._last_words = reading

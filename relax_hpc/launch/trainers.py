@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from relax_hpc.launch.members import Member, how_it_ended, next_attempt
+from relax_hpc.launch.nursery import Nursery
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.process import Exit
 from relax_hpc.run_dir import RunDir
@@ -57,10 +58,10 @@ class Trainers(Protocol):
 class LocalTrainers:
     """Trainer processes on this machine, children of the supervisor."""
 
-    def __init__(self, run: RunDir, recipe: Recipe) -> None:
+    def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery) -> None:
         self._limits = recipe.supervision
         names = [f"trainer-{i}" for i in range(recipe.trainer.processes)]
-        self._members = [Member(run, "trainer", name, attempt=next_attempt(run, name)) for name in names]
+        self._members = [Member(run, nursery, "trainer", name, attempt=next_attempt(run, name)) for name in names]
 
     @property
     def started(self) -> bool:

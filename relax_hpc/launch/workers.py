@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attempt
+from relax_hpc.launch.nursery import Nursery
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.process import Exit
 from relax_hpc.run_dir import RunDir
@@ -50,6 +51,7 @@ class LocalWorkers:
         self,
         run: RunDir,
         recipe: Recipe,
+        nursery: Nursery,
         names: list[str],
         tag: str,
         gone: Callable[[str, bool], list[str]],
@@ -57,7 +59,7 @@ class LocalWorkers:
     ) -> None:
         self.recipe, self._tag, self._gone, self._say = recipe, tag, gone, say
         self.run, self.failure, self.suspect, self.fatal, self._asked = run, "", "", False, False
-        self.members = [Member(run, "rollout", name, attempt=next_attempt(run, name)) for name in names]
+        self.members = [Member(run, nursery, "rollout", name, attempt=next_attempt(run, name)) for name in names]
         self._patience = {m: Patience(recipe.supervision) for m in self.members}
 
     def look_after(self) -> None:

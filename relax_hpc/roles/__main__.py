@@ -1,4 +1,4 @@
-"""`python -m relax_hpc.roles ROLE RUN …`: one process of a role, as a supervisor starts it.
+"""`python -m relax_hpc.roles ROLE RUN …`: one process of a role, as a job step starts it; others are forked (launch/nursery.py).
 
 The environment is prepared before torch is imported, so the role's module is imported last.
 """
@@ -9,9 +9,10 @@ import argparse
 import importlib
 import logging
 import os
+from collections.abc import Sequence
+from typing import NoReturn
 
 from relax_hpc.recipe import RecipeError
-from relax_hpc.recipe.schema import Recipe
 from relax_hpc.registry import RegistryError
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
 from relax_hpc.run_dir import RunError
@@ -22,7 +23,7 @@ PIPE_BYTES = 4096
 """What a pipe takes whole, without anybody reading."""
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> NoReturn:
     parser = argparse.ArgumentParser(
         prog="python -m relax_hpc.roles", description="One process of a role; started by a supervisor."
     )
@@ -40,7 +41,7 @@ def main() -> None:
         "--slurm-task", action="store_true", help="trainer: the rank is that of the Slurm task, NAME is NAME-RANK"
     )
     parser.add_argument("--deadline", type=float, help="trainer: Unix time at which this allocation ends")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(words)
     if arguments.slurm_task:
         arguments.rank = int(os.environ["SLURM_PROCID"])
         arguments.name = f"{arguments.name}-{arguments.rank}"
@@ -54,7 +55,9 @@ def main() -> None:
 
 def run(process: RoleProcess, role: str) -> Exit:
     """The role's body; errors that a person must see go into heartbeat and log."""
-    prepare_cpu(process.recipe, role)
+    prepare_cpu()
+    # For libraries that are not asked by torch.set_num_threads.
+    os.environ["OMP_NUM_THREADS"] = str(getattr(process.recipe, role).threads)
     try:
         code: Exit = importlib.import_module(f"relax_hpc.roles.{role}").body(process)
         return code
@@ -80,13 +83,12 @@ def say_last_words(process: RoleProcess, state: str, error: str) -> None:
     process.telemetry.beat(state, error=error)
 
 
-def prepare_cpu(recipe: Recipe, role: str) -> None:
-    """Before torch is imported: thread count, and an instruction set that is really there.
+def prepare_cpu() -> None:
+    """Before torch is imported: an instruction set that is really there.
 
     Some CPUs advertise AMX to guests and do not have it: bf16 matrix products would die with SIGILL.
     """
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    os.environ["OMP_NUM_THREADS"] = str(getattr(recipe, role).threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

@@ -38,7 +38,7 @@ def reader_peak(folder: Path, how: str) -> dict[str, int]:
 
 def name_of(process: psutil.Process) -> str:
     """The role's name where the process is one, else its program and pid."""
-    words = process.cmdline()
+    words = " ".join(process.cmdline()).split()
     role = words[words.index("--name") + 1] if "--name" in words[:-1] else Path(words[0]).name if words else "?"
     return role if "--name" in words else f"{role} ({process.pid})"
 

@@ -1,0 +1,226 @@
+"""Roles are born here: a process that has imported torch once, and forks a role in milliseconds.
+
+    supervisor or agent ──(arguments, environment, log)──► nursery ──fork──► role, role, …
+           ▲                                                  │
+           └──────────(its pid; later its exit code)──────────┘
+
+Importing torch and transformers costs seconds of CPU, for each role and for each restart; children of the nursery share
+that, and the memory of it. The nursery has one thread, touches no GPU and computes nothing before it forks.
+It ends with whoever started it; roles whose nursery is gone leave as they do when their supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+MESSAGE_BYTES = 1 << 16
+DIED = -signal.SIGKILL
+
+
+class Nursery:
+    """The supervisor's side. The process is started with the first role, and again after it was lost."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._unborn: list[Child] = []
+        self._children: dict[int, Child] = {}
+
+    def bear(self, arguments: list[str], environment: Mapping[str, str], log: Path, last_words: int) -> Child:
+        """A role with these arguments of relax_hpc.roles; `log` takes what it prints, `last_words` is a descriptor."""
+        if self._socket is None:
+            self._start(log)
+        assert self._socket is not None
+        child = Child(self)
+        self._unborn.append(child)
+        request = json.dumps({"arguments": arguments, "environment": dict(environment)}).encode()
+        with (
+            log.open("ab") as file,
+            contextlib.suppress(OSError),
+        ):  # a lost nursery is noticed when its child is looked at
+            socket.send_fds(self._socket, [request], [file.fileno(), last_words])
+        return child
+
+    def _start(self, log: Path) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-P", "-m", "relax_hpc.launch.nursery", str(theirs.fileno())]
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(self._environment),
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+        theirs.close()
+        self._socket = ours
+
+    def listen(self, timeout_s: float = 0.0) -> None:
+        """Take in what the nursery said; wait for it up to `timeout_s`."""
+        while self._socket is not None and select.select([self._socket], [], [], timeout_s)[0]:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+            except OSError:
+                data, descriptors = b"", []
+            if not data:
+                self._lost()
+                return
+            said, timeout_s = json.loads(data), 0.0
+            if descriptors:
+                child = self._unborn.pop(0)
+                child.pid, child.handle = said["pid"], descriptors[0]
+                self._children[said["pid"]] = child
+            else:
+                self._children.pop(said["pid"]).ended(said["code"])
+
+    def _lost(self) -> None:
+        """It died, and its children with it."""
+        assert self._process is not None and self._socket is not None
+        self._socket.close()
+        code, self._socket = self._process.wait(), None
+        for child in self._unborn:
+            child.ended(code or DIED)
+        for child in self._children.values():
+            child.send_signal(signal.SIGKILL)
+            select.select([child.handle], [], [])
+            child.ended(DIED)
+        self._unborn, self._children = [], {}
+
+
+class Child:
+    """A role as its supervisor sees it, with the methods of subprocess.Popen that this takes."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self.pid = 0
+        self.handle = -1
+        """A pidfd: it means this process even when its number is another's."""
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs, or is about to."""
+        if self.returncode is None:
+            self._nursery.listen()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = 60.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(f"role {self.pid}", timeout)
+            self._nursery.listen(left)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        while self.returncode is None and self.handle < 0:
+            self._nursery.listen(60.0)  # it is being born
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.handle, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def ended(self, code: int) -> None:
+        self.returncode = code
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
+
+
+class _Server:
+    """The nursery's side."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._children: dict[int, int] = {}
+        """Pid of each child, by its pidfd."""
+
+    def serve(self) -> None:
+        """Until whoever started it is gone."""
+        while True:
+            ready = select.select([self._socket.fileno(), *self._children], [], [])[0]
+            for handle in self._children.keys() & ready:
+                self._bury(handle)
+            if self._socket.fileno() in ready:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 2)
+                if not data:
+                    return
+                self._bear(json.loads(data), *descriptors)
+
+    def _bear(self, request: dict[str, Any], log: int, last_words: int) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._socket.close()
+            for handle in self._children:
+                os.close(handle)
+            _live(request, log, last_words)
+        os.close(log)
+        os.close(last_words)
+        handle = os.pidfd_open(pid)
+        self._children[handle] = pid
+        socket.send_fds(self._socket, [json.dumps({"pid": pid}).encode()], [handle])
+
+    def _bury(self, handle: int) -> None:
+        pid = self._children.pop(handle)
+        os.close(handle)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._socket.send(json.dumps({"pid": pid, "code": code}).encode())
+
+
+def _live(request: dict[str, Any], log: int, last_words: int) -> NoReturn:
+    """The child's life, from the fork to its end."""
+    import setproctitle
+
+    from relax_hpc.roles import __main__ as roles
+
+    os.setsid()  # Ctrl-C is the supervisor's to decide on
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.update(request["environment"])
+    arguments = [*request["arguments"], "--supervisor", str(os.getppid()), "--last-words", str(last_words)]
+    setproctitle.setproctitle(f"relax_hpc {' '.join(request['arguments'])}")
+    try:
+        roles.main(arguments)
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def main() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # no thread may live when it forks; each role sets its own number
+    from relax_hpc.roles import __main__ as roles
+
+    roles.prepare_cpu()
+    import relax_hpc.roles.rollout
+    import relax_hpc.roles.trainer  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # the collector would write to, and so copy, pages that the children share
+    _Server(int(sys.argv[1])).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The nursery: roles are forked from one process that has imported torch; their ends are told truly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_hpc.launch.create import create
+from relax_hpc.launch.members import role_environment
+from relax_hpc.launch.nursery import Child, Nursery
+from relax_hpc.recipe import load_recipe
+from relax_hpc.run_dir import RunDir
+from tests.runs import write_recipe
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """One without a supervisor: its roles wait for weights, or for orders."""
+    folder = tmp_path_factory.mktemp("run")
+    return create(load_recipe(write_recipe(folder), [f"run.root={folder}"]))
+
+
+@pytest.fixture(scope="module")
+def nursery(run: RunDir) -> Iterator[Nursery]:
+    nursery = Nursery(role_environment(run))
+    yield nursery
+    if nursery._process is not None:
+        nursery._process.kill()
+        nursery._process.wait()
+
+
+def bear(nursery: Nursery, log: Path, *arguments: str) -> Child:
+    _, writing = os.pipe()
+    child = nursery.bear(list(arguments), {}, log, writing)
+    os.close(writing)
+    return child
+
+
+def test_a_role_is_forked_from_what_is_imported_already(nursery: Nursery, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert bear(nursery, log, "--help").wait(120) == 0 and "--workplace" in log.read_text()
+    children = [bear(nursery, log, "trainer", str(tmp_path), "--name", f"trainer-{i}") for i in range(8)]
+    assert [child.wait(60) for child in children] == [1] * 8
+    assert log.read_text().count("RunError: ") == 8
+    assert nursery._process is not None and psutil.Process(nursery._process.pid).num_threads() == 1
+
+
+def test_its_end_is_told_truly_and_it_ends_with_the_nursery(nursery: Nursery, run: RunDir) -> None:
+    first, second = (
+        bear(nursery, run.logs / "log", "rollout", str(run.root), "--workplace", f"w{i}", "--name", f"rollout-{i}")
+        for i in range(2)
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.wait(2)
+    first.kill()
+    assert first.wait(30) == -signal.SIGKILL and second.poll() is None
+    assert nursery._process is not None
+    nursery._process.kill()
+    assert second.wait(30) == -signal.SIGKILL
+    assert bear(nursery, run.logs / "log", "--help").wait(120) == 0  # of another nursery
