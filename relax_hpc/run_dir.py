@@ -9,7 +9,8 @@
       shards/0000/ORDER.h5   evals/         what was generated; complete or absent
       aside/                                files that lost a race, each with its reason
       ledger/0000/00000123.json             what each step trains on
-      weights/  checkpoints/
+      weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
+      checkpoints/
       heartbeats/  metrics/  logs/          one writer each
       slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job
       stop  outcome.json                    how it shall end, how it ended

@@ -11,7 +11,7 @@ from typing import get_origin
 
 from pydantic.fields import FieldInfo
 
-from relax_hpc.recipe.describe import KeyInfo, alias, keys, member_name, tables
+from relax_hpc.recipe.describe import KeyInfo, alias, keys, member_key, member_name, tables
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.table import Table
 
@@ -63,7 +63,7 @@ def _inner(name: str, table: type[Table]) -> list[str]:
 
 
 def _table(header: str, table: type[Table]) -> str:
-    member = f', name = "{member_name(table)}"' if member_name(table) else ""
+    member = f', {member_key(table)} = "{member_name(table)}"' if member_name(table) else ""
     lines = [f"## {header}{member}", "", (table.__doc__ or "").strip(), ""]
     lines += ["| key | type | default | resume | |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *map(_row, keys(table)), ""])

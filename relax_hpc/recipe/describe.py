@@ -14,7 +14,7 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.table import Table
+from relax_hpc.recipe.table import TAGS, Table
 
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", Any: "anything"}
 _BOUNDS = {annotated_types.Gt: ">", annotated_types.Ge: ">=", annotated_types.Lt: "<", annotated_types.Le: "<="}
@@ -70,9 +70,14 @@ def tables(annotation: Any) -> list[type[Table]]:
     return []
 
 
+def member_key(table: type[Table]) -> str:
+    """The key that tells this member of a union from the others; "name" for a table that is no member."""
+    return next((key for key in TAGS if key in table.model_fields), TAGS[0])
+
+
 def member_name(table: type[Table]) -> str:
-    """What `name` says for this member of a union; empty for a table that is no member."""
-    field = table.model_fields.get("name")
+    """What that key says for this member; empty for a table that is no member."""
+    field = table.model_fields.get(member_key(table))
     return str(field.default) if field and get_origin(field.annotation) is Literal else ""
 
 

@@ -6,7 +6,18 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
-from relax_hpc.recipe.describe import Place, alias, closest, locate, member_name, overview, tables, toml, type_text
+from relax_hpc.recipe.describe import (
+    Place,
+    alias,
+    closest,
+    locate,
+    member_key,
+    member_name,
+    overview,
+    tables,
+    toml,
+    type_text,
+)
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.table import Table
 
@@ -43,7 +54,7 @@ def _unknown_key(place: Place) -> str:
     table = place.table or Recipe
     owner, _, name = place.key.rpartition(".")
     names = [alias(n, f) for n, f in table.model_fields.items()]
-    member = f" (name = '{member_name(table)}')" if member_name(table) else ""
+    member = f" ({member_key(table)} = '{member_name(table)}')" if member_name(table) else ""
     return f"unknown key '{place.key}'{closest(name, names)} {_header(owner)}{member} takes: {overview(table)}"
 
 
@@ -61,10 +72,11 @@ def _missing(place: Place) -> str:
 def _unknown_member(place: Place, value: Any) -> str:
     members = tables(place.field.annotation) if place.field else []
     names = [member_name(table) for table in members]
+    key = member_key(members[0]) if members else "name"
     if not isinstance(value, dict):
-        return f"{place.key} = {_shown(value)}: expected a table, such as [{place.key}] with name = '{names[0]}'"
-    name = str(value.get("name"))
-    return f"{place.key}.name = '{name}'{closest(name, names)} expected one of {names}"
+        return f"{place.key} = {_shown(value)}: expected a table, such as [{place.key}] with {key} = '{names[0]}'"
+    name = str(value.get(key))
+    return f"{place.key}.{key} = '{name}'{closest(name, names)} expected one of {names}"
 
 
 def _wrong_value(place: Place, value: Any, message: str) -> str:
@@ -91,4 +103,4 @@ def _header(owner: str) -> str:
 def _least(table: type[Table]) -> str:
     """The least that a table of this kind says."""
     required = next((alias(n, f) for n, f in table.model_fields.items() if f.is_required()), None)
-    return f"{required} = …" if required else f"name = '{member_name(table)}'"
+    return f"{required} = …" if required else f"{member_key(table)} = '{member_name(table)}'"

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_v
 
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
+from relax_hpc.recipe.weights import AnyWeights, FileWeights
 
 
 class Run(Table):
@@ -216,14 +217,6 @@ class Rollout(Table):
         return self
 
 
-class Weights(Table):
-    """How new versions reach the rollout workers."""
-
-    transport: Literal["file"] = Key(
-        "file", "Safetensors files in the run directory, checksummed, published like a shard."
-    )
-
-
 class Source(Table):
     """What all prompt sources have."""
 
@@ -343,7 +336,7 @@ class Recipe(Table):
     async_: Async = Field(Async(), alias="async")
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
-    weights: Weights = Weights()
+    weights: AnyWeights = FileWeights()
     source: list[AnySource] = Key(help="Where prompts come from: one table or more.", min_length=1)
     evaluation: Evaluation | None = None
     spool: Spool = Spool()

@@ -1,4 +1,4 @@
-"""What every table of the recipe is made of: strict models, keys with a sentence, unions told apart by `name`."""
+"""What every table of the recipe is made of: strict models, keys with a sentence, unions told apart by a key."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 from pydantic_core import PydanticCustomError
+
+TAGS = ("name", "transport")
+"""Keys that tell the members of a union apart."""
 
 
 def Key(
@@ -38,14 +41,14 @@ class Table(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
-def named(*, default: Any) -> Discriminator:
-    """Pick a union's member by `name`; where it is not given, `default(table)` says which."""
+def named(key: str = "name", *, default: Any) -> Discriminator:
+    """Pick a union's member by `key`; where it is not given, `default(table)` says which."""
 
     def pick(value: Any) -> str:
         if isinstance(value, Table):
-            return str(getattr(value, "name"))  # noqa: B009
+            return str(getattr(value, key))
         if not isinstance(value, dict):
             return "?"
-        return str(value.get("name", default(value)))
+        return str(value.get(key, default(value)))
 
     return Discriminator(pick)

@@ -1,6 +1,6 @@
 """Rank 0 of the trainer: decides what all ranks do next, and keeps orders, ledger, weights, evaluations and metrics.
 
-decide ► step s (a ledger entry) | wait | checkpoint | end        after the step: publish s + 1 ► settle ► metrics
+decide ► step s (a ledger entry) | wait | publish once more | checkpoint | end      after the step: settle ► metrics
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from relax_hpc.roles.step_metrics import describe
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import OrderBook
 from relax_hpc.spool.queue import Queue
-from relax_hpc.weights import FilePublisher
+from relax_hpc.weights import Export, make_publisher
 
 if TYPE_CHECKING:
     from relax_hpc.roles.trainer import TrainerRole
@@ -34,7 +34,7 @@ MARGIN_S = 10.0
 class Word:
     """What rank 0 decided; all ranks act on it."""
 
-    do: Literal["step", "wait", "checkpoint", "end"]
+    do: Literal["step", "wait", "publish", "checkpoint", "end"]
     entry: Entry | None = None
     exit: Exit = Exit.DONE
     error: str = ""
@@ -57,7 +57,7 @@ class Lead:
             )
         else:
             self.intake = Replay(role.shards, ledger)
-        self.publisher = FilePublisher(run, via, self.incarnation)
+        self.publisher = make_publisher(recipe, run, via, self.incarnation)
         held_out = role.sources.held_out(recipe.evaluation.prompts) if recipe.evaluation else []
         self.evaluations = Evaluations(run, recipe, queue, held_out)
         self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
@@ -68,8 +68,6 @@ class Lead:
             self.retention.removed_before = state["removed_before"]
         if isinstance(self.intake, Intake):
             self.intake.begin(state)
-        self.publish()
-        self.evaluations.resume()
 
     def new_book(self) -> OrderBook:
         """A book with nothing asked for yet."""
@@ -86,10 +84,10 @@ class Lead:
             batches=recipe.run.steps,
         )
 
-    def publish(self) -> None:
+    def publish(self, export: Export) -> None:
         """Make the weights of now the newest version."""
-        version, tensors = self.role.version, list(self.role.trainer.export())
-        self.process.when_room(lambda: self.publisher.publish(version, tensors), f"version {version}")
+        version, alive = self.role.version, lambda: self.role.beat("publishing")
+        self.process.when_room(lambda: self.publisher.publish(version, export, alive), f"version {version}")
 
     def decide(self) -> Word:
         """What all ranks do next."""
@@ -97,6 +95,8 @@ class Lead:
         self.report_scores()
         if self.process.stopping or role.run.stop.exists() or self.out_of_time():
             return Word("end", exit=Exit.STOPPED)
+        if self.publisher.wanted():  # by a worker that could not take it when it was published
+            return Word("publish")
         if role.step >= steps:
             self.request_score()
             if not self.evaluations.pending:
@@ -136,18 +136,17 @@ class Lead:
             '`relax-hpc run RUN_DIR --set spool.quota_gb=…`, or --set spool.keep="needed" to remove what is no longer replayed',
         )
 
-    def after_step(self, entry: Entry, rollouts: Rollouts, metrics: dict[str, float], train_s: float) -> None:
-        """Publish the new version, settle the books, say what happened."""
-        publishing = time.perf_counter()
-        self.publish()
-        published = time.perf_counter()
+    def after_step(
+        self, entry: Entry, rollouts: Rollouts, metrics: dict[str, float], train_s: float, publish_s: float
+    ) -> None:
+        """Settle the books, say what happened."""
         replayed = not self.intake.live
         self.intake.settle(entry, self.role.step)
         now = time.perf_counter()
         values = describe(entry, rollouts, self.recipe) | metrics
         values |= {
             "step": entry.step, "version": self.role.version, "incarnation": self.incarnation, "replayed": replayed,
-            "spool_depth": self.intake.depth, "wait_s": self.waited_s, "train_s": train_s, "publish_s": published - publishing,
+            "spool_depth": self.intake.depth, "wait_s": self.waited_s, "train_s": train_s, "publish_s": publish_s,
             "step_s": now - self.last_step_at,
         }  # fmt: skip
         self.process.telemetry.metrics(kind="step", **values)

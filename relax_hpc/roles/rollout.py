@@ -28,7 +28,7 @@ from relax_hpc.spool.publisher import ShardPublisher
 from relax_hpc.spool.queue import Claim, Queue
 from relax_hpc.spool.shard import encode
 from relax_hpc.spool.watch import backoff
-from relax_hpc.weights import DamagedWeights, FileReceiver, Version, WeightsError
+from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver
 
 
 def body(process: RoleProcess) -> Exit:
@@ -38,6 +38,7 @@ def body(process: RoleProcess) -> Exit:
     finally:
         worker.publisher.close()
         worker.judge.close()
+        worker.receiver.close()
 
 
 class RolloutWorker:
@@ -53,7 +54,7 @@ class RolloutWorker:
         self.sources = PromptSources(self.recipe.source, self.tokenizer, self.engine.context, holdout)
         self.environments = make_environments(self.recipe.source)
         self.judge = Judge(self.recipe)
-        self.receiver = FileReceiver(process.run)
+        self.receiver = make_receiver(self.recipe, process.run, workplace)
         self.queue = Queue(process.run)
         self.queue.open_workplace(workplace)
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
@@ -88,7 +89,7 @@ class RolloutWorker:
         if newest is None or newest == self.held:
             return
         try:
-            with self.receiver.fetch(newest) as tensors:
+            with self.receiver.fetch(newest, lambda: self.progress("syncing")) as tensors:
                 self.engine.load(newest.number, tensors)
             self.held = newest
         except DamagedWeights as error:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc import checkpoint
@@ -88,6 +90,8 @@ class TrainerRole:
                 break
             if word.do == "checkpoint":
                 self.save(keep=1)
+            if word.do == "publish":
+                self.publish()
             if word.do != "step":
                 continue
             assert word.entry is not None
@@ -95,8 +99,10 @@ class TrainerRole:
             began = time.perf_counter()
             metrics = {} if self.debug == "rollout-only" else self.update(rollouts)
             self.step += 1
+            trained = time.perf_counter()
+            self.publish()
             if self.lead:
-                self.lead.after_step(word.entry, rollouts, metrics, time.perf_counter() - began)
+                self.lead.after_step(word.entry, rollouts, metrics, trained - began, time.perf_counter() - trained)
             if self.step % self.recipe.run.checkpoint_every == 0:
                 self.save(keep=self.recipe.run.keep_checkpoints)
         if word.error:
@@ -109,6 +115,32 @@ class TrainerRole:
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """One optimizer step."""
         return self.trainer.step(rollouts, self.algorithm, self.step, lambda: self.beat("training"))
+
+    def publish(self) -> None:
+        """Make the weights of now the newest version; collective: every rank takes part in each export that rank 0 asks for."""
+        if self.lead:
+            self.lead.publish(self._export)
+            self._tell("published")
+        while not self.lead and self._tell("") == "export":
+            for _ in self.trainer.export():
+                pass
+
+    def _export(self) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0: one more export, on every rank; to its end even if the reader gives up, for the others do so too."""
+        self._tell("export")
+        tensors = self.trainer.export()
+        try:
+            yield from tensors
+        finally:
+            for _ in tensors:
+                pass
+
+    def _tell(self, word: str) -> str:
+        """Rank 0's word, on every rank."""
+        words: list[Any] = [word]
+        if self.world > 1:
+            dist.broadcast_object_list(words, src=0)
+        return str(words[0])
 
     def begin(self) -> None:
         """Take back the newest checkpoint, or begin: warm up, save, publish version 0."""
@@ -124,6 +156,9 @@ class TrainerRole:
             self.trainer.begin_training()
         if self.lead:
             self.lead.begin(state)
+        self.publish()
+        if self.lead:
+            self.lead.evaluations.resume()
         if found is None:
             self.save(keep=self.recipe.run.keep_checkpoints)
 

@@ -13,14 +13,17 @@ from pathlib import Path
 from relax_hpc.run_dir import Data, RunDir, read_json, replace
 
 
+def of_run(run: RunDir, folder: Path) -> Path:
+    """The run's own folder in `folder`, which several runs of a node may share."""
+    return folder / f"relax_hpc-{read_json(run.identity)['id']}"
+
+
 class Front:
     """The copies of one run on this node; without a folder there are none."""
 
     def __init__(self, run: RunDir, folder: Path | None) -> None:
         self._run = run
-        self._folder = (
-            folder / f"relax_hpc-{read_json(run.identity)['id']}" if folder else None
-        )  # two runs may share a node
+        self._folder = of_run(run, folder) if folder else None
 
     def put(self, order_id: str, image: Data) -> None:
         """Keep a copy of a shard that was just published."""

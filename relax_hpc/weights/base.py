@@ -1,11 +1,14 @@
 """How a new version of the policy reaches the rollout workers.
 
-trainer: publish(version, tensors) ──► transport ──► worker: newest(), fetch(version) ──► engine.load()
+trainer: publish(version, export) ──► transport ──► worker: newest(), fetch(version) ──► engine.load()
+
+A version exists when its manifest does (names, shapes, types and a checksum of every tensor; created exclusively, by way of
+the incarnation's folder, whatever the transport). How its bytes travel is the transport's own affair.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,21 +34,46 @@ class DamagedWeights(WeightsError):
     """A version that is not what its manifest says."""
 
 
+Export = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Gives the policy's tensors, one after the other; may be called more than once, and gives the same bits each time."""
+Progress = Callable[[], None]
+"""Called now and then in everything that lasts: the heartbeat. What it raises ends the work."""
+
+
 class Publisher(Protocol):
     """The trainer's side (rank 0)."""
 
-    def publish(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> Version:
+    @property
+    def lineage(self) -> int:
+        """Of the version published last; until then, the oldest there can be."""
+        ...
+
+    def publish(self, number: int, export: Export, progress: Progress = lambda: None) -> Version:
         """Make version `number` the newest. Publishing the same bits again is no new version."""
         ...
+
+    def wanted(self) -> bool:
+        """Whether somebody needs the newest version once more, on disk: publish it again. Cheap, to be asked often."""
+        ...
+
+    def forget(self, oldest_step: int) -> None:
+        """Versions before the oldest restorable checkpoint are compared with no more."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Receiver(Protocol):
     """A worker's side."""
 
     def newest(self) -> Version | None:
-        """The newest version there is; None before the first. Cheap: one small read."""
+        """The newest version there is; None before the first. Cheap: one stat."""
         ...
 
-    def fetch(self, version: Version) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+    def fetch(
+        self, version: Version, progress: Progress = lambda: None
+    ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
         """The tensors of `version`, verified whole before the first one is given. Raises WeightsError."""
         ...
+
+    def close(self) -> None: ...

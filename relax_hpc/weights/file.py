@@ -1,30 +1,31 @@
-"""The file transport: a version is a safetensors file and a manifest, published like a shard.
+"""The file transport: a version is a folder of safetensors files and a manifest, published like a shard.
 
-    WEIGHTS/v00000012.l0.i3.safetensors   the tensors, written by incarnation 3 in lineage 0
-    WEIGHTS/v00000012.l0.json             the manifest; it makes the version exist, and is created exclusively
-    WEIGHTS/latest.json                   the newest version's name: the one small file that workers poll
+    trainer: export ──quarter buckets──► threads: checksum, write, fsync ──► folder renamed into place ──► manifest ──► latest
+    worker:  latest ──► manifest ──► parts mapped by threads, compared ──► engine
 
-A replayed version is compared with the manifest of the one published before. If the checksums differ (another GPU, another
-layout), it opens a new lineage and is published whole; workers that hold the old one take the new one.
+With a folder in memory (`front`) the first worker of a node copies a version there and the others map that copy. With
+`full_every` above 1 the shared disk gets only what changed since the version before, and every so often a whole version.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import xxhash
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
-from relax_hpc.run_dir import RunDir, publish, read_json, replace, to_json
-from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
+from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.watch import FolderWatch
+from relax_hpc.weights import delta
+from relax_hpc.weights.base import Export, Progress, Version, WeightsError
+from relax_hpc.weights.contents import Contents, checksum, entry
+from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name, write_part
+from relax_hpc.weights.stored import NodeCopies, bases, chain, read
+from relax_hpc.weights.versions import Versions, expected, latest, name_of, number_of, tensors_path
 
 KEPT_FILES = 3
 """Newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners."""
@@ -33,71 +34,150 @@ KEPT_FILES = 3
 class FilePublisher:
     """The trainer's side. `via`: the incarnation's folder; when a successor has renamed it, publishing fails."""
 
-    def __init__(self, run: RunDir, via: Path, incarnation: int) -> None:
-        self._run, self._via, self._incarnation = run, via, incarnation
+    def __init__(
+        self,
+        run: RunDir,
+        via: Path,
+        incarnation: int,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        front: Path | None = None,
+        full_every: int = 1,
+    ) -> None:
+        self._run, self._versions = run, Versions(run, via, incarnation)
+        self._bucket_bytes, self._full_every = bucket_bytes, full_every
+        self._copies = NodeCopies(run, front) if front else None
+        self._asks = FolderWatch(run.weights / "wanted")
         self._checked = False
-        self.lineage = 0
-        """Of the version published last; until then, the oldest there can be."""
 
-    def publish(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> Version:
+    @property
+    def lineage(self) -> int:
+        return self._versions.lineage
+
+    def publish(self, number: int, export: Export, progress: Progress = lambda: None) -> Version:
         """Make version `number` the newest, unless the same bits were published before. Raises FileNotFoundError if fenced."""
-        image = save(dict(tensors))
-        checksum = xxhash.xxh3_128_hexdigest(image)
-        lineage = self._last_lineage(number)
-        published = _manifest(self._run, number, lineage)
-        if published is not None and published["checksum"] == checksum:
-            self.lineage = lineage
-            self._repair(published, image)
-            self._catch_up(published)
-            return _version(published)
-        if published is not None:
-            lineage += 1
-        version = Version(number, lineage, self._incarnation, checksum)
-        data = self._run.weights / f"v{number:08d}.l{lineage}.i{self._incarnation}.safetensors"
-        publish(data, image, via=self._via)
-        about = {**asdict(version), "file": data.name, "bytes": len(image)}
-        publish(_manifest_path(self._run, number, lineage), to_json(about), via=self._via)
-        replace(self._run.weights / "latest.json", to_json(about), via=self._via)
-        self.lineage = lineage
-        self._retire(number)
+        asked, published = self._asks.names(), self._versions.find(number)
+        if published and checksum(digest(export(), self._bucket_bytes, progress)) == published.version.checksum:
+            self._repair(published.version, export, progress)
+            version = self._versions.catch_up(published)
+        else:
+            staged = self._stage(export, self._base(), progress)
+            version = self._versions.new(number, staged.contents, published)
+            self._name(staged, version)
+            self._versions.announce(version, staged.contents)
+            self._retire(number)
+        self._answer(asked)
         return version
 
-    def _last_lineage(self, number: int) -> int:
-        """The newest lineage that has a version `number`; the one we are in when none of it or after it has."""
-        found = [int(p.stem.partition(".l")[2]) for p in self._run.weights.glob(f"v{number:08d}.l*.json")]
-        return max([self.lineage, *found])
-
-    def _repair(self, published: dict[str, Any], image: bytes) -> None:
-        """Write a version's file again where it was damaged; looked at once, at the restart that a damage leads to."""
-        data = self._run.weights / published["file"]
-        if not self._checked and data.exists() and _checksum(data) != published["checksum"]:
-            replace(data, image, via=self._via)
-        self._checked = True
-
-    def _catch_up(self, published: dict[str, Any]) -> None:
-        """A trainer may have died after it published the manifest and before anybody could learn of it."""
-        newest = _newest(self._run)
-        if newest is None or (newest.lineage, newest.number) < (published["lineage"], published["number"]):
-            replace(self._run.weights / "latest.json", to_json(published), via=self._via)
-
-    def _retire(self, newest: int) -> None:
-        """Remove tensors that no receiver takes any more. Moved into our own folder first: a superseded trainer deletes nothing."""
-        for path in self._run.weights.glob("v*.safetensors"):
-            if int(path.name[1:9]) <= newest - KEPT_FILES:
-                _remove_fenced(path, self._via)
+    def wanted(self) -> bool:
+        return bool(self._asks.names())
 
     def forget(self, oldest_step: int) -> None:
-        """Manifests of versions before the oldest restorable checkpoint are compared with no more."""
-        for path in self._run.weights.glob("v*.json"):
-            if int(path.name[1:9]) < oldest_step:
-                _remove_fenced(path, self._via)
+        self._versions.forget(oldest_step)
+
+    def close(self) -> None:
+        pass
+
+    def write(self, version: Version, export: Export, progress: Progress = lambda: None) -> None:
+        """Put the tensors of a published version on disk, whole."""
+        staged = self._stage(export, None, progress)
+        if checksum(staged.contents) != version.checksum:
+            raise AssertionError(f"version {version.number} was exported twice, with different bits")
+        self._name(staged, version)
+
+    def _repair(self, published: Version, export: Export, progress: Progress) -> None:
+        """Write the newest version's tensors where they are missing or damaged; at the restart that a damage leads to."""
+        newest, there = latest(self._run), tensors_path(self._run, published).exists()
+        if there and not self._checked:
+            try:
+                read(self._run, published, None, progress)
+            except WeightsError:
+                there = False
+        self._checked = True
+        if not there and (newest is None or newest == published):
+            self.write(published, export, progress)
+
+    def _base(self) -> Version | None:
+        """What the next version may be a change against; None when it is to be whole."""
+        newest = latest(self._run) if self._copies and self._full_every > 1 else None
+        try:
+            return newest if newest and len(chain(self._run, newest)) < self._full_every else None
+        except WeightsError:
+            return None
+
+    def _stage(self, export: Export, base: Version | None, progress: Progress) -> _Staged:
+        """A folder with the tensors, or with what changed since `base`, and what they are; a copy for this node too."""
+        held = self._copies.find(base) if self._copies and base else None
+        staged = _Staged(self._versions.stage(), self._copies.stage() if self._copies else None, {})
+        sizes: dict[str, int] = {}
+        copied: dict[str, int] = {}
+
+        def work(number: int, part: Named) -> None:
+            name = part_name(number)
+            staged.contents.update({key: entry(tensor) for key, tensor in part})
+            out = part if held is None else [c for key, t in part for c in delta.encode(key, held.get(key), t)]
+            if out:
+                sizes[name] = write_part(staged.folder / name, out, durable=True)
+            if staged.copy:
+                with contextlib.suppress(OSError):  # no room in memory: the copy lacks a part, and gets no name
+                    copied[name] = write_part(staged.copy / name, part, durable=False)
+
+        try:
+            parts = len(in_threads(export(), work, self._bucket_bytes, progress))
+            whole = checksum(staged.contents)
+            finish(staged.folder, sizes, whole, asdict(base) if base and held is not None else None, durable=True)
+            if staged.copy and len(copied) == parts:
+                finish(staged.copy, copied, whole, durable=False)
+        except BaseException:
+            staged.remove()
+            raise
+        return staged
+
+    def _name(self, staged: _Staged, version: Version) -> None:
+        """Make what was staged the tensors of `version`."""
+        try:
+            self._versions.put(staged.folder, version)
+            if self._copies and staged.copy and (staged.copy / "index.json").exists():
+                self._copies.name(staged.copy, version)
+        finally:
+            staged.remove()
+
+    def _retire(self, newest: int) -> None:
+        """Remove tensors that no receiver takes any more: neither for themselves nor as the base of a change."""
+        there = self._versions.on_disk()
+        kept = [path for path in there if number_of(path) > newest - KEPT_FILES]
+        if len(kept) == len(there):
+            return
+        needed = {path.name for path in kept} | {name for path in kept for name in bases(path)}
+        for path in there:
+            if path.name not in needed:
+                self._versions.remove(path)
+
+    def _answer(self, asked: frozenset[str]) -> None:
+        for name in asked:
+            self._versions.remove(self._run.weights / "wanted" / name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """Tensors on their way to a name."""
+
+    folder: Path
+    copy: Path | None
+    contents: Contents
+
+    def remove(self) -> None:
+        """Nothing where it has its name."""
+        for path in filter(None, (self.folder, self.copy)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 class FileReceiver:
     """A worker's side."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, front: Path | None = None) -> None:
         self._run = run
+        self._copies = NodeCopies(run, front) if front else None
         self._seen: tuple[tuple[int, int] | None, Version | None] = (None, None)
 
     def newest(self) -> Version | None:
@@ -107,56 +187,25 @@ class FileReceiver:
         except FileNotFoundError:
             return None
         if (stat.st_ino, stat.st_mtime_ns) != self._seen[0]:
-            self._seen = ((stat.st_ino, stat.st_mtime_ns), _newest(self._run))
+            self._seen = ((stat.st_ino, stat.st_mtime_ns), latest(self._run))
         return self._seen[1]
 
     @contextlib.contextmanager
-    def fetch(self, version: Version) -> Iterator[Iterator[tuple[str, Tensor]]]:
-        """The tensors of `version`, their file compared with the manifest's checksum first. Raises WeightsError."""
-        manifest = _manifest(self._run, version.number, version.lineage)
-        if manifest is None:
-            raise WeightsError(
-                f"version {version.number} (lineage {version.lineage}) has no manifest: it was never published"
-            )
-        path = self._run.weights / manifest["file"]
-        try:
-            found = _checksum(path)
-            if found != version.checksum:
-                raise DamagedWeights(f"'{path}' has checksum {found}, its manifest says {version.checksum}: refused")
-            opened = safe_open(path, framework="pt")
-        except FileNotFoundError:
-            raise WeightsError(f"version {version.number} was retired: take the newest one") from None
-        with opened as file:
-            yield ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
+    def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """The tensors of `version`, compared with the manifest's checksums first. Raises WeightsError."""
+        expected(self._run, version)
+        if not tensors_path(self._run, version).exists():
+            raise self._missing(version)
+        yield iter(read(self._run, version, self._copies, progress).items())
 
+    def _missing(self, version: Version) -> WeightsError:
+        """A version that is not on disk; the newest one is asked for."""
+        if version != latest(self._run):
+            return WeightsError(f"version {version.number} was retired: take the newest one")
+        asks = self._run.weights / "wanted"
+        asks.mkdir(exist_ok=True)
+        (asks / name_of(version)).touch()
+        return WeightsError(f"version {version.number} is not on disk yet: the trainer is asked for it")
 
-def _newest(run: RunDir) -> Version | None:
-    latest = read_json(run.weights / "latest.json")
-    return None if latest is None else _version(latest)
-
-
-def _version(about: dict[str, Any]) -> Version:
-    return Version(about["number"], about["lineage"], about["incarnation"], about["checksum"])
-
-
-def _manifest_path(run: RunDir, number: int, lineage: int) -> Path:
-    return run.weights / f"v{number:08d}.l{lineage}.json"
-
-
-def _manifest(run: RunDir, number: int, lineage: int) -> dict[str, Any] | None:
-    manifest: dict[str, Any] | None = read_json(_manifest_path(run, number, lineage))
-    return manifest
-
-
-def _checksum(path: Path) -> str:
-    if not path.stat().st_size:
-        return xxhash.xxh3_128_hexdigest(b"")  # nothing can be mapped
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        return xxhash.xxh3_128_hexdigest(view)
-
-
-def _remove_fenced(path: Path, via: Path) -> None:
-    gone = via / path.name
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, gone)
-        gone.unlink()
+    def close(self) -> None:
+        pass

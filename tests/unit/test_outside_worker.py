@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     run = RunDir(tmp_path)
     run.create()
     (via := run.lease / "000001").mkdir()
-    FilePublisher(run, via, 1).publish(VERSION, [("w", torch.full((2,), float(VERSION)))])
+    FilePublisher(run, via, 1).publish(VERSION, lambda: [("w", torch.full((2,), float(VERSION)))])
     Queue(run).put(Order(f"o{batch:06d}-000", ((0, 5), (0, 6)), 2, 1, batch) for batch in (2, 3, 4))
     yield run
     end(run)

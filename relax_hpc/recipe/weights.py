@@ -1,0 +1,56 @@
+"""[weights]: how new versions reach the rollout workers, and what each transport reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Union
+
+from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
+
+from relax_hpc.recipe.table import Key, Table, conflict, named
+
+
+class Weights(Table):
+    """What all transports have."""
+
+    bucket_mb: PositiveInt = Key(
+        256, "Megabytes of weights that are gathered while as many are on their way; one larger tensor is its own bucket.", resume=True
+    )  # fmt: skip
+
+
+class FileWeights(Weights):
+    """Safetensors files in the run directory, checksummed, published like a shard. Whoever comes, and when, can read them."""
+
+    transport: Literal["file"] = Key("file", "Files in the run directory.")
+    front: Path | None = Key(
+        None,
+        "A directory in memory (such as /dev/shm): the first worker of a node copies a version there, the others map it.",
+        resume=True,
+    )
+    full_every: PositiveInt = Key(
+        1, "Of so many versions one is written whole, the others as what changed (lossless); above 1 needs `front`.", resume=True
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _has_a_base(self) -> FileWeights:
+        if self.full_every > 1 and self.front is None:
+            raise conflict(
+                f"weights.full_every = {self.full_every} writes changes, and what they are against is kept in memory: "
+                'set weights.front (such as "/dev/shm"), or weights.full_every = 1'
+            )
+        return self
+
+
+class CollectiveWeights(Weights):
+    """Broadcast in a group of the trainer and the workers (gloo on CPUs); what misses it is read from files."""
+
+    transport: Literal["collective"] = Key("collective", "A group of torch.distributed.")
+    timeout_s: PositiveFloat = Key(
+        30.0, "A worker that does not take part for so long is left out, and the group formed again.", resume=True
+    )
+
+
+AnyWeights = Annotated[
+    Union[Annotated[FileWeights, Tag("file")], Annotated[CollectiveWeights, Tag("collective")]],
+    named("transport", default=lambda v: "file"),
+]

@@ -1,0 +1,104 @@
+"""What a version holds, whatever carries it: every tensor's name, type, shape and checksum, and one checksum of them all.
+
+A tensor's checksum is the XXH3-128 of its bytes; the version's is that of all tensors' lines in the order of their names. It
+depends on nothing else: not on the order of export, buckets, files or transport.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_hpc.weights.base import DamagedWeights
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "BOOL": torch.bool,
+}  # fmt: skip
+"""By the names that safetensors gives them."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a version."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        return DTYPES[self.dtype].itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+
+Contents = dict[str, Entry]
+"""By the tensors' names."""
+
+
+def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
+    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def entry(tensor: Tensor) -> Entry:
+    """Describe a tensor. The GIL is free while its bytes are read."""
+    if tensor.dtype not in NAMES:
+        raise ValueError(f"a tensor of type {tensor.dtype} cannot be published: use one of {sorted(map(str, NAMES))}")
+    return Entry(NAMES[tensor.dtype], tuple(tensor.shape), xxhash.xxh3_128_hexdigest(as_bytes(tensor).data))
+
+
+def checksum(contents: Contents) -> str:
+    """Of the whole version."""
+    lines = (f"{name}\0{e.dtype}\0{list(e.shape)}\0{e.checksum}\n" for name, e in sorted(contents.items()))
+    return xxhash.xxh3_128_hexdigest("".join(lines).encode())
+
+
+def to_plain(contents: Contents) -> dict[str, Any]:
+    """As a manifest has it."""
+    return {name: [e.dtype, list(e.shape), e.checksum] for name, e in sorted(contents.items())}
+
+
+def from_plain(plain: Mapping[str, Any]) -> Contents:
+    return {name: Entry(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in plain.items()}
+
+
+def compare(expected: Contents, found: Mapping[str, Entry], where: str) -> None:
+    """Raises DamagedWeights unless `found` is exactly what the manifest says."""
+    for name in expected.keys() | found.keys():
+        wanted, got = expected.get(name), found.get(name)
+        if wanted != got:
+            raise DamagedWeights(
+                f"{where}: tensor '{name}' has {_words(got)}, its manifest says {_words(wanted)}: refused"
+            )
+
+
+def _words(value: Entry | None) -> str:
+    return (
+        f"checksum {value.checksum} ({value.dtype} {list(value.shape)})"
+        if value
+        else "nothing of that name, no checksum"
+    )
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in order, in lists of at most `bucket_bytes`, or of one tensor that is larger."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,165 @@
+"""A version's tensors in a folder: safetensors files of a quarter bucket each, written and read by several threads.
+
+FOLDER/part-0000.safetensors …    some tensors each; any reader of safetensors takes them
+FOLDER/index.json                 the version's checksum, the parts with their sizes; what a change is against
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from relax_hpc.run_dir import read_json, sync_folder, to_json, write_file
+from relax_hpc.weights.base import DamagedWeights, Progress, WeightsError
+from relax_hpc.weights.contents import DTYPES, NAMES, Contents, Entry, as_bytes, buckets, compare, entry
+
+THREADS = 4
+BUCKET_BYTES = 256 << 20
+ALIGNMENT = 8
+"""Of the data in a safetensors file, by its specification."""
+PROGRESS_S = 1.0
+
+Named = list[tuple[str, Tensor]]
+T = TypeVar("T")
+
+
+def in_threads(
+    tensors: Iterable[tuple[str, Tensor]],
+    work: Callable[[int, Named], T],
+    bucket_bytes: int,
+    progress: Progress = lambda: None,
+) -> list[T]:
+    """`work` on each quarter bucket in threads while the next one is gathered; at most two buckets are held at a time."""
+    part_bytes = bucket_bytes // 4
+    todo: dict[Future[T], int] = {}
+    futures: list[Future[T]] = []
+
+    def room_for(size: int) -> None:
+        while todo and sum(todo.values()) + size > 2 * bucket_bytes:
+            for future in wait(todo, timeout=PROGRESS_S, return_when=FIRST_COMPLETED).done:
+                del todo[future]
+                future.result()
+            progress()
+
+    with ThreadPoolExecutor(THREADS, "weights") as pool:
+        try:
+            for number, part in enumerate(buckets(tensors, part_bytes)):
+                size = sum(tensor.nbytes for _, tensor in part)
+                room_for(size + 2 * part_bytes)  # this one, the one that is gathered next, and the tensor that ends it
+                future = pool.submit(work, number, part)
+                todo[future] = size
+                futures.append(future)
+                del part
+                progress()
+            room_for(2 * bucket_bytes)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def part_name(number: int) -> str:
+    return f"part-{number:04d}.safetensors"
+
+
+def write_part(path: Path, tensors: Named, *, durable: bool) -> int:
+    """Write a safetensors file straight from the tensors' memory; its bytes."""
+    # Wide types first: every tensor is aligned to its own width then.
+    arranged = sorted(tensors, key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
+    header: dict[str, Any] = {}
+    begin = 0
+    for name, tensor in arranged:
+        end = begin + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    write_file(path, [struct.pack("<Q", len(text)) + text, *(as_bytes(t).data for _, t in arranged)], durable=durable)
+    return 8 + len(text) + begin
+
+
+def read_part(path: Path, size: int) -> dict[str, Tensor]:
+    """The tensors of a part, mapped privately. Raises DamagedWeights where it is no such file."""
+    try:
+        there = os.stat(path).st_size
+        if there != size:
+            raise DamagedWeights(
+                f"'{path}' has {there} bytes, {size} were written (a checksum of it cannot be right): refused"
+            )
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        (length,) = struct.unpack("<Q", bytes(data[:8].tolist()))
+        header = json.loads(as_bytes(data[8 : 8 + length]).tobytes())
+        found = {}
+        for name, about in header.items():
+            dtype, (begin, end) = DTYPES[about["dtype"]], about["data_offsets"]
+            if end - begin != math.prod(about["shape"]) * dtype.itemsize:
+                raise ValueError(f"tensor '{name}'")
+            found[name] = data[8 + length + begin : 8 + length + end].view(dtype).reshape(about["shape"])
+    except (ValueError, KeyError, TypeError, RuntimeError, IndexError, struct.error) as error:
+        raise DamagedWeights(
+            f"'{path}' is no safetensors file ({error}); its checksum cannot be right: refused"
+        ) from error
+    return found
+
+
+def finish(
+    folder: Path, sizes: Mapping[str, int], checksum: str, base: dict[str, Any] | None = None, *, durable: bool
+) -> None:
+    """Write the index of a folder whose parts are all there."""
+    about = {"checksum": checksum, "base": base, "parts": dict(sizes)}
+    write_file(folder / "index.json", to_json(about), durable=durable)
+    if durable:
+        sync_folder(folder)
+
+
+def read_index(folder: Path, checksum: str) -> dict[str, Any]:
+    """Raises WeightsError when the folder is not there (any more), or is of another version than that with `checksum`."""
+    try:
+        index: dict[str, Any] | None = read_json(folder / "index.json")
+    except ValueError as error:
+        raise DamagedWeights(f"'{folder / 'index.json'}' is damaged: {error}; its checksum cannot be right") from error
+    if index is None:
+        raise WeightsError(f"'{folder}' was retired, or was never written: take the newest version")
+    if index.get("checksum") != checksum:
+        raise DamagedWeights(
+            f"'{folder}' holds a version of checksum {index.get('checksum')}, {checksum} is asked for: refused"
+        )
+    return index
+
+
+def read_parts(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
+    """All tensors of a folder. Raises WeightsError when it is retired meanwhile."""
+    found: dict[str, Tensor] = {}
+    try:
+        for name, size in index["parts"].items():
+            found |= read_part(folder / name, size)
+    except FileNotFoundError:
+        if not folder.exists():
+            raise WeightsError(f"'{folder}' was retired while it was read: take the newest version") from None
+        raise DamagedWeights(f"'{folder}' lacks a part: no checksum of it can be right") from None
+    return found
+
+
+def digest(
+    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES, progress: Progress = lambda: None
+) -> Contents:
+    """What the tensors are."""
+    contents: Contents = {}
+    work: Callable[[int, Named], dict[str, Entry]] = lambda _, part: {name: entry(tensor) for name, tensor in part}
+    for some in in_threads(tensors, work, bucket_bytes, progress):
+        contents |= some
+    return contents
+
+
+def verify(expected: Contents, tensors: Mapping[str, Tensor], where: str, progress: Progress = lambda: None) -> None:
+    """Raises DamagedWeights unless the tensors are what the manifest says, to the bit."""
+    compare(expected, digest(tensors.items(), progress=progress), where)

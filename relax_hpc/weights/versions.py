@@ -1,0 +1,150 @@
+"""Which versions there are: manifests, and the name of the newest. The same for every transport.
+
+    WEIGHTS/v00000012.l0.json        the manifest; it makes the version exist, and is created exclusively
+    WEIGHTS/v00000012.l0.i3/         its tensors, where they are on disk (see parts.py); written by incarnation 3
+    WEIGHTS/latest.json              the newest version's name: the one small file that workers poll
+    WEIGHTS/wanted/                  made by a worker that needs the newest version on disk
+
+A replayed version is compared with the manifest of the one published before. If the checksums differ (another GPU, another
+layout), it opens a new lineage and is published whole; workers that hold the old one take the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.run_dir import RunDir, publish, read_json, replace, sync_folder, to_json
+from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
+from relax_hpc.weights.contents import Contents, checksum, from_plain, to_plain
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A published version and what it holds."""
+
+    version: Version
+    contents: Contents
+
+
+class Versions:
+    """The trainer's hand on them. `via`: the incarnation's folder; when a successor has renamed it, all of this fails."""
+
+    def __init__(self, run: RunDir, via: Path, incarnation: int) -> None:
+        self.run, self.via, self._incarnation = run, via, incarnation
+        self.lineage = 0
+
+    def find(self, number: int) -> Manifest | None:
+        """Version `number` of the newest lineage that has one; that of the lineage we are in when none has."""
+        found = [int(p.stem.partition(".l")[2]) for p in self.run.weights.glob(f"v{number:08d}.l*.json")]
+        return manifest(self.run, number, max([self.lineage, *found]))
+
+    def new(self, number: int, contents: Contents, replayed: Manifest | None) -> Version:
+        """The name of a version that differs from `replayed`, where it was published before."""
+        found = [int(p.stem.partition(".l")[2]) for p in self.run.weights.glob(f"v{number:08d}.l*.json")]
+        lineage = replayed.version.lineage + 1 if replayed else max([self.lineage, *found])
+        return Version(number, lineage, self._incarnation, checksum(contents))
+
+    def announce(self, version: Version, contents: Contents) -> None:
+        """Make it exist, and the newest. Raises FileNotFoundError if fenced."""
+        about = {**asdict(version), "tensors": to_plain(contents)}
+        text = (json.dumps(about, separators=(",", ":")) + "\n").encode()
+        publish(manifest_path(self.run, version.number, version.lineage), text, via=self.via)
+        replace(self.run.weights / "latest.json", to_json(asdict(version)), via=self.via)
+        self.lineage = version.lineage
+
+    def catch_up(self, published: Manifest) -> Version:
+        """Take up a version that was published before. A trainer may have died before anybody could learn of it."""
+        version, newest = published.version, latest(self.run)
+        if newest is None or (newest.lineage, newest.number) < (version.lineage, version.number):
+            replace(self.run.weights / "latest.json", to_json(asdict(version)), via=self.via)
+        self.lineage = version.lineage
+        return version
+
+    def stage(self) -> Path:
+        """An empty folder to write tensors into."""
+        folder = self.via / f"weights-{uuid.uuid4().hex}"
+        folder.mkdir()
+        return folder
+
+    def put(self, staged: Path, version: Version) -> None:
+        """Give a finished folder its name; one that is there already makes place."""
+        final = tensors_path(self.run, version)
+        if final.exists():
+            self.remove(final)
+        os.rename(staged, final)
+        sync_folder(final.parent)
+
+    def remove(self, path: Path) -> None:
+        """By way of our own folder: a superseded trainer deletes nothing."""
+        gone = self.via / f"{path.name}.{uuid.uuid4().hex}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, gone)
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+
+    def on_disk(self) -> list[Path]:
+        """The folders of versions, oldest first."""
+        return sorted(self.run.weights.glob("v????????.l*.i*"), key=number_of)
+
+    def forget(self, oldest_step: int) -> None:
+        """Manifests of versions before the oldest restorable checkpoint are compared with no more."""
+        for path in self.run.weights.glob("v*.json"):
+            if number_of(path) < oldest_step:
+                self.remove(path)
+
+
+def number_of(path: Path) -> int:
+    return int(path.name[1:9])
+
+
+def manifest_path(run: RunDir, number: int, lineage: int) -> Path:
+    return run.weights / f"v{number:08d}.l{lineage}.json"
+
+
+def tensors_path(run: RunDir, version: Version) -> Path:
+    return run.weights / name_of(version)
+
+
+def name_of(version: Version) -> str:
+    return f"v{version.number:08d}.l{version.lineage}.i{version.incarnation}"
+
+
+def manifest(run: RunDir, number: int, lineage: int) -> Manifest | None:
+    """A version's manifest; None when it was never published."""
+    path = manifest_path(run, number, lineage)
+    try:
+        about = read_json(path)
+        return None if about is None else Manifest(_version(about), from_plain(about["tensors"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedWeights(f"the manifest '{path}' is damaged: {error!r}: refused") from error
+
+
+def expected(run: RunDir, version: Version) -> Contents:
+    """What `version` must hold. Raises WeightsError when there is no such version."""
+    found = manifest(run, version.number, version.lineage)
+    if found is None:
+        raise WeightsError(
+            f"version {version.number} (lineage {version.lineage}) has no manifest: it was never published, or is older "
+            "than every checkpoint"
+        )
+    if found.version != version or checksum(found.contents) != version.checksum:
+        raise DamagedWeights(
+            f"version {version.number} (lineage {version.lineage}) has checksum {checksum(found.contents)} in its manifest, "
+            f"{version.checksum} is asked for: refused"
+        )
+    return found.contents
+
+
+def latest(run: RunDir) -> Version | None:
+    about = read_json(run.weights / "latest.json")
+    return None if about is None else _version(about)
+
+
+def _version(about: dict[str, Any]) -> Version:
+    return Version(about["number"], about["lineage"], about["incarnation"], about["checksum"])
