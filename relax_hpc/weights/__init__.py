@@ -5,16 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.weights import FileWeights
+from relax_hpc.recipe.weights import CollectiveWeights
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights.base import DamagedWeights, Export, Publisher, Receiver, Version, WeightsError
+from relax_hpc.weights.collective import CollectivePublisher, CollectiveReceiver
 from relax_hpc.weights.file import FilePublisher, FileReceiver
+from relax_hpc.weights.gloo import GlooMeeting
 
 __all__ = [
+    "CollectivePublisher",
+    "CollectiveReceiver",
     "DamagedWeights",
     "Export",
     "FilePublisher",
     "FileReceiver",
+    "GlooMeeting",
     "Publisher",
     "Receiver",
     "Version",
@@ -26,13 +31,15 @@ __all__ = [
 
 def make_publisher(recipe: Recipe, run: RunDir, via: Path, incarnation: int) -> Publisher:
     """The recipe's transport, the trainer's side. `via`: the folder that it commits through."""
-    w = recipe.weights
-    assert isinstance(w, FileWeights)
-    return FilePublisher(run, via, incarnation, bucket_bytes=w.bucket_mb << 20, front=w.front, full_every=w.full_every)
+    w, bucket_bytes = recipe.weights, recipe.weights.bucket_mb << 20
+    if isinstance(w, CollectiveWeights):
+        return CollectivePublisher(run, via, incarnation, GlooMeeting(run, w.timeout_s, via), bucket_bytes=bucket_bytes)
+    return FilePublisher(run, via, incarnation, bucket_bytes=bucket_bytes, front=w.front, full_every=w.full_every)
 
 
 def make_receiver(recipe: Recipe, run: RunDir, name: str) -> Receiver:
     """The recipe's transport, a worker's side. `name`: of the worker; nobody had it before."""
     w = recipe.weights
-    assert isinstance(w, FileWeights)
+    if isinstance(w, CollectiveWeights):
+        return CollectiveReceiver(run, name, GlooMeeting(run, w.timeout_s))
     return FileReceiver(run, w.front)

@@ -25,7 +25,7 @@ from relax_hpc.weights.base import Export, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry
 from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name, write_part
 from relax_hpc.weights.stored import NodeCopies, bases, chain, read
-from relax_hpc.weights.versions import Versions, expected, latest, name_of, number_of, tensors_path
+from relax_hpc.weights.versions import Manifest, Versions, expected, latest, name_of, number_of, tensors_path
 
 KEPT_FILES = 3
 """Newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners."""
@@ -61,10 +61,7 @@ class FilePublisher:
             self._repair(published.version, export, progress)
             version = self._versions.catch_up(published)
         else:
-            staged = self._stage(export, self._base(), progress)
-            version = self._versions.new(number, staged.contents, published)
-            self._name(staged, version)
-            self._versions.announce(version, staged.contents)
+            version = self._bring(number, export, published, progress)
             self._retire(number)
         self._answer(asked)
         return version
@@ -78,7 +75,15 @@ class FilePublisher:
     def close(self) -> None:
         pass
 
-    def write(self, version: Version, export: Export, progress: Progress = lambda: None) -> None:
+    def _bring(self, number: int, export: Export, replayed: Manifest | None, progress: Progress) -> Version:
+        """A version that was not there before: its bytes first, then its manifest."""
+        staged = self._stage(export, self._base(), progress)
+        version = self._versions.new(number, staged.contents, replayed)
+        self._name(staged, version)
+        self._versions.announce(version, staged.contents)
+        return version
+
+    def _write(self, version: Version, export: Export, progress: Progress = lambda: None) -> None:
         """Put the tensors of a published version on disk, whole."""
         staged = self._stage(export, None, progress)
         if checksum(staged.contents) != version.checksum:
@@ -95,7 +100,7 @@ class FilePublisher:
                 there = False
         self._checked = True
         if not there and (newest is None or newest == published):
-            self.write(published, export, progress)
+            self._write(published, export, progress)
 
     def _base(self) -> Version | None:
         """What the next version may be a change against; None when it is to be whole."""

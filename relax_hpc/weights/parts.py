@@ -37,6 +37,7 @@ def in_threads(
     work: Callable[[int, Named], T],
     bucket_bytes: int,
     progress: Progress = lambda: None,
+    threads: int = THREADS,
 ) -> list[T]:
     """`work` on each quarter bucket in threads while the next one is gathered; at most two buckets are held at a time."""
     part_bytes = bucket_bytes // 4
@@ -50,7 +51,7 @@ def in_threads(
                 future.result()
             progress()
 
-    with ThreadPoolExecutor(THREADS, "weights") as pool:
+    with ThreadPoolExecutor(threads, "weights") as pool:
         try:
             for number, part in enumerate(buckets(tensors, part_bytes)):
                 size = sum(tensor.nbytes for _, tensor in part)

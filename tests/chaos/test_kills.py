@@ -59,6 +59,21 @@ def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path,
     assert max(s["age_max"] for s in steps_of(killed.run)) <= 2
 
 
+@pytest.mark.timeout(300)
+def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_same_bits(tmp_path):
+    sets = ("async.max_staleness=0", "rollout.workers=2")
+    calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
+    calm.play(0, 24)
+    roles = ["rollout-0", "rollout-1", "trainer-0"]
+    killed = monkey(tmp_path, "killed", 24, 4, roles, lambda: None, *sets, "weights.transport=collective")
+    killed.play(3, 24)
+    sound(killed.run)
+    assert final_weights(killed.run, 24) == final_weights(calm.run, 24)
+    logs = "".join(path.read_text() for path in killed.run.logs.glob("trainer-0.*.log"))
+    assert "weights are broadcast to ['rollout-" in logs
+    assert len(list(killed.run.weights.glob("v????????.l*.json"))) > 2 * len(list(killed.run.weights.glob("v*.i*")))
+
+
 @pytest.fixture
 def endless(tmp_path):
     """A run that goes on until the test ends it; a list of processes to clean up."""

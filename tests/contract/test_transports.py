@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,24 @@ import torch
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
-from relax_hpc.weights import FilePublisher, FileReceiver, Publisher, Receiver, Version, WeightsError
+from relax_hpc.weights import (
+    CollectivePublisher,
+    CollectiveReceiver,
+    DamagedWeights,
+    FilePublisher,
+    FileReceiver,
+    GlooMeeting,
+    Publisher,
+    Receiver,
+    Version,
+    WeightsError,
+)
 from relax_hpc.weights.versions import tensors_path
 from tests.runs import wait_for
 
 torch.set_num_threads(1)
+LIMIT_S = 3.0
+"""How long one of a group may keep the others waiting."""
 
 
 @dataclass
@@ -31,10 +45,11 @@ class Transport:
     run: RunDir
     publisher: Callable[[Path, int], Publisher]
     receiver: Callable[[], Receiver]
-    flip: Callable[[Version], None]
-    """Change one byte of a version's tensors behind everybody's back."""
-    fetch_for_ever: str
-    """A program: argv[1] is the run; prints a line when it has begun to fetch, and goes on fetching."""
+    settle: Callable[[Publisher], None] = lambda publisher: None
+    """Returns when what is published next reaches those who are there."""
+    keeps_older: bool = True
+    """Whether versions before the newest can be had for a while."""
+    now: Remembering | None = None
 
     def incarnation(self, number: int) -> Path:
         """The folder of a new incarnation; the one before is fenced."""
@@ -44,37 +59,32 @@ class Transport:
         via.mkdir(parents=True)
         return via
 
-    def trainer(self, number: int) -> Publisher:
-        return self.publisher(self.incarnation(number), number)
+    def trainer(self, number: int) -> Remembering:
+        if self.now is not None:
+            self.now.publisher.close()
+        self.now = Remembering(self.publisher(self.incarnation(number), number), self.settle)
+        return self.now
 
 
-FETCH = """
-import sys
-from relax_hpc.run_dir import RunDir
-from relax_hpc.weights import FileReceiver
-receiver = FileReceiver(RunDir(sys.argv[1]))
-print("ready", flush=True)
-while True:
-    with receiver.fetch(receiver.newest()) as tensors:
-        for name, tensor in tensors:
-            tensor.clone()
-"""
+class Remembering:
+    """A trainer: its transport, and the weights that it holds."""
 
+    def __init__(self, publisher: Publisher, settle: Callable[[Publisher], None]) -> None:
+        self.publisher, self.settle = publisher, settle
 
-def flip_on_disk(run: RunDir) -> Callable[[Version], None]:
-    def flip(version: Version) -> None:
-        path = tensors_path(run, version) / "part-0000.safetensors"
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
+    def publish(self, number: int, seed: int | None = None) -> Version:
+        self.number, self.given = number, weights(number if seed is None else seed)
+        self.settle(self.publisher)
+        return self.publisher.publish(number, self.given.items)
 
-    return flip
+    def look(self) -> None:
+        """What it does all the time between two steps."""
+        if self.publisher.wanted():
+            self.publisher.publish(self.number, self.given.items)
 
 
 def file_transport(run: RunDir) -> Transport:
-    return Transport(
-        run, lambda via, n: FilePublisher(run, via, n), lambda: FileReceiver(run), flip_on_disk(run), FETCH
-    )
+    return Transport(run, lambda via, n: FilePublisher(run, via, n), lambda: FileReceiver(run))
 
 
 def file_with_changes(run: RunDir) -> Transport:
@@ -87,10 +97,25 @@ def file_with_changes(run: RunDir) -> Transport:
     def receiver() -> Receiver:
         return FileReceiver(run, run.root / f"node-{next(nodes) % 3}")
 
-    return Transport(run, publisher, receiver, flip_on_disk(run), FETCH)
+    return Transport(run, publisher, receiver)
 
 
-TRANSPORTS = {"file": file_transport, "file, changes": file_with_changes}
+def collective_transport(run: RunDir) -> Transport:
+    """One worker is there from the beginning; others that look for a version come late."""
+    receiver = CollectiveReceiver(run, f"worker-{uuid.uuid4().hex}", GlooMeeting(run, LIMIT_S))
+
+    def publisher(via: Path, number: int) -> Publisher:
+        return CollectivePublisher(run, via, number, GlooMeeting(run, LIMIT_S, via), bucket_bytes=256)
+
+    def settle(publisher: Publisher) -> None:
+        assert isinstance(publisher, CollectivePublisher)
+        wait_for(lambda: (publisher.wanted(), publisher.group)[1], 20)
+
+    return Transport(run, publisher, lambda: receiver, settle, keeps_older=False)
+
+
+FILES = ["file", "file, changes"]
+TRANSPORTS = {"file": file_transport, "file, changes": file_with_changes, "collective": collective_transport}
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -115,8 +140,16 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 
 def fetch(transport: Transport, version: Version) -> dict[str, Tensor]:
-    with transport.receiver().fetch(version) as tensors:
-        return {name: tensor.clone() for name, tensor in tensors}
+    """As a worker does: what is not there yet is asked for."""
+    for _ in range(2):
+        try:
+            with transport.receiver().fetch(version) as tensors:
+                return {name: tensor.clone() for name, tensor in tensors}
+        except WeightsError as error:
+            if "asked for it" not in str(error) or transport.now is None:
+                raise
+            transport.now.look()
+    raise AssertionError("asked for, and not brought")
 
 
 def assert_bits(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -130,9 +163,8 @@ def _bytes(tensor: Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def publish(publisher: Publisher, number: int, seed: int | None = None) -> Version:
-    given = weights(number if seed is None else seed)
-    return publisher.publish(number, given.items)
+def publish(publisher: Remembering, number: int, seed: int | None = None) -> Version:
+    return publisher.publish(number, seed)
 
 
 def newest(transport: Transport) -> Version:
@@ -152,7 +184,7 @@ def test_a_late_joiner_gets_the_newest_and_its_neighbour_is_still_there(transpor
     publisher = transport.trainer(1)
     versions = [publish(publisher, n) for n in range(6)]
     assert newest(transport) == versions[5]
-    for version in versions[4:]:
+    for version in versions[4 if transport.keeps_older else 5 :]:
         assert_bits(fetch(transport, version), weights(version.number))
 
 
@@ -175,10 +207,14 @@ def test_a_version_of_other_bits_is_refused(transport: Transport) -> None:
         fetch(transport, Version(version.number, version.lineage, version.incarnation, "0" * 32))
 
 
-def test_a_flipped_bit_is_refused_before_a_tensor_is_given(transport: Transport) -> None:
+@pytest.mark.parametrize("transport", FILES, indirect=True)
+def test_a_flipped_bit_on_disk_is_refused_before_a_tensor_is_given(transport: Transport) -> None:
     version = publish(transport.trainer(1), 0)
-    transport.flip(version)
-    with pytest.raises(WeightsError, match="checksum"), transport.receiver().fetch(version):
+    path = tensors_path(transport.run, version) / "part-0000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedWeights, match="checksum"), transport.receiver().fetch(version):
         pytest.fail("a tensor was served")
 
 
@@ -206,7 +242,8 @@ def test_a_replay_that_differs_opens_a_lineage(transport: Transport) -> None:
     other = publish(successor, 4, seed=44)
     assert (other.number, other.lineage) == (4, 1) and newest(transport) == other
     assert_bits(fetch(transport, other), weights(44))
-    assert_bits(fetch(transport, before[5]), weights(5))  # who reads it may finish
+    if transport.keeps_older:
+        assert_bits(fetch(transport, before[5]), weights(5))  # who reads it may finish
     fifth = publish(successor, 5, seed=55)
     assert fifth.lineage == 1 and newest(transport) == fifth
 
@@ -236,7 +273,8 @@ def test_a_name_belongs_to_one_content_for_ever(transport: Transport) -> None:
         for number, seed in enumerate(seeds, begin):
             version = publish(publisher, number, seed)
             assert seen.setdefault((version.number, version.lineage), version.checksum) == version.checksum
-            assert_bits(fetch(transport, version), weights(seed))
+            if transport.keeps_older or version == newest(transport):
+                assert_bits(fetch(transport, version), weights(seed))
 
 
 def test_a_fenced_publisher_changes_nothing(transport: Transport) -> None:
@@ -247,15 +285,29 @@ def test_a_fenced_publisher_changes_nothing(transport: Transport) -> None:
         with pytest.raises(FileNotFoundError):
             publish(publisher, number, seed)
     assert newest(transport) == versions[2]
-    for version in versions:
+    for version in versions if transport.keeps_older else []:
         assert_bits(fetch(transport, version), weights(version.number))
 
 
-def test_receivers_killed_while_they_fetch_harm_nothing(transport: Transport) -> None:
+FETCH = """
+import sys
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights import FileReceiver
+receiver = FileReceiver(RunDir(sys.argv[1]))
+print("ready", flush=True)
+while True:
+    with receiver.fetch(receiver.newest()) as tensors:
+        for name, tensor in tensors:
+            tensor.clone()
+"""
+
+
+@pytest.mark.parametrize("transport", FILES[:1], indirect=True)
+def test_file_receivers_killed_while_they_fetch_harm_nothing(transport: Transport) -> None:
     publisher = transport.trainer(1)
     publish(publisher, 0)
     for attempt in range(2):
-        command = [sys.executable, "-c", transport.fetch_for_ever, str(transport.run.root)]
+        command = [sys.executable, "-c", FETCH, str(transport.run.root)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         time.sleep(0.05)
@@ -298,6 +350,7 @@ def test_file_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: P
         begin = max(0, version.number - 2)
 
 
+@pytest.mark.parametrize("transport", FILES, indirect=True)
 def test_file_one_that_died_before_it_said_newest_is_made_good(transport: Transport) -> None:
     """Manifest published, then killed: the replay finds the version there, and workers must hear of it all the same."""
     run = transport.run
@@ -313,6 +366,7 @@ def test_file_one_that_died_before_it_said_newest_is_made_good(transport: Transp
     assert publish(successor, 1) == first == newest(transport)
 
 
+@pytest.mark.parametrize("transport", FILES, indirect=True)
 def test_file_cut_to_nothing_is_refused(transport: Transport) -> None:
     version = publish(transport.trainer(1), 0)
     (path,) = transport.run.weights.glob("v*/part-0000.safetensors")
@@ -321,11 +375,12 @@ def test_file_cut_to_nothing_is_refused(transport: Transport) -> None:
         fetch(transport, version)
 
 
+@pytest.mark.parametrize("transport", FILES, indirect=True)
 def test_file_keeps_no_more_tensors_than_it_says(transport: Transport) -> None:
     publisher = transport.trainer(1)
     for n in range(8):
         publish(publisher, n)
     assert 3 <= len(list(transport.run.weights.glob("v*.i*"))) <= 5, "three, and what they are a change against"
-    publisher.forget(6)
+    publisher.publisher.forget(6)
     assert sorted(p.name[:9] for p in transport.run.weights.glob("v*.json")) == ["v00000006", "v00000007"]
     assert not list(transport.run.weights.glob(".*"))

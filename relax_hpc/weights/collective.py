@@ -1,0 +1,178 @@
+"""Versions broadcast from the trainer to all workers at once, while they are exported: what gloo and MPI have in common.
+
+    trainer: export ──► parts ──► thread: checksum, broadcast ──► manifest ──► latest
+    worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
+
+Nothing that comes this way is served before latest.json names its checksum, so a sender that was superseded, or died in the
+middle, changes nothing. Who missed a broadcast (it came later, or was left out of a group that broke) asks for files, and the
+trainer writes that version before its next step. A member that dies makes the broadcast fail within the time limit; that
+version goes by files, and a new group is formed by a thread while the trainer goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.watch import FolderWatch
+from relax_hpc.weights.base import Export, Progress, Version
+from relax_hpc.weights.contents import checksum
+from relax_hpc.weights.file import FilePublisher, FileReceiver
+from relax_hpc.weights.meeting import Called, announce, called, members_folder
+from relax_hpc.weights.parts import BUCKET_BYTES
+from relax_hpc.weights.versions import Manifest, expected, tensors_path
+from relax_hpc.weights.wire import Group, GroupError, dismiss, receive, send
+
+log = logging.getLogger(__name__)
+POLL_S = 0.02
+GRACE_S = 1.0
+"""How long a version that was just named may still be on its way to a member of the group."""
+ANNOUNCE_EVERY_S = 1.0
+
+
+class Meeting(Protocol):
+    """How a group comes about."""
+
+    def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
+        """The trainer's side: a group with those of `names` who answer, and who they are. Raises GroupError."""
+        ...
+
+    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
+        """A worker's side. Raises GroupError when it was left out, or `given_up`."""
+        ...
+
+
+class CollectivePublisher(FilePublisher):
+    """The trainer's side; what the group cannot bring goes by files."""
+
+    def __init__(
+        self, run: RunDir, via: Path, incarnation: int, meeting: Meeting, *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        super().__init__(run, via, incarnation, bucket_bytes=bucket_bytes)
+        self._meeting, self._members = meeting, FolderWatch(members_folder(run))
+        self.group: Group | None = None
+        self.joined: frozenset[str] = frozenset()
+        self._forming: threading.Thread | None = None
+        self._formed: tuple[Group, frozenset[str]] | None = None
+
+    def wanted(self) -> bool:
+        self._look_after_group()
+        return super().wanted()
+
+    def close(self) -> None:
+        if self.group is not None:
+            dismiss(self.group)
+            self.group = None
+
+    def _bring(self, number: int, export: Export, replayed: Manifest | None, progress: Progress) -> Version:
+        self._look_after_group()
+        if self.group is None:
+            return super()._bring(number, export, replayed, progress)
+        contents, broken = send(self.group, export, self._bucket_bytes, progress)
+        if broken is not None:
+            log.warning("version %d: the group of %s broke: %s", number, sorted(self.joined), broken)
+            self.group.close()
+            self.group, self.joined = None, frozenset()
+        version = self._versions.new(number, contents, replayed)
+        self._versions.announce(version, contents)
+        return version
+
+    def _look_after_group(self) -> None:
+        """Take up a group that was formed; have one formed, by a thread, when others are there than are in it."""
+        if self._forming is not None and not self._forming.is_alive():
+            self._forming = None
+            if self._formed is not None:
+                self.close()
+                (self.group, self.joined), self._formed = self._formed, None
+                log.info("weights are broadcast to %s", sorted(self.joined))
+        names = self._members.names()
+        if self._forming is None and names and names != self.joined:
+            self._forming = threading.Thread(target=self._form, args=(names,), daemon=True)
+            self._forming.start()
+
+    def _form(self, names: frozenset[str]) -> None:
+        try:
+            self._formed = self._meeting.form(names)
+        except (GroupError, OSError) as error:
+            log.warning("no group of %s: %s; versions go by files until there is one", sorted(names), error)
+
+
+class CollectiveReceiver(FileReceiver):
+    """A worker's side. `name`: nobody had it before."""
+
+    def __init__(self, run: RunDir, name: str, meeting: Meeting) -> None:
+        super().__init__(run)
+        self._name, self._meeting = name, meeting
+        self._received: dict[str, dict[str, Tensor]] = {}
+        """The version that came last, by its checksum."""
+        self._on_its_way, self.sessions, self._closed = False, 0, False
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @contextlib.contextmanager
+    def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        expected(self._run, version)
+        deadline = time.monotonic() + GRACE_S
+        while (tensors := self._received.get(version.checksum)) is None:
+            late = time.monotonic() > deadline and not self._on_its_way
+            comes = self.sessions and not late and version == self.newest()
+            if not comes or tensors_path(self._run, version).exists():
+                with super().fetch(version, progress) as read:
+                    yield read
+                return
+            progress()
+            time.sleep(POLL_S / 10)
+        yield iter(tensors.items())
+        self._received.pop(version.checksum, None)
+
+    def close(self) -> None:
+        self._closed = True
+        (members_folder(self._run) / self._name).unlink(missing_ok=True)
+
+    def _watch(self) -> None:
+        """Say that we are here; take part in every group that names us, each in a thread, so that one that hangs holds up none."""
+        last, announced = "", 0.0
+        while not self._closed:
+            try:
+                if time.monotonic() - announced > ANNOUNCE_EVERY_S:
+                    announce(self._run, self._name)
+                    announced = time.monotonic()
+                group = called(self._run)
+                if group is not None and group.id != last and self._name in group.names:
+                    last = group.id
+                    threading.Thread(target=self._take_part, args=(group,), daemon=True).start()
+            except OSError as error:
+                log.warning("the run directory does not answer: %s", error)
+            time.sleep(POLL_S)
+
+    def _take_part(self, called_group: Called) -> None:
+        """Receive what this group sends, until it breaks or is given up."""
+        joined = False
+
+        def outdated() -> bool:
+            now = called(self._run)
+            return self._closed or now is None or now.id != called_group.id
+
+        try:
+            group = self._meeting.join(called_group, self._name, outdated)
+            self.sessions, joined = self.sessions + 1, True
+            while (version := receive(group, self._begun)) is not None:
+                contents, tensors = version
+                self._received = {checksum(contents): tensors}
+                self._on_its_way = False
+            group.close()
+        except (GroupError, OSError) as error:
+            log.warning("left the group: %s", error)
+        finally:
+            self._on_its_way = False
+            self.sessions -= joined
+
+    def _begun(self) -> None:
+        self._on_its_way = True

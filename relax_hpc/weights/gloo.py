@@ -1,0 +1,108 @@
+"""A group of torch.distributed over gloo, between processes that come and go.
+
+The store by which they find each other is a file in the run directory, so nothing listens for it (the file system must have
+flock). Gloo itself does: it opens a port on every member, on the interface that GLOO_SOCKET_IFNAME names (on loopback when
+all are on one host), without authentication. Whoever can reach these ports can disturb a broadcast; a version cannot be
+forged, for its checksum is in the manifest.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
+from relax_hpc.weights.wire import GroupError
+
+POLL_S = 0.02
+
+
+class GlooGroup:
+    """Rank 0 sends. See relax_hpc.weights.wire.Group."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float, local: bool) -> None:
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = self._timeout
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        if interface:
+            device = dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        elif local:
+            device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        else:
+            device = dist.ProcessGroupGloo.create_default_device()
+        options._devices = [device]
+        self._group = dist.ProcessGroupGloo(store, rank, world, options)
+
+    def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
+        try:
+            for work in [self._group.broadcast([tensor], options) for tensor in tensors if tensor.numel()]:
+                work.wait()
+        except RuntimeError as error:
+            raise GroupError(str(error)) from error
+
+    def close(self) -> None:
+        """Its connections go with it."""
+        del self._group
+
+
+class GlooMeeting:
+    """See relax_hpc.weights.collective.Meeting. `via`: the trainer's folder; a worker has none."""
+
+    def __init__(self, run: RunDir, timeout_s: float, via: Path | None = None) -> None:
+        self._run, self._timeout_s, self._via = run, timeout_s, via
+
+    def form(self, names: frozenset[str]) -> tuple[GlooGroup, frozenset[str]]:
+        assert self._via is not None
+        group_id = uuid.uuid4().hex
+        store = self._store(group_id)
+        for old in self._run.weights.glob("group-*"):
+            if old.name != f"group-{group_id}":
+                old.unlink(missing_ok=True)
+        group = call(self._run, self._via, group_id, names)
+        here: frozenset[str] = frozenset()
+        deadline = time.monotonic() + CHECK_IN_S
+        while here != names and time.monotonic() < deadline:
+            here |= {name for name in names - here if store.check([f"here/{name}"])}
+            time.sleep(POLL_S)
+        leave_out(self._run, names - here)
+        order = sorted(here)
+        store.set("go", json.dumps(order))
+        if not here:
+            raise GroupError(f"nobody answered within {CHECK_IN_S:.0f} s")
+        return self._connected(store, 0, len(order), group), here
+
+    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> GlooGroup:
+        store = self._store(group.id)
+        store.set(f"here/{name}", "")
+        while not store.check(["go"]):
+            if given_up():
+                raise GroupError("another group was called meanwhile")
+            time.sleep(POLL_S)
+        order = json.loads(store.get("go"))
+        if name not in order:
+            raise GroupError("answered too late, and was left out")
+        return self._connected(store, 1 + order.index(name), len(order), group)
+
+    def _connected(self, store: dist.Store, rank: int, workers: int, group: Called) -> GlooGroup:
+        try:
+            return GlooGroup(dist.PrefixStore("gloo", store), rank, 1 + workers, self._timeout_s, group.local)
+        except RuntimeError as error:
+            raise GroupError(str(error)) from error
+
+    def _store(self, group_id: str) -> dist.Store:
+        store = dist.FileStore(str(self._run.weights / f"group-{group_id}"))
+        store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
+        return store

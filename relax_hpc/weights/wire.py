@@ -1,0 +1,142 @@
+"""How a version goes through a group: parts with a description each, checksums on both sides.
+
+size of the description · the description (names, types, shapes) · segments of bytes · … · END
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from relax_hpc.weights.base import Export, Progress
+from relax_hpc.weights.contents import DTYPES, NAMES, Contents, as_bytes, entry
+from relax_hpc.weights.parts import Named, in_threads
+
+SEGMENT_BYTES = 4 << 20
+"""Smaller tensors are put together to so many bytes; larger ones are sent from where they are, and received where they stay."""
+END, OVER = 0, -1
+"""In place of a size: the version is whole; the group is given up."""
+ALIGNMENT = 16
+IDLE_S = 24 * 3600.0
+"""Between two versions; a sender that dies is noticed at once, one whose host is lost when a new group is formed."""
+
+
+class GroupError(Exception):
+    """The group did not come about, or broke: a member is gone, or did not take part in time."""
+
+
+class Group(Protocol):
+    """Connected processes, of which the first one sends."""
+
+    def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
+        """Send these bytes, or receive into them; nobody waits longer than `timeout_s` for another. Raises GroupError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def send(group: Group, export: Export, bucket_bytes: int, progress: Progress) -> tuple[Contents, GroupError | None]:
+    """Export a version into the group; what it is, and how the group broke, if it did."""
+    contents: Contents = {}
+    broken: list[GroupError] = []
+
+    def work(_: int, part: Named) -> None:
+        contents.update({name: entry(tensor) for name, tensor in part})
+        if not broken:
+            try:
+                _send_part(group, part)
+            except GroupError as error:
+                broken.append(error)
+
+    in_threads(export(), work, bucket_bytes, progress, threads=1)
+    try:
+        if not broken:
+            group.broadcast([torch.tensor([END])])
+    except GroupError as error:
+        broken.append(error)
+    return contents, broken[0] if broken else None
+
+
+def dismiss(group: Group) -> None:
+    """Tell the members that this group sends no more."""
+    with contextlib.suppress(GroupError):  # then they know
+        group.broadcast([torch.tensor([OVER])])
+    group.close()
+
+
+def receive(group: Group, begun: Callable[[], None]) -> tuple[Contents, dict[str, Tensor]] | None:
+    """The next version; None when the group is given up. `begun`: called when its first part comes. Raises GroupError."""
+    contents: Contents = {}
+    tensors: dict[str, Tensor] = {}
+    size = torch.empty(1, dtype=torch.int64)
+    while True:
+        group.broadcast([size], IDLE_S if not tensors else None)
+        if int(size) in (END, OVER):
+            return (contents, tensors) if int(size) == END else None
+        begun()
+        for name, tensor in _receive_part(group, int(size)):
+            contents[name], tensors[name] = entry(tensor), tensor
+
+
+def _send_part(group: Group, part: Named) -> None:
+    about = json.dumps([[name, NAMES[t.dtype], list(t.shape)] for name, t in part]).encode()
+    group.broadcast([torch.tensor([len(about)])])
+    pieces = [torch.from_numpy(as_bytes(tensor)) for _, tensor in part]
+    segments = []
+    for run in _segments([len(piece) for piece in pieces]):
+        if len(run) == 1 and len(pieces[run[0]]) >= SEGMENT_BYTES:
+            segments.append(pieces[run[0]])
+            continue
+        flat = torch.zeros(sum(_padded(len(pieces[i])) for i in run), dtype=torch.uint8)
+        begin = 0
+        for i in run:
+            flat[begin : begin + len(pieces[i])] = pieces[i]
+            begin += _padded(len(pieces[i]))
+        segments.append(flat)
+    group.broadcast([torch.frombuffer(bytearray(about), dtype=torch.uint8), *segments])
+
+
+def _receive_part(group: Group, about_size: int) -> Named:
+    told = torch.empty(about_size, dtype=torch.uint8)
+    group.broadcast([told])
+    about = [(name, DTYPES[dtype], shape) for name, dtype, shape in json.loads(bytes(told.numpy()))]
+    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in about]
+    runs = _segments(sizes)
+    lone = [len(run) == 1 and sizes[run[0]] >= SEGMENT_BYTES for run in runs]
+    segments = [
+        torch.empty(sizes[run[0]] if alone else sum(_padded(sizes[i]) for i in run), dtype=torch.uint8)
+        for run, alone in zip(runs, lone, strict=True)
+    ]
+    group.broadcast(segments)
+    part: Named = []
+    for run, segment in zip(runs, segments, strict=True):
+        begin = 0
+        for i in run:
+            name, dtype, shape = about[i]
+            part.append((name, segment[begin : begin + sizes[i]].view(dtype).reshape(shape)))
+            begin += _padded(sizes[i])
+    return part
+
+
+def _segments(sizes: list[int]) -> list[list[int]]:
+    """Which pieces are sent as one: neighbours up to SEGMENT_BYTES; a larger one alone. The same on both sides."""
+    runs: list[list[int]] = []
+    total = SEGMENT_BYTES
+    for i, size in enumerate(sizes):
+        if total + size > SEGMENT_BYTES:
+            runs.append([])
+            total = 0
+        runs[-1].append(i)
+        total += size
+    return runs
+
+
+def _padded(size: int) -> int:
+    """Every piece of a segment begins where any type may."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

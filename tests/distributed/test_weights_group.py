@@ -1,0 +1,221 @@
+"""Versions broadcast between real processes, and what happens when one of them dies, hangs or lies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import Empty, Queue
+
+import pytest
+import torch
+from torch import Tensor
+
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights import CollectivePublisher, GlooMeeting, Version
+from relax_hpc.weights.versions import latest, tensors_path
+from relax_hpc.weights.wire import GroupError
+from tests.runs import wait_for
+
+LIMIT_S = 3.0
+SLACK_S = 2.0
+TENSORS, ELEMENTS = 8, 2_000_000
+
+WORKER = """
+import sys, time, torch
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights import CollectiveReceiver, GlooMeeting, WeightsError
+torch.set_num_threads(1)
+run, held, group = RunDir(sys.argv[1]), None, 0
+receiver = CollectiveReceiver(run, sys.argv[2], GlooMeeting(run, float(sys.argv[3])))
+while True:
+    if receiver.sessions != group:
+        group = receiver.sessions
+        print("groups", group, flush=True)
+    newest = receiver.newest()
+    if newest is not None and newest != held:
+        try:
+            with receiver.fetch(newest) as tensors:
+                sums = {float(tensor.float().mean()) for _, tensor in tensors}
+            held = newest
+            print("holds", newest.number, *sums, flush=True)
+        except WeightsError:
+            pass
+    time.sleep(0.01)
+"""
+
+SENDER = """
+import os, sys
+from pathlib import Path
+import tests.distributed.test_weights_group as t
+from relax_hpc.run_dir import RunDir
+trainer = t.Trainer(RunDir(sys.argv[1]), 2)
+trainer.gather({"b", "c"})
+print("sends", flush=True)
+trainer.publish(6, at_half=lambda: os.kill(os.getpid(), 9))
+"""
+
+
+class Worker:
+    """A process that takes every version it can get, and what it says."""
+
+    def __init__(self, run: RunDir, name: str) -> None:
+        command = [sys.executable, "-c", WORKER, str(run.root), name, str(LIMIT_S)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.lines: Queue[str] = Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+
+    def says(self, expected: str, meanwhile: Callable[[], object] = lambda: None, timeout_s: float = 20) -> None:
+        """Wait for a line, which comes before any other version."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            meanwhile()
+            try:
+                line = self.lines.get(timeout=0.02)
+            except Empty:
+                assert time.monotonic() < deadline, f"'{expected}' never came"
+                continue
+            if line == expected:
+                return
+            assert not (line.startswith("holds") and expected.startswith("holds")), f"{line}, expected {expected}"
+
+
+class Trainer:
+    """What a trainer does with its transport."""
+
+    def __init__(self, run: RunDir, incarnation: int) -> None:
+        self.run, self.via = run, run.lease / "000001" / f"i{incarnation:06d}"
+        for old in run.lease.glob("000001/i??????"):
+            old.rename(old.with_name(old.name + ".over"))
+        self.via.mkdir(parents=True)
+        meeting = GlooMeeting(run, LIMIT_S, self.via)
+        self.publisher = CollectivePublisher(run, self.via, incarnation, meeting, bucket_bytes=4 * ELEMENTS)
+        self.number = -1
+
+    def gather(self, names: set[str]) -> None:
+        wait_for(lambda: (self.look(), self.publisher.joined == names)[1], 20)
+
+    def publish(self, number: int, at_half: Callable[[], None] = lambda: None) -> tuple[Version, float]:
+        """And the seconds that it took."""
+        self.number, began = number, time.monotonic()
+        return self.publisher.publish(number, lambda: self.export(at_half)), time.monotonic() - began
+
+    def export(self, at_half: Callable[[], None] = lambda: None) -> Iterator[tuple[str, Tensor]]:
+        for i in range(TENSORS):
+            if i == TENSORS // 2:
+                at_half()
+            yield f"layer.{i}", torch.full((ELEMENTS,), float(self.number)).bfloat16()
+
+    def look(self) -> None:
+        """Between two steps."""
+        if self.publisher.wanted() and self.number >= 0:
+            self.publisher.publish(self.number, self.export)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    return run
+
+
+@pytest.fixture
+def start(run: RunDir) -> Iterator[Callable[[str], Worker]]:
+    workers: list[Worker] = []
+
+    def begin(name: str) -> Worker:
+        workers.append(Worker(run, name))
+        return workers[-1]
+
+    yield begin
+    for worker in workers:
+        worker.process.kill()
+        worker.process.wait()
+
+
+def test_a_group_that_loses_members_and_gets_new_ones(run: RunDir, start: Callable[[str], Worker]) -> None:
+    a, b, trainer = start("a"), start("b"), Trainer(run, 1)
+    on_disk = lambda version: tensors_path(run, version).exists()
+    trainer.gather({"a", "b"})
+    version, _ = trainer.publish(0)
+    for worker in (a, b):
+        worker.says("holds 0 0.0")
+    assert not on_disk(version), "it came by files"
+
+    # A receiver is killed in mid-broadcast: an error within the limit, the version goes by files, the others go on.
+    version, seconds = trainer.publish(1, at_half=lambda: (a.process.kill(), a.process.wait())[0])
+    assert seconds < LIMIT_S + SLACK_S
+    b.says("holds 1 1.0", trainer.look)
+    assert on_disk(version)
+    trainer.gather({"b"})
+    version, _ = trainer.publish(2)
+    b.says("holds 2 2.0")
+    assert not on_disk(version)
+
+    # One that hangs holds nobody up for longer than the limit.
+    version, seconds = trainer.publish(3, at_half=lambda: b.process.send_signal(signal.SIGSTOP))
+    assert LIMIT_S / 2 < seconds < LIMIT_S + SLACK_S
+    b.process.send_signal(signal.SIGCONT)
+    b.says("holds 3 3.0", trainer.look)
+
+    # One that comes late takes the version there is by files, and the next one from the group.
+    c = start("c")
+    c.says("holds 3 3.0", trainer.look)
+    trainer.gather({"b", "c"})
+    version, _ = trainer.publish(4)
+    for worker in (b, c):
+        worker.says("holds 4 4.0")
+    assert not on_disk(version)
+
+    # A byte that changes on the wire: what arrives is not the version that was announced.
+    group, broadcast = trainer.publisher.group, trainer.publisher.group.broadcast
+
+    def flip(tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
+        sent = [tensor.clone() for tensor in tensors]
+        sent[-1][-1] ^= len(sent[-1]) >= 2 * ELEMENTS
+        broadcast(sent, timeout_s)
+
+    group.broadcast = flip
+    version, _ = trainer.publish(5)
+    for worker in (b, c):
+        worker.says("holds 5 5.0", trainer.look)
+    assert on_disk(version), "a worker took bits that nobody announced"
+
+    # The sender is killed in mid-broadcast: an error within the limit; everybody holds what it held.
+    trainer.publisher.close()
+    for worker in (b, c):
+        worker.says("groups 0")
+    with subprocess.Popen([sys.executable, "-c", SENDER, str(run.root)], stdout=subprocess.PIPE, text=True) as sender:
+        assert sender.stdout is not None and sender.stdout.readline() == "sends\n"
+        assert sender.wait(20) == -signal.SIGKILL
+    for worker in (b, c):
+        worker.says("groups 0", timeout_s=LIMIT_S + SLACK_S)
+    assert (latest(run) or version).number == 5
+    successor = Trainer(run, 3)
+    successor.gather({"b", "c"})
+    version, _ = successor.publish(6)
+    for worker in (b, c):
+        worker.says("holds 6 6.0")
+    assert not on_disk(version) and version.incarnation == 3
+
+
+def test_nobody_answers(run: RunDir) -> None:
+    """Names of the dead cost some seconds of a thread, once; the trainer publishes by files meanwhile."""
+    (run.weights / "members").mkdir()
+    (run.weights / "members" / "dead").write_text("{}")
+    trainer = Trainer(run, 1)
+    version, seconds = trainer.publish(0)
+    assert seconds < 2 and tensors_path(run, version).exists()
+    with pytest.raises(GroupError, match="nobody answered"):
+        GlooMeeting(run, LIMIT_S, trainer.via).form(frozenset({"dead"}))
+    assert not os.listdir(run.weights / "members")
