@@ -23,6 +23,7 @@ from relax_hpc.engines.base import Completion, Sampling
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.stops import StopStrings
+from relax_hpc.experts import one_by_one
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish
 
@@ -87,10 +88,10 @@ class TorchEngine:
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        own = self.model.state_dict()
-        aliases = (
-            set(own) - {name for name, _ in self.model.named_parameters()} - {n for n, _ in self.model.named_buffers()}
-        )
+        model_type = self.model.config.get_text_config().model_type
+        own = one_by_one(self.model.state_dict(), model_type)
+        real = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        aliases = set(own) - set(one_by_one(real, model_type))
         given = dict(tensors)
         differences = [f"'{n}' is missing" for n in own if n not in given and n not in aliases]
         differences += [f"'{n}' is unknown" for n in given if n not in own]

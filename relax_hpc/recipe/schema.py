@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
+from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
@@ -47,6 +48,9 @@ class TinyModel(Table):
     layers: PositiveInt = Key(3, "Transformer layers.")
     heads: PositiveInt = Key(4, "Attention heads; must divide hidden_size.")
     kv_heads: PositiveInt = Key(2, "Key/value heads; must divide heads.")
+    experts: int = Key(0, "Experts of each layer, in place of its MLP (Qwen3-MoE); 0 is a dense model.", ge=0)
+    experts_per_token: PositiveInt = Key(2, "Experts that a token goes through; at most `experts`.")
+    moe_intermediate_size: PositiveInt = Key(64, "Width of an expert's gated MLP.")
     context: PositiveInt = Key(256, "Longest sequence in tokens, prompt and answer together.")
     alphabet: str = Key(
         "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>."
@@ -59,9 +63,18 @@ class TinyModel(Table):
                 f"model.heads = {self.heads} must divide hidden_size = {self.hidden_size}, "
                 f"and model.kv_heads = {self.kv_heads} must divide heads"
             )
+        if self.experts and self.experts_per_token > self.experts:
+            raise conflict(f"model.experts_per_token = {self.experts_per_token} exceeds model.experts = {self.experts}")
         if len(set(self.alphabet)) != len(self.alphabet):
             raise conflict("model.alphabet names a character twice")
         return self
+
+    @property
+    def sizes(self) -> Sizes:
+        """What a parallel plan must divide."""
+        dense = 0 if self.experts else self.intermediate_size
+        expert = self.moe_intermediate_size if self.experts else 0
+        return Sizes(self.heads, self.kv_heads, self.layers, dense, self.experts, expert)
 
 
 Model = Annotated[
@@ -147,8 +160,14 @@ class Async(Table):
 class Trainer(Table):
     """The trainer role."""
 
-    backend: Literal["torch"] = Key("torch", "Hugging Face transformers on torch, data parallel.")
-    processes: PositiveInt = Key(1, "Data-parallel processes, over all nodes.")
+    backend: Literal["torch", "megatron"] = Key(
+        "torch",
+        "`torch`: Hugging Face transformers, data parallel; `megatron`: Megatron-core, every kind of parallelism ([trainer.parallel]).",
+    )
+    processes: PositiveInt = Key(
+        1, "Processes, over all nodes; all of them are data parallel, less what `parallel` takes."
+    )
+    parallel: Parallel = Key(Parallel(), "How the model is split; for the megatron backend alone.")
     nodes: PositiveInt = Key(1, "Nodes that share the processes evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key(
@@ -175,6 +194,11 @@ class Trainer(Table):
     @model_validator(mode="after")
     def _spreads(self) -> Trainer:
         even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)
+        if self.backend == "torch" and self.parallel.model_fields_set:
+            raise conflict('[trainer.parallel] is for trainer.backend = "megatron": set that, or remove the table')
+        wrong = misfit(self.parallel, self.processes, None)
+        if wrong:
+            raise conflict(wrong)
         return self
 
 
@@ -361,6 +385,9 @@ class Recipe(Table):
                 f"rollout.max_new_tokens = {self.rollout.max_new_tokens} leaves no room for a prompt in "
                 f"model.context = {self.model.context}: lower the one or raise the other"
             )
+        wrong = misfit(self.trainer.parallel, self.trainer.processes, getattr(self.model, "sizes", None))
+        if wrong:
+            raise conflict(wrong)
         if self.warmup and any(isinstance(s, FileSource) and not s.answer_key for s in self.source):
             raise conflict("[warmup] learns the sources' answers, but a source has an empty answer_key")
         if self.slurm and self.slurm.shape == "single" and self.trainer.nodes != self.rollout.nodes:

@@ -8,7 +8,14 @@ from pathlib import Path
 import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from relax_hpc.recipe.schema import PathModel, TinyModel
 from relax_hpc.run_dir import RunError
@@ -53,26 +60,33 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     tokenizer = character_tokenizer(model.alphabet)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads,
-        head_dim=model.hidden_size // model.heads,
-        max_position_embeddings=model.context,
-        tie_word_embeddings=True,
-        initializer_range=model.hidden_size
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.hidden_size // model.heads,
+        "max_position_embeddings": model.context,
+        "tie_word_embeddings": True,
+        "initializer_range": model.hidden_size
         ** -0.5,  # the customary 0.02 suits wide models; narrow ones learn several times slower
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        dtype="float32",
-    )
+        "bos_token_id": None,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "dtype": "float32",
+    }
+    experts = {
+        "num_experts": model.experts,
+        "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.moe_intermediate_size,
+        "norm_topk_prob": True,
+    }
+    config = Qwen3MoeConfig(**shape, **experts) if model.experts else Qwen3Config(**shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = Qwen3ForCausalLM(config)
+        policy = AutoModelForCausalLM.from_config(config)
     transformers.utils.logging.disable_progress_bar()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

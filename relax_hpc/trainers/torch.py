@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,19 +24,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
-from relax_hpc.algorithms import Algorithm, LossInputs, make_algorithm
-from relax_hpc.algorithms.kl import k3
+from relax_hpc.algorithms import Algorithm, make_algorithm
 from relax_hpc.data.packing import MicroBatch, pack, plan
+from relax_hpc.experts import one_by_one
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.build import weights_folder
 from relax_hpc.trainers.forward import check_head, token_logprobs
 from relax_hpc.trainers.optim import FlatGradients, learning_rate
+from relax_hpc.trainers.token_loss import PolicyLoss, TokenLoss, add, as_rollouts
 
 T = TypeVar("T")
-TokenLoss = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, [M] logprobs, [M] entropies) -> ([M] losses, metrics as [M] tensors)."""
 
 
 class TorchTrainer:
@@ -61,39 +60,14 @@ class TorchTrainer:
     def step(
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        advantages = algorithm.advantages(rollouts)
-        if advantages.shape != rollouts.tokens.shape:
-            raise RunError(
-                f"{type(algorithm).__name__}.advantages returned shape {list(advantages.shape)} for {rollouts.tokens.size} tokens: "
-                "one number a token is expected"
-            )
-        behaviour = torch.from_numpy(rollouts.logprobs)
-        temperature = self.recipe.rollout.temperature
-
-        def loss_of(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            chosen = torch.from_numpy(batch.targets)
-            inputs = LossInputs(
-                logprobs=logprobs,
-                behaviour=behaviour[chosen].to(self.device),
-                advantages=advantages[chosen].to(self.device),
-                reference=self._reference_logprobs(rollouts, batch, temperature)
-                if "reference" in algorithm.needs
-                else None,
-            )
-            loss, metrics = algorithm.loss(inputs)
-            kl = k3(inputs.behaviour, logprobs.detach())  # of behaviour to current: the tokens are the behaviour's
-            return loss, {"kl": kl, "entropy": entropies, **metrics}
-
+        loss = PolicyLoss(rollouts, algorithm, self.device)
         rate = learning_rate(self.recipe.trainer, step, self.recipe.run.steps)
-        return self._optimise(rollouts, loss_of, temperature, rate, progress)
+        return self._optimise(rollouts, loss, self.recipe.rollout.temperature, rate, progress)
 
     def supervised_step(
         self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
     ) -> float:
-        def loss_of(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            return -logprobs, {}
-
-        return self._optimise(_as_rollouts(prompts, answers), loss_of, 1.0, learning_rate)["loss"]
+        return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
 
     def begin_training(self) -> None:
         self.optimizer = self._new_optimizer()
@@ -133,7 +107,7 @@ class TorchTrainer:
     def _optimise(
         self,
         rollouts: Rollouts,
-        loss_of: TokenLoss,
+        token_loss: TokenLoss,
         temperature: float,
         rate: float,
         progress: Callable[[], None] = lambda: None,
@@ -144,10 +118,10 @@ class TorchTrainer:
         if tokens == 0:
             return metrics
         self.gradients.zero()
-        sums = self._accumulate(rollouts, loss_of, temperature, tokens, progress)
+        sums = self._accumulate(rollouts, token_loss, temperature, tokens, progress)
         if self.world > 1:
             self.gradients.all_reduce()
-            sums = _add(self._gather(sums))
+            sums = add(self._gather(sums))
         metrics |= {name: value / tokens for name, value in sums.items()}
         metrics["grad_norm"] = norm = self.gradients.norm()
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
@@ -159,21 +133,18 @@ class TorchTrainer:
         return metrics
 
     def _accumulate(
-        self, rollouts: Rollouts, loss_of: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
+        self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
     ) -> dict[str, float]:
         """Add this rank's share to the gradients; sums over its tokens of the loss and of the metrics."""
         sums: dict[str, float] = {}
         for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
             batch = pack(rollouts, rows)
-            loss, metrics = loss_of(batch, *self._logprobs(self.model, rollouts, batch, temperature))
-            wrong = [n for n, v in {"loss": loss, **metrics}.items() if v.shape != batch.targets.shape]
-            if wrong:
-                raise RunError(
-                    f"the algorithm's {wrong} have other shapes than [{batch.targets.size}]: one number a token is expected"
-                )
-            (loss.sum() / tokens).backward()
-            values = torch.stack([loss.detach(), *(v.detach().to(loss) for v in metrics.values())]).double().sum(1)
-            sums = _add([sums, dict(zip(["loss", *metrics], values.tolist(), strict=True))])
+            logprobs, entropies = self._logprobs(self.model, rollouts, batch, temperature)
+            needed = token_loss.needs_reference
+            reference = self._reference_logprobs(rollouts, batch, temperature) if needed else None
+            loss, said = token_loss(batch.targets, logprobs, entropies, reference)
+            (loss / tokens).backward()
+            sums = add([sums, said])
             progress()
         return sums
 
@@ -213,10 +184,10 @@ class TorchTrainer:
 
     @staticmethod
     def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-        """Parameters (tied ones once) and the buffers that belong to the state, by their Hugging Face names."""
+        """Parameters (tied ones once) and the buffers that belong to the state, by the names of Hugging Face's files."""
         every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = {name: value for name, value in model.state_dict().items() if name not in every}
-        return dict(model.named_parameters()) | buffers
+        return one_by_one(dict(model.named_parameters()) | buffers, model.config.get_text_config().model_type)
 
 
 def _device(choice: str, rank: int) -> torch.device:
@@ -243,31 +214,3 @@ def _load_model(folder: Path) -> PreTrainedModel:
         )
     policy: PreTrainedModel = model
     return policy
-
-
-def _add(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
-    return total
-
-
-def _as_rollouts(prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]]) -> Rollouts:
-    """Prompts and answers as samples whose every token is in the loss."""
-    tokens = np.concatenate([np.zeros(0, np.int32), *answers])
-    none = np.zeros(len(prompts), np.float32)
-    return Rollouts(
-        ids=[str(i) for i in range(len(prompts))],
-        group=np.arange(len(prompts)),
-        rewards=none,
-        raw_rewards=none,
-        prompt_tokens=np.concatenate([np.zeros(0, np.int32), *prompts]),
-        prompt_offsets=np.cumsum([0, *(len(p) for p in prompts)]),
-        tokens=tokens,
-        offsets=np.cumsum([0, *(len(a) for a in answers)]),
-        loss_mask=np.ones(len(tokens), np.uint8),
-        logprobs=np.zeros(len(tokens), np.float32),
-        versions=np.zeros(len(tokens), np.int32),
-        finish=none.astype(np.uint8),
-    )

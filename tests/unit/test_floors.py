@@ -17,7 +17,7 @@ PACKAGE = Path(relax_hpc.__file__).parent
 ROOT = PACKAGE.parent
 FLOORS = [
     {"recipe", "run_dir", "records", "registry", "telemetry"},
-    {"algorithms", "spool", "data"},
+    {"algorithms", "spool", "data", "experts"},
     {"engines", "trainers", "weights", "rewards", "environments", "checkpoint", "analysis"},
     {"roles"},
     {"launch", "cli"},

@@ -1,0 +1,26 @@
+"""The Megatron-core trainer. Megatron is imported where its CPU support stands, so nothing here imports it first.
+
+recipe's plan ──► process groups ──► chunks of the model on this process, filled from Hugging Face's files
+rollouts ──► packed micro-batches ──► Megatron's schedule of forwards and backwards ──► its optimizer
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+
+from relax_hpc.run_dir import RunError
+from relax_hpc.trainers.megatron.cpu import support
+
+if importlib.util.find_spec("megatron.core") is None:
+    raise RunError(
+        'trainer.backend = "megatron" needs Megatron-core: pip install "relax-hpc[megatron]", or use backend = "torch"'
+    )
+# Said once a process and no concern of a user's: kernels that are not installed, names that torch has new ones for.
+warnings.filterwarnings("ignore", module=r"megatron\.")
+warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
+warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+with support(megatron=False):
+    from relax_hpc.trainers.megatron.trainer import MegatronTrainer
+
+__all__ = ["MegatronTrainer"]

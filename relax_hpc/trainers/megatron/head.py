@@ -1,0 +1,124 @@
+"""Logprobs of chosen tokens from the last stage's hidden states, without the logits of a whole micro-batch.
+
+hidden [t / tensor, 1, H] ──gather──► [m] positions that predict ──head, vocabulary split, in chunks──► [m] ──► [M] everywhere
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from relax_hpc.trainers.forward import LOGITS_PER_CHUNK
+from relax_hpc.trainers.megatron.packing import MicroBatch
+
+
+class Policy(GPTModel):  # type: ignore[misc]
+    """A GPTModel whose last stage gives hidden states; `token_logprobs` applies its head to some of them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:  # token_logprobs gathers the hidden states, and their gradients, itself
+            self.output_layer.sequence_parallel = self.output_layer.allreduce_dgrad = False
+            self.output_layer.disable_grad_reduce = True
+
+    def _postprocess(self, hidden_states: Tensor, **ignored: Any) -> Tensor:
+        return hidden_states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[m, H] -> [m, V / tensor]"""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits: Tensor = self.output_layer(hidden[:, None], weight=weight)[0]
+        return logits[:, 0]
+
+
+def token_logprobs(
+    model: Policy, hidden: Tensor, batch: MicroBatch, targets: Tensor, temperature: float, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """([M] logprobs of `targets` under logits / temperature, [M] entropies without gradient), float32, on every process.
+
+    hidden: what the last stage gave; targets: [M] int64. Tokens beyond `vocabulary` only fill up the embedding.
+    """
+    groups = model.pg_collection
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)  # its gradients are summed
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
+    held = model.output_layer.output_size_per_partition
+    first = groups.tp.rank() * held
+    real = min(held, max(0, vocabulary - first))
+    chosen, wanted = hidden.flatten(0, 1)[batch.predictors], targets[batch.mine]
+    size = max(1, LOGITS_PER_CHUNK // held)
+    parts = [
+        checkpoint(_head, model, rows, tokens - first, real, temperature, use_reentrant=False)
+        if len(chosen) > size
+        else _head(model, rows, tokens - first, real, temperature)
+        for rows, tokens in zip(chosen.split(size), wanted.split(size), strict=True)
+    ]
+    logprobs, entropies = (torch.cat([part[i] for part in parts]) for i in range(2))
+    if groups.cp.size() == 1:
+        return logprobs, entropies
+    return tuple(_Everywhere.apply(x, batch.mine, len(targets), groups.cp) for x in (logprobs, entropies))  # type: ignore[return-value]
+
+
+def _head(model: Policy, hidden: Tensor, targets: Tensor, real: int, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = model.logits(hidden)[:, :real].float() / temperature
+    logprobs, entropies = _SplitLogprobs.apply(logits, targets, model.pg_collection.tp)
+    return logprobs, entropies
+
+
+class _SplitLogprobs(torch.autograd.Function):
+    """log_softmax over a vocabulary that is split over `group`, at one token each; and entropies."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
+        # logits: [m, v]; targets: [m], below 0 or above v where another process has the token
+        top = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
+        _reduce(top, group, dist.ReduceOp.MAX)
+        here = (targets >= 0) & (targets < logits.shape[1])
+        index = targets.where(here, 0)
+        exponentials = (logits - top[:, None]).exp()
+        chosen = (
+            logits.gather(-1, index[:, None]).squeeze(-1).where(here, 0) if logits.shape[1] else torch.zeros_like(top)
+        )
+        sums = torch.stack([exponentials.sum(-1), (exponentials * (logits - top[:, None])).sum(-1), chosen])
+        _reduce(sums, group, dist.ReduceOp.SUM)
+        total, weighted, chosen = sums
+        ctx.save_for_backward(exponentials / total[:, None], index, here)
+        entropies = total.log() - weighted / total
+        ctx.mark_non_differentiable(entropies)
+        return chosen - top - total.log(), entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        probabilities, index, here = ctx.saved_tensors
+        gradient = -probabilities * grads[0][:, None]
+        if gradient.shape[1]:
+            gradient.scatter_add_(-1, index[:, None], (grads[0] * here)[:, None])
+        return gradient, None, None
+
+
+class _Everywhere(torch.autograd.Function):
+    """The [m] values of each context-parallel process, as [M] on all of them. Each computes the same loss from them."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mine: Tensor, count: int, group: Any) -> Tensor:
+        ctx.save_for_backward(mine)
+        everywhere = values.new_zeros(count)
+        everywhere[mine] = values
+        dist.all_reduce(everywhere, group=group)
+        return everywhere
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return grads[0][ctx.saved_tensors[0]], None, None, None
+
+
+def _reduce(tensor: Tensor, group: Any, how: Any) -> None:
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=how, group=group)

@@ -1,0 +1,201 @@
+"""Samples -> packed micro-batches: sequences end to end in one row, as many micro-batches on every data-parallel rank.
+
+    samples ──balance──► a share a rank ──balance──► micro-batches under the token budget ──pack──► this rank's tokens
+
+Every rank must make the same number of forward passes, since experts and pipeline stages meet in them. With context
+parallelism over C processes each sequence is cut into 2C chunks, and process c holds chunks c and 2C - 1 - c.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_hpc.data.packing import balance
+from relax_hpc.records import Rollouts
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How sequences must be filled up, and which of their chunks this process holds."""
+
+    context: int
+    context_rank: int
+    tensor: int
+    """Processes over which sequence parallelism spreads the tokens; 1 without it."""
+
+    @property
+    def unit(self) -> int:
+        """Each sequence's length is a multiple of this."""
+        return 2 * self.context if self.context > 1 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some sequences of like length, for one call of attention; B sequences."""
+
+    queries: Tensor  # [B, Lq] index of this process's tokens
+    keys: Tensor  # [B, Lk] index of all tokens
+    mask: Tensor | None  # [B, 1, Lq, Lk] bool; None is causal
+    real: Tensor  # index of what is no padding, in [B * Lq]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayout:
+    blocks: list[Block]
+    order: Tensor  # [t] where each of this process's tokens is, in the blocks' outputs
+    gathered: Tensor  # [T] where each token is, among those gathered over the context-parallel processes
+
+
+@dataclass
+class Packed(PackedSeqParams):  # type: ignore[misc]
+    """A micro-batch's sequences as Megatron-core and Transformer Engine want them told, and as our own attention does."""
+
+    lengths: NDArray[np.int64] | None = None  # [n] of the filled-up sequences
+    layout: Layout | None = None
+
+    @cached_property
+    def attention(self) -> AttentionLayout:
+        """Computed once a micro-batch, for all layers."""
+        assert self.lengths is not None and self.layout is not None
+        return _attention_layout(self.lengths, self.layout, self.cu_seqlens_q.device)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward of one process reads. T tokens in all, t of them here; M tokens that enter the loss, m predicted here."""
+
+    tokens: Tensor  # [1, t] int64
+    positions: Tensor  # [1, t] int64 within the sequence
+    packed: Packed
+    targets: NDArray[np.int64]  # [M] the tokens in the loss, by their index in rollouts.tokens
+    predictors: Tensor  # [m] where, among the t tokens here, a token in the loss is predicted
+    mine: Tensor  # [m] which of the M tokens those are
+
+
+def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[list[list[int]]]:
+    """For each data-parallel rank its micro-batches of samples; equally many, a multiple of `multiple`, some maybe empty.
+
+    Samples without a token in the loss are left out; a sample above the budget stands alone.
+    """
+    counted = np.concatenate([[0], np.cumsum(rollouts.loss_mask, dtype=np.int64)])
+    used = np.flatnonzero(counted[rollouts.offsets[1:]] > counted[rollouts.offsets[:-1]])
+    lengths = rollouts.lengths()[used] - 1
+    shares = balance(lengths, ranks)
+    count = max(1, math.ceil(max(sum(int(lengths[i]) for i in share) for share in shares) / budget))
+    while True:
+        count = math.ceil(count / multiple) * multiple
+        parts = [balance(lengths[share], count) for share in shares]
+        sums = [
+            int(lengths[share][part].sum())
+            for share, cut in zip(shares, parts, strict=True)
+            for part in cut
+            if len(part) > 1
+        ]
+        if max(sums, default=0) <= budget:
+            return [
+                [[int(used[share[i]]) for i in part] for part in cut] for share, cut in zip(shares, parts, strict=True)
+            ]
+        count += max(1, count // 8)
+
+
+def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.device) -> MicroBatch:
+    """The arrays of one micro-batch; without samples, some tokens that enter no loss."""
+    sequences, targets, predictors = [], [], []
+    at = 0
+    for sample in samples:
+        first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
+        prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[sample : sample + 2])]
+        sequence = np.concatenate([prompt, rollouts.tokens[first : last - 1]])  # the last token predicts nothing
+        chosen = np.flatnonzero(rollouts.loss_mask[first:last])
+        targets.append(chosen + first)
+        predictors.append(at + len(prompt) - 1 + chosen)
+        sequences.append(_filled(sequence, layout.unit))
+        at += len(sequences[-1])
+    # padding goes behind the last sequence: causal attention does not see it
+    whole = layout.unit * layout.tensor
+    last_sequence = sequences.pop() if sequences else np.zeros(0, np.int64)
+    at -= len(last_sequence)
+    sequences.append(_filled(last_sequence, whole, max(1, at + len(last_sequence)) - at, at))
+    lengths = np.array([len(s) for s in sequences], np.int64)
+    held = _held(lengths, layout, layout.context_rank)
+    here = np.full(int(lengths.sum()), -1)
+    here[held] = np.arange(len(held))
+    chosen = here[np.concatenate([np.zeros(0, np.int64), *predictors])]
+    mine = np.flatnonzero(chosen >= 0)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return MicroBatch(
+        tokens=to(np.concatenate(sequences).astype(np.int64)[held])[None],
+        positions=to(positions[held])[None],
+        packed=_packed(lengths, layout, device),
+        targets=np.concatenate([np.zeros(0, np.int64), *targets]),
+        predictors=to(chosen[mine]),
+        mine=to(mine),
+    )
+
+
+def _filled(sequence: NDArray[np.int64], unit: int, least: int = 1, before: int = 0) -> NDArray[np.int64]:
+    """`sequence` with zeros behind it, at least `least` long, so that with `before` tokens it is a multiple of `unit`."""
+    length = max(len(sequence), least)
+    return np.pad(sequence, (0, length + -(before + length) % unit - len(sequence)))
+
+
+def _packed(lengths: NDArray[np.int64], layout: Layout, device: torch.device) -> Packed:
+    bounds = torch.from_numpy(np.cumsum([0, *lengths])).to(device, torch.int32)
+    longest = int(lengths.max())
+    return Packed(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=lengths,
+        layout=layout,
+    )
+
+
+def _held(lengths: NDArray[np.int64], layout: Layout, rank: int) -> NDArray[np.int64]:
+    """[t] which tokens, of all sequences end to end, context-parallel process `rank` holds."""
+    if layout.context == 1:
+        return np.arange(int(lengths.sum()))
+    parts = []
+    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        chunks = (start + np.arange(length)).reshape(2 * layout.context, -1)
+        parts += [chunks[rank], chunks[-1 - rank]]
+    return np.concatenate(parts)
+
+
+def _attention_layout(lengths: NDArray[np.int64], layout: Layout, device: torch.device) -> AttentionLayout:
+    starts = np.cumsum([0, *lengths])[:-1]
+    share = lengths // layout.context  # tokens of each sequence that are here
+    here = np.cumsum([0, *share])[:-1]
+    held = _held(lengths, layout, layout.context_rank)
+    classes: dict[int, list[int]] = {}
+    for i, length in enumerate(lengths.tolist()):
+        classes.setdefault((length - 1).bit_length(), []).append(i)
+    to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    blocks, taken = [], []
+    for members in classes.values():
+        n, q, k = np.array(members), int(share[members].max()), int(lengths[members].max())
+        queries = here[n, None] + np.minimum(np.arange(q), share[n, None] - 1)
+        keys = starts[n, None] + np.minimum(np.arange(k), lengths[n, None] - 1)
+        real = np.flatnonzero(np.arange(q) < share[n, None])
+        mask = None
+        if layout.context > 1:  # a query sees the keys up to its own place in the sequence
+            places = held[queries] - starts[n, None]
+            mask = to(np.arange(k) <= places[:, :, None])[:, None]
+        blocks.append(Block(to(queries), to(keys), mask, to(real)))
+        taken.append(queries.ravel()[real])
+    order = np.argsort(np.concatenate(taken))
+    everyone = np.concatenate([_held(lengths, layout, rank) for rank in range(layout.context)])
+    return AttentionLayout(blocks, to(order), to(np.argsort(everyone)))

@@ -1,0 +1,276 @@
+"""One process of a Megatron-core trainer: tensor, sequence, pipeline, context, expert and data parallel.
+
+    rollouts ──plan──► this data-parallel rank's micro-batches ──reference forward, where one is needed──►
+    ──Megatron's schedule: forward, token_logprobs, algorithm.loss, backward──► gradients ──► norm ──finite?──► AdamW
+
+Each loss is divided by one global token count before its backward, and gradients are summed over all processes that hold
+other tokens: the sums are the same under every plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoConfig
+
+from relax_hpc.algorithms import Algorithm, make_algorithm
+from relax_hpc.recipe.parallel import misfit
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Rollouts
+from relax_hpc.run_dir import RunError
+from relax_hpc.trainers.build import weights_folder
+from relax_hpc.trainers.megatron import groups, weights
+from relax_hpc.trainers.megatron.cpu import supported
+from relax_hpc.trainers.megatron.head import Policy, token_logprobs
+from relax_hpc.trainers.megatron.model import build, refuse_foreign, transformer_config
+from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
+from relax_hpc.trainers.megatron.sizes import sizes
+from relax_hpc.trainers.optim import learning_rate
+from relax_hpc.trainers.token_loss import PolicyLoss, TokenLoss, add, as_rollouts
+
+T = TypeVar("T")
+
+
+class MegatronTrainer:
+    """See relax_hpc.trainers.base.Trainer."""
+
+    @supported
+    def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
+        self.recipe, self.rank, self.world = recipe, rank, world
+        config, parallel = recipe.trainer, recipe.trainer.parallel
+        self.device = _device(config.device, rank)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
+        refuse_foreign(self.hf)
+        wrong = misfit(parallel, config.processes, sizes(self.hf))
+        if wrong:
+            raise RunError(wrong)
+        self.groups = groups.join(parallel, recipe.run.seed)
+        torch.manual_seed(recipe.run.seed + rank)
+        self.layout = Layout(self.groups.cp.size(), self.groups.cp.rank(), parallel.tensor if parallel.sequence else 1)
+        self.config = transformer_config(self.hf, config)
+        folder = weights_folder(recipe.model, model_dir)
+        self.chunks = build(self.hf, self.config, self.groups)
+        weights.fill(self.chunks, folder, self.hf, self.groups)
+        self.parts = weights.parts(self.chunks, self.groups)
+        self.sending = weights.plan_export(self.parts, self.groups)
+        self.reduced = self._reduced()
+        self.optimizer = get_megatron_optimizer(_optimizer_config(recipe), self.reduced, use_gloo_process_groups=False)
+        self.reference: list[Policy] = []
+        if "reference" in make_algorithm(recipe.algorithm).needs:
+            self.reference = build(self.hf, self.config, self.groups)
+            self._refer()
+
+    @supported
+    def step(
+        self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        loss = PolicyLoss(rollouts, algorithm, self.device)
+        rate = learning_rate(self.recipe.trainer, step, self.recipe.run.steps)
+        return self._optimise(rollouts, loss, self.recipe.rollout.temperature, rate, progress)
+
+    @supported
+    def supervised_step(
+        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
+    ) -> float:
+        return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
+
+    @supported
+    def begin_training(self) -> None:
+        for optimizer in self._optimizers():  # master weights stay as they are
+            optimizer.optimizer.state.clear()
+            for group in optimizer.optimizer.param_groups:
+                group.pop("step", None)  # Transformer Engine's Adam counts there
+        self._refer()
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        yield from weights.export(self.parts, self.sending, self.hf, self.dtype)
+
+    def _optimise(
+        self,
+        rollouts: Rollouts,
+        token_loss: TokenLoss,
+        temperature: float,
+        rate: float,
+        progress: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Forward, backward, and one step of AdamW with learning rate `rate`, unless something is not finite."""
+        tokens = int(rollouts.loss_mask.sum())
+        metrics = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "tokens": float(tokens), "skipped": 0.0}
+        if tokens == 0:
+            return metrics
+        for chunk in self.reduced:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        batches = self._batches(rollouts)
+        reference: dict[int, Tensor] = {}
+        if token_loss.needs_reference:
+            reference = self._reference_logprobs(rollouts, batches, temperature)
+        sums: dict[str, float] = {}
+
+        def loss_of(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            nonlocal sums
+            progress()
+            loss, said = token_loss(batches[number].targets, logprobs, entropies, reference.get(number))
+            sums = add([sums, said])
+            return loss / tokens
+
+        self._run(self.reduced, rollouts, batches, temperature, loss_of)
+        # processes that share sequences or matrices computed the same numbers: one of them speaks
+        alone = self.groups.tp.rank() == self.groups.cp.rank() == 0
+        metrics |= {name: value / tokens for name, value in add(self._gather(sums if alone else {})).items()}
+        self.optimizer.prepare_grads()
+        metrics["grad_norm"] = norm = float(self.optimizer.get_grad_norm())
+        if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
+            return metrics | {"skipped": 1.0}
+        config = self.recipe.trainer
+        for optimizer in self._optimizers():
+            clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.clip_grad_norm, norm)
+            for group in optimizer.param_groups:
+                group["lr"], group["weight_decay"] = rate, config.weight_decay * group["wd_mult"]
+        self.optimizer.step_with_ready_grads()
+        return metrics
+
+    def _run(
+        self,
+        models: list[Any],
+        rollouts: Rollouts,
+        batches: list[MicroBatch],
+        temperature: float,
+        loss_of: Callable[[int, Tensor, Tensor], Tensor],
+        forward_only: bool = False,
+    ) -> None:
+        """All micro-batches through Megatron's schedule; `loss_of` is called on the last stage, with each one's number."""
+
+        def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            number = next(numbers)
+            batch = batches[number]
+            hidden = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
+            policy = getattr(model, "module", model)
+            return hidden, partial(finish, policy, number)
+
+        def finish(policy: Policy, number: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+            batch = batches[number]
+            targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
+            said = token_logprobs(policy, hidden, batch, targets, temperature, self.hf.vocab_size)
+            # the token count is ours already, so Megatron's is not asked for
+            return loss_of(number, *said), torch.zeros((), dtype=torch.int, device=self.device), None
+
+        iterators = [iter(range(len(batches))) for _ in models]
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=models,
+            num_microbatches=len(batches),
+            seq_length=1,  # lengths vary: told with each tensor
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _reference_logprobs(
+        self, rollouts: Rollouts, batches: list[MicroBatch], temperature: float
+    ) -> dict[int, Tensor]:
+        """[M] of each micro-batch, on the last stage."""
+        if not self.reference:
+            raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
+        found: dict[int, Tensor] = {}
+
+        def keep(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+            found[number] = logprobs.detach()
+            return logprobs.sum()
+
+        with torch.no_grad():
+            self._run(self.reference, rollouts, batches, temperature, keep, forward_only=True)
+        return found
+
+    def _batches(self, rollouts: Rollouts) -> list[MicroBatch]:
+        parallel = self.recipe.trainer.parallel
+        # interleaved stages take micro-batches in rounds of as many as there are stages
+        multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+        shares = plan(
+            rollouts, self.groups.dp.size(), self.recipe.trainer.tokens_per_micro_batch * parallel.context, multiple
+        )
+        return [pack(rollouts, samples, self.layout, self.device) for samples in shares[self.groups.dp.rank()]]
+
+    def _reduced(self) -> list[Any]:
+        """The chunks, with gradients that are summed over the processes that hold the same parameters."""
+        parallel = self.recipe.trainer.parallel
+        config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+            overlap_grad_reduce=parallel.overlap,
+        )
+        reduced = [
+            DistributedDataParallel(self.config, config, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
+        self.config.finalize_model_grads_func = _finalize
+        if parallel.overlap:
+            self.config.no_sync_func = [c.no_sync for c in reduced] if len(reduced) > 1 else reduced[0].no_sync
+        return reduced
+
+    def _optimizers(self) -> list[Any]:
+        return [o for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer]) if not o.is_stub_optimizer]
+
+    def _refer(self) -> None:
+        """The weights of now are the reference."""
+        for frozen, chunk in zip(self.reference, self.chunks, strict=False):
+            frozen.load_state_dict(chunk.state_dict())
+            frozen.requires_grad_(False)
+
+    def _gather(self, value: T) -> list[T]:
+        """Every process's value, in the order of ranks (so that sums are the same everywhere)."""
+        if self.world == 1:
+            return [value]
+        values: list[T] = [value] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+
+def _finalize(chunks: list[Any], tokens: Tensor | None, **options: Any) -> None:
+    """Sum gradients; they are divided by the number of tokens already."""
+    finalize_model_grads(chunks, None, **options)
+
+
+def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
+    config = recipe.trainer
+    dtype = getattr(torch, config.dtype)
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad_norm,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
+
+
+def _device(choice: str, rank: int) -> torch.device:
+    if not torch.cuda.is_available():
+        if choice == "cuda":
+            raise RunError('trainer.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')
+        return torch.device("cpu")
+    if choice == "cpu":
+        raise RunError(
+            'trainer.device = "cpu", but Megatron-core takes a GPU where there is one: use "auto", or hide it (CUDA_VISIBLE_DEVICES=)'
+        )
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,134 @@
+"""Every way to split a model over processes makes the steps of the torch trainer on one; real gloo processes, started once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from relax_hpc.algorithms import make_algorithm
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.trainers import make_trainer
+from tests import tiny
+
+JOIN_S = 240
+WORLD = 4
+STEPS = 2
+LAYERS = 4
+ODD = "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n!"
+"""51 tokens with the special ones: no number of processes divides them."""
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"layers": LAYERS, "alphabet": ODD},
+    "experts": {"layers": LAYERS, "alphabet": ODD, "experts": 4, "moe_intermediate_size": 16},
+}
+SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data, optimizer shared": ("dense", {"overlap": True}),
+    "data, optimizer whole": ("dense", {"distributed_optimizer": False}),
+    "tensor": ("dense", {"tensor": 2}),
+    "tensor, sequence": ("dense", {"tensor": 2, "sequence": True, "recompute": "full"}),
+    "pipeline": ("dense", {"pipeline": 2}),
+    "pipeline, virtual": ("dense", {"pipeline": 2, "virtual_pipeline": 2}),
+    "context": ("dense", {"context": 2, "recompute": "selective"}),
+    "tensor, sequence, context": ("dense", {"tensor": 2, "sequence": True, "context": 2}),
+    "tensor, pipeline": ("dense", {"tensor": 2, "pipeline": 2}),
+    "expert": ("experts", {"expert": 2}),
+    "expert, tensor": ("experts", {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True}),
+    "expert, context, recomputed": ("experts", {"expert": 4, "context": 2, "recompute": "full"}),
+    "expert, pipeline": ("experts", {"expert": 2, "pipeline": 2, "distributed_optimizer": False}),
+}
+
+
+def recipe_of(model: str, **trainer: Any) -> Recipe:
+    return tiny.recipe(
+        model=MODELS[model],
+        trainer={"tokens_per_micro_batch": 60, "weight_decay": 0.1, "clip_grad_norm": 0.5, **trainer},
+        algorithm={"kl_coef": 0.3},
+        rollout={"temperature": 0.8},
+    )
+
+
+def steps(recipe: Recipe, where: Path, rank: int, world: int) -> tuple[list[dict[str, float]], Any]:
+    """(metrics of each step, the trainer)"""
+    trainer, algorithm = make_trainer(recipe, where, rank, world), make_algorithm(recipe.algorithm)
+    return [trainer.step(tiny.random_rollouts(14, seed=s), algorithm, s) for s in range(STEPS)], trainer
+
+
+def work(rank: int, folder: Path, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
+    try:
+        for name, (model, parallel) in SPLITS.items():
+            recipe = recipe_of(model, backend="megatron", processes=WORLD, parallel=parallel)
+            said, trainer = steps(recipe, folder / model, rank, WORLD)
+            weights = dict(trainer.export())
+            assert bool(weights) == (rank == 0)
+            if rank == 0:
+                save_file(weights, folder / f"{name}.safetensors")
+            results.put((rank, name, said, ""))
+    except BaseException:
+        results.put((rank, name, [], traceback.format_exc()))
+        raise
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[dict[str, float]]]]]:
+    """(folder with the exported weights, each split's metrics on every rank)"""
+    folder = tmp_path_factory.mktemp("splits")
+    for name in MODELS:
+        tiny.folder(recipe_of(name), folder / name)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=work, args=(rank, folder, results)) for rank in range(WORLD)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + JOIN_S
+    found: dict[str, list[list[dict[str, float]]]] = {name: [[]] * WORLD for name in SPLITS}
+    try:
+        for _ in range(WORLD * len(SPLITS)):
+            rank, name, said, error = results.get(timeout=max(1.0, deadline - time.monotonic()))
+            assert not error, f"rank {rank}, {name}: {error}"
+            found[name][rank] = said
+    finally:
+        for process in processes:
+            process.kill()
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def alone(
+    splits: tuple[Path, dict[str, Any]],
+) -> dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]]:
+    """Of each model: the torch trainer's metrics and weights, on one process."""
+    torch.set_num_threads(1)
+    found = {}
+    for name in MODELS:
+        said, trainer = steps(recipe_of(name), splits[0] / name, 0, 1)
+        found[name] = (said, dict(trainer.export()))
+    return found
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_split_makes_the_steps_of_one_process(
+    name: str, splits: tuple[Path, dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    folder, found = splits
+    expected, weights = alone[SPLITS[name][0]]
+    assert all(said == found[name][0] for said in found[name]), "metrics differ between ranks"
+    for mine, one in zip(found[name][0], expected, strict=True):
+        assert mine.keys() == one.keys()
+        for metric, value in one.items():
+            assert mine[metric] == pytest.approx(value, rel=2e-4, abs=1e-6), metric
+    exported = load_file(folder / f"{name}.safetensors")
+    assert exported.keys() == weights.keys()
+    for key, tensor in weights.items():
+        torch.testing.assert_close(exported[key], tensor, rtol=0, atol=2e-4, msg=key)
