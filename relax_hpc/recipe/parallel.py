@@ -25,7 +25,10 @@ class Sizes:
 
 
 class Parallel(Table):
-    """How the megatron backend splits the model over trainer.processes; what is left over is data parallel."""
+    """How the megatron backend splits the model over trainer.processes; what is left over is data parallel.
+
+    Data-parallel processes share the optimizer's state.
+    """
 
     tensor: PositiveInt = Key(1, "Processes that share every matrix; divides heads and key/value heads.")
     sequence: bool = Key(
@@ -38,7 +41,6 @@ class Parallel(Table):
     context: PositiveInt = Key(1, "Processes that share every sequence.")
     expert: PositiveInt = Key(1, "Processes that the experts are spread over, among the data-parallel ones.")
     expert_tensor: PositiveInt = Key(1, "Processes that share every expert's matrices.")
-    distributed_optimizer: bool = Key(True, "Data-parallel processes share the optimizer's state.")
     overlap: bool = Key(False, "Reduce gradients and gather parameters while computing.", resume=True)
     recompute: Literal["none", "selective", "full"] = Key(
         "none", "Activations computed again in the backward pass: none, those of attention, or all.", resume=True

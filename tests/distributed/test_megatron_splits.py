@@ -30,8 +30,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"layers": LAYERS, "alphabet": ODD, "experts": 4, "moe_intermediate_size": 16},
 }
 SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
-    "data, optimizer shared": ("dense", {"overlap": True}),
-    "data, optimizer whole": ("dense", {"distributed_optimizer": False}),
+    "data": ("dense", {"overlap": True}),
     "tensor": ("dense", {"tensor": 2}),
     "tensor, sequence": ("dense", {"tensor": 2, "sequence": True, "recompute": "full"}),
     "pipeline": ("dense", {"pipeline": 2}),
@@ -42,7 +41,7 @@ SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
     "expert": ("experts", {"expert": 2}),
     "expert, tensor": ("experts", {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True}),
     "expert, context, recomputed": ("experts", {"expert": 4, "context": 2, "recompute": "full"}),
-    "expert, pipeline": ("experts", {"expert": 2, "pipeline": 2, "distributed_optimizer": False}),
+    "expert, pipeline": ("experts", {"expert": 2, "pipeline": 2}),
 }
 
 

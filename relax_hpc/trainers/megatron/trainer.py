@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
@@ -31,8 +31,9 @@ from relax_hpc.recipe.parallel import misfit
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
+from relax_hpc.trainers import state_files
 from relax_hpc.trainers.build import weights_folder
-from relax_hpc.trainers.megatron import groups, weights
+from relax_hpc.trainers.megatron import groups, state, weights
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy, token_logprobs
 from relax_hpc.trainers.megatron.model import build, refuse_foreign, transformer_config
@@ -69,6 +70,7 @@ class MegatronTrainer:
         self.sending = weights.plan_export(self.parts, self.groups)
         self.reduced = self._reduced()
         self.optimizer = get_megatron_optimizer(_optimizer_config(recipe), self.reduced, use_gloo_process_groups=False)
+        self._begin_optimizer()
         self.reference: list[Policy] = []
         if "reference" in make_algorithm(recipe.algorithm).needs:
             self.reference = build(self.hf, self.config, self.groups)
@@ -90,14 +92,45 @@ class MegatronTrainer:
 
     @supported
     def begin_training(self) -> None:
-        for optimizer in self._optimizers():  # master weights stay as they are
-            optimizer.optimizer.state.clear()
-            for group in optimizer.optimizer.param_groups:
-                group.pop("step", None)  # Transformer Engine's Adam counts there
+        self._begin_optimizer()  # master weights stay as they are
         self._refer()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         yield from weights.export(self.parts, self.sending, self.hf, self.dtype)
+
+    @supported
+    def save(self, folder: Path) -> None:
+        states = state_files.rng_tensors(self.rank, self.device)
+        for other in self._gather(states):
+            states |= other
+        state.save(folder, self._sharded(loading=False), self.steps)
+        if self.rank == 0:
+            state_files.write(folder / state_files.RNG, states)
+        if self.world > 1:
+            dist.barrier()
+
+    @supported
+    def load(self, folder: Path) -> None:
+        self._begin_optimizer(counted=False)
+        loaded = state.load(folder, self._sharded(loading=True))
+        for what, chunks in (("model", self.chunks), ("reference", self.reference)):
+            for number, chunk in enumerate(chunks):
+                chunk.load_state_dict(loaded[what][f"model{number}"])
+        self.steps = loaded["steps"]
+        for number, optimizer in enumerate(self._optimizers()):
+            optimizer.load_parameter_state_from_fully_reshardable(loaded["optimizer"][str(number)])
+            state.count_steps(optimizer, self.steps)
+        state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
+
+    def _sharded(self, loading: bool) -> dict[str, Any]:
+        return state.sharded(self.chunks, self.reference, self._optimizers(), self.groups, loading)
+
+    def _begin_optimizer(self, counted: bool = True) -> None:
+        self.steps = 0
+        for optimizer in self._optimizers():
+            state.fresh(optimizer, 0)
+            if counted:
+                state.count_steps(optimizer, 0)
 
     def _optimise(
         self,
@@ -142,6 +175,7 @@ class MegatronTrainer:
             for group in optimizer.param_groups:
                 group["lr"], group["weight_decay"] = rate, config.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
+        self.steps += 1
         return metrics
 
     def _run(
@@ -210,7 +244,7 @@ class MegatronTrainer:
         parallel = self.recipe.trainer.parallel
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=parallel.distributed_optimizer,
+            use_distributed_optimizer=True,
             overlap_grad_reduce=parallel.overlap,
         )
         reduced = [
@@ -258,7 +292,7 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
         clip_grad=config.clip_grad_norm,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
+        use_distributed_optimizer=True,
     )
 
 
