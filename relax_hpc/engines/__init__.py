@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_hpc.engines.base import Completion, Engine, Sampling
+from relax_hpc.engines.base import Completion, Engine, EngineError, EngineRestarted, Sampling
+from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.recipe.schema import Recipe
 
-__all__ = ["ENGINES", "Completion", "Engine", "Sampling", "make_engine"]
+__all__ = ["ENGINES", "Completion", "Engine", "EngineError", "EngineRestarted", "Sampling", "make_engine"]
 
-ENGINES = {"torch": TorchEngine}
+ENGINES = {"sglang": SglangEngine, "torch": TorchEngine}
 
 
 def make_engine(recipe: Recipe, model_dir: Path) -> Engine:

@@ -35,6 +35,14 @@ class Completion:
     finish: Finish
 
 
+class EngineError(Exception):
+    """The engine cannot go on by itself: its worker ends, and others play its orders."""
+
+
+class EngineRestarted(EngineError):
+    """The engine was lost and is there again, without weights: load them, and ask again."""
+
+
 class Engine(Protocol):
     """Fill this to add an engine; the contract suite in tests/contract/test_engines.py runs over all of them."""
 
@@ -42,6 +50,10 @@ class Engine(Protocol):
     """The weights it generates with; -1 before the first."""
     context: int
     """Tokens that a sequence may have, prompt and answer together."""
+    swaps: bool
+    """Whether `load` may be called from within `progress`: tokens from there on are of the new version."""
+    seeded: bool
+    """Whether a seed gives the same completions again, bit for bit, on the same machine."""
 
     def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ."""
@@ -57,8 +69,9 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Go on with every prompt `copies` times, as one batch: prompt-major, len(prompts) * copies completions.
 
-        The same prompts, copies, sampling, seed and weights give the same completions, bit for bit, on the same machine.
-        `progress` is called with the number of tokens generated so far, at least once a second (it is the heartbeat).
-        Raises ValueError when a prompt leaves no room in the context.
+        Where the engine is `seeded`, the same prompts, copies, sampling, seed and weights give the same completions.
+        `progress` is called with the number of tokens generated so far (an engine may count completions when they end), at
+        least once a second (it is the heartbeat).
+        Raises ValueError when a prompt leaves no room in the context, EngineRestarted, EngineError.
         """
         ...

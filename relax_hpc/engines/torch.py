@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from relax_hpc.engines.base import Completion, Sampling
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
+from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.stops import StopStrings
-from relax_hpc.experts import one_by_one
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish
 
@@ -34,7 +34,6 @@ COMPACT_AT = 0.75
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
 """Steps between two looks at how many rows go on; on a GPU each one waits for all that was queued."""
 PROGRESS_EVERY_S = 0.2
-SHOWN = 3
 
 
 @dataclass(slots=True)
@@ -65,6 +64,9 @@ class _Output:
 class TorchEngine:
     """See relax_hpc.engines.base.Engine."""
 
+    swaps = False
+    seeded = True
+
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
         self.device = _device(recipe.rollout.device)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
@@ -74,36 +76,20 @@ class TorchEngine:
         )
         self.model = self.model.to(self.device).eval().requires_grad_(False)
         use_grouped_attention(self.model)
-        text = config.get_text_config()
-        # Within its window, sliding attention is full attention; beyond it, this engine's masks would be wrong
-        self.context = min(
-            text.max_position_embeddings, getattr(text, "sliding_window", None) or text.max_position_embeddings
-        )
-        self.layers: int = text.num_hidden_layers
+        self.context = context_of(config)
+        self.layers: int = config.get_text_config().num_hidden_layers
         self.ends = torch.zeros(
             self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=self.device
         )
-        self.ends[_end_tokens(model_dir, config, self.tokenizer)] = True
+        self.ends[end_tokens(model_dir, config, self.tokenizer)] = True
         self.version = -1
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        model_type = self.model.config.get_text_config().model_type
-        own = one_by_one(self.model.state_dict(), model_type)
-        real = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        aliases = set(own) - set(one_by_one(real, model_type))
-        given = dict(tensors)
-        differences = [f"'{n}' is missing" for n in own if n not in given and n not in aliases]
-        differences += [f"'{n}' is unknown" for n in given if n not in own]
-        differences += [
-            f"'{n}' is {list(given[n].shape)}, expected {list(t.shape)}"
-            for n, t in own.items()
-            if n in given and given[n].shape != t.shape
-        ]
-        if differences:
-            raise ValueError(
-                f"version {version} is of another model: {'; '.join(differences[:SHOWN])} ({len(differences)} differences)"
-            )
+        own, given = weights_of(self.model), dict(tensors)
+        check_whole(
+            version, {n: t.shape for n, t in given.items()}, {n: t.shape for n, t in own.items()}, aliases(self.model)
+        )
         with torch.no_grad():
             for name, tensor in given.items():
                 own[name].copy_(tensor)
@@ -120,9 +106,9 @@ class TorchEngine:
     ) -> list[Completion]:
         if not len(prompts) * copies:
             return []
-        room = self._room(prompts, sampling.max_new_tokens)
-        steps = max(room)
-        cache, logits, batch = self._prefill(prompts, copies, room, progress)
+        rooms = room_for(prompts, self.context, sampling.max_new_tokens)
+        steps = max(rooms)
+        cache, logits, batch = self._prefill(prompts, copies, rooms, progress)
         count = len(batch.rows)
         out = _Output(
             tokens=torch.zeros(count, steps, dtype=torch.long, device=self.device),
@@ -223,16 +209,6 @@ class TorchEngine:
         position = (real.cumsum(-1) - 1).clamp(min=0)
         return self._forward(cache, tokens, position, mask[:, None])
 
-    def _room(self, prompts: Sequence[NDArray[np.int32]], max_new_tokens: int) -> list[int]:
-        """Tokens that each prompt may go on with. Raises ValueError where there is none."""
-        for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) < self.context:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens: the model's context of {self.context} asks for 1 to {self.context - 1}, "
-                    f"so that one of {max_new_tokens} new tokens fits; shorten the prompt"
-                )
-        return [min(max_new_tokens, self.context - len(prompt)) for prompt in prompts]
-
     def _stop_strings(self, stops: tuple[str, ...]) -> StopStrings | None:
         if stops and stops not in self._stops:
             self._stops[stops] = StopStrings(self.tokenizer, stops, self.device)
@@ -257,15 +233,3 @@ def _device(choice: str) -> torch.device:
 
 def _parts(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:
-    """Every token that ends an answer: the tokenizer's, the model's, and those of its generation settings."""
-    places = [tokenizer, config]
-    if (model_dir / "generation_config.json").is_file():
-        places.append(GenerationConfig.from_pretrained(model_dir, local_files_only=True))
-    ends: set[int] = set()
-    for place in places:
-        value = getattr(place, "eos_token_id", None)
-        ends.update([value] if isinstance(value, int) else value or [])
-    return sorted(ends)

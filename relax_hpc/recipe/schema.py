@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
 from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
+from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
@@ -151,9 +152,10 @@ class Async(Table):
     max_staleness: int = Key(
         1, "At step s no token in the loss is older than version s - max_staleness; 0 is on-policy.", ge=0
     )
-    late: Literal["wait", "drop"] = Key(
+    late: Literal["wait", "drop", "mask"] = Key(
         "wait",
-        "What would miss its deadline: `wait` holds the trainer (no bias), `drop` orders the prompts again (favours short answers).",
+        "What would miss its deadline: `wait` holds the trainer (no bias), `drop` orders the prompts again (favours short "
+        "answers), `mask` swaps weights in mid-generation and keeps the tokens that are too old out of the loss.",
     )
 
 
@@ -205,7 +207,11 @@ class Trainer(Table):
 class Rollout(Table):
     """The rollout role."""
 
-    engine: Literal["torch"] = Key("torch", "Batched generation with transformers in the worker's process.")
+    engine: Literal["torch", "sglang"] = Key(
+        "torch",
+        "`torch`: batched generation with transformers in the worker's process. `sglang`: SGLang's server, one for each worker.",
+    )
+    sglang: Sglang = Sglang()
     workers: PositiveInt = Key(1, "Worker processes, over all nodes; each plays one order at a time.", resume=True)
     nodes: PositiveInt = Key(1, "Nodes that share the workers evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each worker.", resume=True)
@@ -238,6 +244,13 @@ class Rollout(Table):
     @model_validator(mode="after")
     def _spreads(self) -> Rollout:
         even_share("rollout.workers", self.workers, "rollout.nodes", self.nodes)
+        if self.engine != "sglang" and self.sglang != Sglang():
+            raise conflict(f"[rollout.sglang] is for rollout.engine = 'sglang', but the engine is '{self.engine}'")
+        if self.sglang.address and self.workers > 1:
+            raise conflict(
+                f"rollout.sglang.address names one server, which holds one version at a time, but rollout.workers = "
+                f"{self.workers}: use 1"
+            )
         return self
 
 
@@ -390,6 +403,11 @@ class Recipe(Table):
             raise conflict(wrong)
         if self.warmup and any(isinstance(s, FileSource) and not s.answer_key for s in self.source):
             raise conflict("[warmup] learns the sources' answers, but a source has an empty answer_key")
+        if self.async_.late == "mask" and self.rollout.engine == "torch":
+            raise conflict(
+                "async.late = 'mask' swaps weights in mid-generation, which rollout.engine = 'torch' cannot: "
+                "use rollout.engine = 'sglang', or async.late = 'wait' or 'drop'"
+            )
         if self.slurm and self.slurm.shape == "single" and self.trainer.nodes != self.rollout.nodes:
             raise conflict(
                 f"slurm.shape = 'single' puts both groups on the same nodes, but trainer.nodes = {self.trainer.nodes} "

@@ -1,0 +1,75 @@
+"""What every engine reads from the run's model folder: the context, the tokens that end an answer, the weights there must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from relax_hpc.experts import one_by_one
+
+SHOWN = 3
+"""Differences that an error names."""
+
+
+def context_of(config: PreTrainedConfig) -> int:
+    """Tokens that a sequence may have. Within its window, sliding attention is full attention; beyond it, packing and masks would be wrong."""
+    text = config.get_text_config()
+    longest = int(text.max_position_embeddings)
+    return min(longest, getattr(text, "sliding_window", None) or longest)
+
+
+def room_for(prompts: Sequence[NDArray[np.int32]], context: int, max_new_tokens: int) -> list[int]:
+    """Tokens that each prompt may go on with. Raises ValueError where there is none."""
+    for i, prompt in enumerate(prompts):
+        if not 0 < len(prompt) < context:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens: the model's context of {context} asks for 1 to {context - 1}, "
+                f"so that one of {max_new_tokens} new tokens fits; shorten the prompt"
+            )
+    return [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+
+
+def end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:
+    """Every token that ends an answer: the tokenizer's, the model's, and those of its generation settings."""
+    places = [tokenizer, config]
+    if (model_dir / "generation_config.json").is_file():
+        places.append(GenerationConfig.from_pretrained(model_dir, local_files_only=True))
+    ends: set[int] = set()
+    for place in places:
+        value = getattr(place, "eos_token_id", None)
+        ends.update([value] if isinstance(value, int) else value or [])
+    return sorted(ends)
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The model's tensors by the names that files use; changing one changes the model."""
+    return one_by_one(model.state_dict(), model.config.get_text_config().model_type)
+
+
+def aliases(model: PreTrainedModel) -> set[str]:
+    """Names in the state that are another tensor's, such as a tied output layer's: they may be given, or not."""
+    real = dict(model.named_parameters()) | dict(model.named_buffers())
+    return weights_of(model).keys() - one_by_one(real, model.config.get_text_config().model_type).keys()
+
+
+def check_whole(
+    version: int, given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], optional: set[str]
+) -> None:
+    """Raises ValueError unless `given` has the names and shapes of `expected`; `optional` names may be missing."""
+    differences = [f"'{n}' is missing" for n in expected if n not in given and n not in optional]
+    differences += [f"'{n}' is unknown" for n in given if n not in expected]
+    differences += [
+        f"'{n}' is {list(given[n])}, expected {list(shape)}"
+        for n, shape in expected.items()
+        if n in given and given[n] != shape
+    ]
+    if differences:
+        raise ValueError(
+            f"version {version} is of another model: {'; '.join(differences[:SHOWN])} ({len(differences)} differences)"
+        )

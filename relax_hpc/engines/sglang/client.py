@@ -1,0 +1,140 @@
+"""SGLang's server over HTTP: what this package asks of it, each answer's status checked.
+
+    generate                                       tokens in, tokens out; asked again where the server did not answer
+    pause ► update_from_disk ► resume              a version from a folder
+    pause ► begin_update ► receive … ► end_update ► resume      a version through a torch.distributed group (join_group)
+
+Between pause and resume requests stay where they are; what was computed of them is thrown away, and computed again with
+the weights there are then, so that every token's logprob is of the version that it is said to be of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tenacity
+import urllib3
+
+from relax_hpc.engines.base import EngineError
+
+CONTROL_S = 600.0
+"""For control calls; loading a large model's weights is the longest."""
+LOOK_S = 5.0
+"""For calls that answer at once."""
+CONNECT_S = 5.0
+ATTEMPTS = 4
+"""How often a request is sent where the server does not answer, or answers 5xx."""
+SAID_BYTES = 500
+
+
+class EngineRefused(EngineError):
+    """It answered 4xx: asking again would end the same way."""
+
+
+class Client:
+    """One server. Threads may share it."""
+
+    def __init__(self, address: str, key: str = "", connections: int = 8) -> None:
+        """address: such as http://127.0.0.1:30000; key: the server's api key."""
+        self.address = address.rstrip("/")
+        self._pool = urllib3.PoolManager(maxsize=connections, block=True, retries=False)
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def healthy(self) -> bool:
+        """Whether the server answers; not whether its scheduler lives."""
+        try:
+            self._request("GET", "/health", None, LOOK_S)
+        except EngineError:
+            return False
+        return True
+
+    def about(self) -> dict[str, Any]:
+        """What the server says of itself: its arguments and limits."""
+        return dict(self._request("GET", "/server_info", None, CONTROL_S))
+
+    def generate(self, body: Mapping[str, Any], lost: Callable[[], bool] = lambda: False) -> Any:
+        """The answer to /generate, however long it takes. `lost`: whether asking again is in vain. Raises EngineError."""
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(
+                lambda e: isinstance(e, EngineError) and not isinstance(e, EngineRefused) and not lost()
+            ),
+            wait=tenacity.wait_exponential(0.2, max=5),
+            stop=tenacity.stop_after_attempt(ATTEMPTS),
+            reraise=True,
+        )
+        return attempts(self._request, "POST", "/generate", body, None)
+
+    def abort(self) -> None:
+        """End all requests where they are."""
+        self._request("POST", "/abort_request", {"abort_all": True}, LOOK_S)
+
+    def pause(self) -> None:
+        """No request goes on until `resume`."""
+        self._request("POST", "/pause_generation", {"mode": "retract"}, CONTROL_S)
+
+    def resume(self) -> None:
+        self._request("POST", "/continue_generation", {}, CONTROL_S)
+
+    def update_from_disk(self, folder: str, version: str) -> None:
+        """Take the safetensors files of `folder`; the prefix cache of the old weights is dropped."""
+        body = {"model_path": folder, "load_format": "safetensors", "weight_version": version, "flush_cache": True}
+        self._request("POST", "/update_weights_from_disk", body, CONTROL_S)
+
+    def join_group(self, address: str, port: int, rank_offset: int, world: int, name: str, backend: str) -> None:
+        """Join a torch.distributed group as the ranks from `rank_offset` on; returns when all `world` have joined."""
+        body = {
+            "master_address": address, "master_port": port, "rank_offset": rank_offset, "world_size": world,
+            "group_name": name, "backend": backend,
+        }  # fmt: skip
+        self._request("POST", "/init_weights_update_group", body, CONTROL_S)
+
+    def leave_group(self, name: str) -> None:
+        self._request("POST", "/destroy_weights_update_group", {"group_name": name}, CONTROL_S)
+
+    def begin_update(self) -> None:
+        """Must have succeeded before anything is broadcast: a server that refused does not receive, and the sender hangs."""
+        self._request("POST", "/begin_weight_update", {}, CONTROL_S)
+
+    def receive(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, *, flattened: bool
+    ) -> None:
+        """Receive tensors broadcast from rank 0 of `group`, in this order; dtypes such as "bfloat16".
+
+        flattened: they come as one tensor of bytes (SGLang's FlattenedTensorBucket). Returns when they are loaded.
+        """
+        body = {
+            "names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes], "group_name": group,
+            "flush_cache": False,
+        }  # fmt: skip
+        if flattened:
+            body["load_format"] = "flattened_bucket"
+        self._request("POST", "/update_weights_from_distributed", body, CONTROL_S)
+
+    def end_update(self, version: str) -> None:
+        """The version is whole: drop the prefix cache of the old weights, and say `version` from here on."""
+        self._request("POST", "/end_weight_update", {}, CONTROL_S)
+        self._request("POST", "/flush_cache", {}, CONTROL_S)
+        self._request(
+            "POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False}, CONTROL_S
+        )
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+        """The answer, parsed where it is JSON. Raises EngineError, or EngineRefused for 4xx."""
+        data = None if body is None else json.dumps(body).encode()
+        timeout = urllib3.Timeout(connect=CONNECT_S, read=timeout_s)
+        try:
+            answer = self._pool.request(method, self.address + path, body=data, headers=self._headers, timeout=timeout)
+        except urllib3.exceptions.HTTPError as error:
+            raise EngineError(f"SGLang at {self.address} did not answer {path}: {error}") from error
+        if answer.status >= 400:
+            said = answer.data[:SAID_BYTES].decode(errors="replace")
+            kind = EngineRefused if answer.status < 500 else EngineError
+            raise kind(f"SGLang at {self.address} answered {answer.status} to {path}: {said}")
+        try:
+            return json.loads(answer.data)
+        except ValueError:
+            return answer.data.decode(errors="replace")

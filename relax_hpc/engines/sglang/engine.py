@@ -1,0 +1,188 @@
+"""The SGLang engine: a server of this worker's own, or one at an address, spoken to over HTTP.
+
+    prompts ──one request each, its copies together──► server ──► tokens, logprobs, the version of each token
+    a newer version in mid-generation: pause ► load ► resume; requests go on with the new weights, spans say where
+
+A server that is lost is started again in place, without weights: EngineRestarted says that they are to be loaded again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Sampling
+from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
+from relax_hpc.engines.sglang.client import Client
+from relax_hpc.engines.sglang.server import Server
+from relax_hpc.engines.sglang.weights_files import WeightsFiles
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Finish
+from relax_hpc.run_dir import RunError
+
+PROGRESS_EVERY_S = 0.2
+MOST_REQUESTS = 256
+"""In flight at once; SGLang queues what it cannot run yet."""
+KEY_VARIABLE = "RELAX_HPC_SGLANG_KEY"
+"""The api key of an outside server: secrets are in no recipe."""
+FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
+
+
+class SglangEngine:
+    """See relax_hpc.engines.base.Engine."""
+
+    swaps = True
+    seeded = False
+
+    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        _check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, model_dir)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        self._expected = {name: tensor.shape for name, tensor in weights_of(model).items()}
+        self._aliases = aliases(model)
+        self._ends = end_tokens(model_dir, config, tokenizer)
+        self._settings = recipe.rollout.sglang
+        self.context = context_of(config)
+        self.version = -1
+        if self._settings.address:
+            self._server = None
+            self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""), MOST_REQUESTS)
+            _check_outside(self._outside, self.context)
+        else:
+            self._server = Server(recipe, model_dir, self.context)
+            self._server.start(lambda: None)
+            atexit.register(self._server.stop)
+
+    @property
+    def client(self) -> Client:
+        """The server's control calls, for a transport that brings weights past `load`."""
+        return self._server.client if self._server else self._outside
+
+    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._revive(lambda: None)
+        with WeightsFiles(self._settings.folder) as files:
+            files.write(tensors, leave_out=self._aliases)
+            check_whole(version, files.shapes, self._expected, self._aliases)
+            self.version = -1
+            self.client.pause()
+            self.client.update_from_disk(str(files.folder), str(version))
+            self.client.resume()
+        self.version = version
+
+    def generate(
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        copies: int,
+        sampling: Sampling,
+        seed: int,
+        progress: Callable[[int], None] = lambda tokens: None,
+    ) -> list[Completion]:
+        if not len(prompts) * copies:
+            return []
+        rooms = room_for(prompts, self.context, sampling.max_new_tokens)
+        if self._revive(lambda: progress(0)):
+            raise EngineRestarted("SGLang had ended: started again")
+        bodies = [
+            self._body(prompt, [_seed(seed, i * copies + k) for k in range(copies)], sampling, room)
+            for i, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
+        ]
+        try:
+            answers = self._ask(bodies, progress)
+        except EngineError as error:
+            if self._server is None:
+                raise
+            self._server.stop()  # it may still answer some calls, but not all
+            self._revive(lambda: progress(0))
+            raise EngineRestarted(f"{error}; SGLang was started again") from error
+        return [self._completion(answer) for answer in answers]
+
+    def _ask(self, bodies: list[dict[str, Any]], progress: Callable[[int], None]) -> list[dict[str, Any]]:
+        """All answers, in the order of the requests. Where `progress` raises, the server ends all requests."""
+        done = 0
+        with ThreadPoolExecutor(min(len(bodies), MOST_REQUESTS), thread_name_prefix="sglang") as threads:
+            futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
+            waiting: set[Future[Any]] = set(futures)
+            try:
+                while waiting:
+                    ended, waiting = wait(waiting, PROGRESS_EVERY_S, FIRST_COMPLETED)
+                    done += sum(a["meta_info"]["completion_tokens"] for future in ended for a in future.result())
+                    progress(done)
+            except BaseException:
+                for future in waiting:
+                    future.cancel()
+                if not self._lost():
+                    self.client.abort()
+                raise
+        return [answer for future in futures for answer in future.result()]
+
+    def _lost(self) -> bool:
+        """Whether our own server's process is gone."""
+        return self._server is not None and not self._server.alive
+
+    def _revive(self, progress: Callable[[], None]) -> bool:
+        """Start our server again where it ended; True if so: it has no weights then."""
+        if not self._lost():
+            return False
+        assert self._server is not None
+        self.version = -1
+        self._server.stop()
+        self._server.start(progress)
+        return True
+
+    def _body(self, prompt: NDArray[np.int32], seeds: list[int], sampling: Sampling, room: int) -> dict[str, Any]:
+        """A request: the prompt once for each seed. Seeds count where SGLang runs with enable-deterministic-inference."""
+        common = {
+            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
+            "max_new_tokens": room, "stop": list(sampling.stop), "stop_token_ids": self._ends,
+            "skip_special_tokens": False, "no_stop_trim": True,
+        }  # fmt: skip
+        return {
+            "input_ids": [prompt.tolist()] * len(seeds),
+            "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
+            "return_logprob": True,
+        }
+
+    def _completion(self, answer: dict[str, Any]) -> Completion:
+        about = answer["meta_info"]
+        kind = about["finish_reason"]["type"]
+        if kind not in FINISHES:
+            raise EngineError(f"SGLang ended a request before its end: {about['finish_reason']}")
+        drawn = about["output_token_logprobs"]
+        versions = about.get("weight_versions") or [{"start": 0, "version": about["weight_version"]}]
+        return Completion(
+            tokens=np.array([token for _, token, *_ in drawn], np.int32),
+            logprobs=np.array([logprob for logprob, *_ in drawn], np.float32),
+            spans=[(span["start"], int(span["version"])) for span in versions],
+            finish=FINISHES[kind],
+        )
+
+
+def _seed(seed: int, row: int) -> int:
+    """A seed of its own for each completion."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7).digest(), "big")
+
+
+def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
+    """Raises RunError for a tokenizer that has more tokens than the model has rows."""
+    if tokens > rows:
+        raise RunError(
+            f"'{model_dir}': the tokenizer has {tokens} tokens, the model's vocabulary has {rows}: they are not of the same model"
+        )
+
+
+def _check_outside(client: Client, context: int) -> None:
+    """Raises RunError unless the outside server answers, and has room for the model's context."""

@@ -1,0 +1,180 @@
+"""The server's process: a child of the worker, on loopback, with a key that nobody else has; started again in place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relax_hpc.engines.sglang import cpu_platform
+from relax_hpc.engines.sglang.client import Client
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunError
+
+KNOWN_GOOD = {"sglang": "0.5.23", "torch": "2.13.0", "transformers": "5.19.0"}
+"""The versions that the tests run with."""
+LOOK_EVERY_S = 0.25
+START_SHARE = 0.9
+"""Of supervision.start_s, so that we can say what happened before the supervisor ends a worker that is silent."""
+STARTS = 3
+"""How often a start is tried: somebody else may take the port between our look and the server's."""
+CPU_TOKENS = 65536
+"""Tokens of key/value cache without a GPU, where a share of the memory would be the whole machine's."""
+CONTEXT_MARGIN = 8
+"""SGLang keeps a few positions for itself; without these the last tokens of the context could not be used."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Server:
+    """SGLang for one worker, on the GPUs that the worker sees."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, context: int) -> None:
+        self._recipe, self._model_dir, self._context = recipe, model_dir, context
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client: Client
+
+    def start(self, progress: Callable[[], None]) -> None:
+        """Start it, and wait until it answers. Raises RunError when it does not."""
+        check_installed()
+        for _ in range(STARTS):
+            port, key = _free_port(), secrets.token_urlsafe(32)
+            self._launch(port, key)
+            self.client = Client(f"http://127.0.0.1:{port}", key, connections=self._connections)
+            if self._wait(progress):
+                return
+        raise RunError(
+            f"SGLang ended {STARTS} times before it answered: its words are in this worker's log; {versions_in_words()}"
+        )
+
+    @property
+    def _connections(self) -> int:
+        return self._recipe.rollout.groups_per_order * self._recipe.algorithm.group_size
+
+    def _launch(self, port: int, key: str) -> None:
+        command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(port)]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),  # the worker's log
+            env={**os.environ, **self.environment()},
+            start_new_session=True,  # so that all of it can be ended by its group
+        )
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
+            pipe.write(f"{key} {os.getpid()}\n".encode())
+
+    def _wait(self, progress: Callable[[], None]) -> bool:
+        """Whether it answers, some day; False when it ended."""
+        limit_s = START_SHARE * self._recipe.supervision.start_s
+        began = time.monotonic()
+        try:
+            while self.alive:
+                if self.client.healthy():
+                    return True
+                if time.monotonic() - began > limit_s:
+                    raise RunError(
+                        f"SGLang did not answer within {limit_s:.0f} s: raise supervision.start_s = "
+                        f"{self._recipe.supervision.start_s:.0f}, or see this worker's log; {versions_in_words()}"
+                    )
+                progress()
+                time.sleep(LOOK_EVERY_S)
+        except BaseException:
+            self.stop()
+            raise
+        return False
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it at once, with all its processes: nothing it holds is kept anywhere."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def arguments(self, port: int) -> list[str]:
+        """SGLang's command line; what the recipe gives as `args` comes last and replaces ours."""
+        asked = self._recipe.rollout.sglang
+        values: dict[str, Any] = {
+            "model-path": self._model_dir, "load-format": "dummy", "dtype": self._recipe.trainer.dtype,
+            "host": "127.0.0.1", "port": port, "context-length": self._context + CONTEXT_MARGIN, "log-level": "warning",
+            "tensor-parallel-size": asked.tensor_parallel, "data-parallel-size": asked.data_parallel,
+            "expert-parallel-size": asked.expert_parallel, "max-running-requests": asked.max_running,
+            "mem-fraction-static": asked.mem_fraction, "random-seed": self._recipe.run.seed,
+            "watchdog-timeout": self._recipe.supervision.hang_s,
+        }  # fmt: skip
+        if not self.on_gpu:
+            values |= {
+                "device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch",
+                "disable-cuda-graph": True, "max-total-tokens": max(CPU_TOKENS, self._context + CONTEXT_MARGIN),
+                "mem-fraction-static": asked.mem_fraction or 0.1,
+            }  # fmt: skip
+        values |= {name.replace("_", "-"): value for name, value in asked.args.items()}
+        return [word for name, value in values.items() for word in _words(name, value)]
+
+    def environment(self) -> dict[str, str]:
+        """What the server's environment has besides the worker's own."""
+        values = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if not self.on_gpu:
+            values |= {"SGLANG_PLATFORM": cpu_platform.NAME}
+            values |= dict.fromkeys(THREAD_VARIABLES, str(self._recipe.rollout.threads))
+        return values
+
+    @property
+    def on_gpu(self) -> bool:
+        device = self._recipe.rollout.device
+        return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """One argument as words; True is a flag alone, None and False are left out, a list is a word each."""
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def installed_versions() -> Mapping[str, str]:
+    """Of SGLang and what it must fit to; packages that are missing are left out."""
+    found = {}
+    for name in KNOWN_GOOD:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def versions_in_words() -> str:
+    """What is installed, and what is known to work."""
+    say = lambda versions: ", ".join(f"{name} {version}" for name, version in versions.items())
+    return f"installed: {say(installed_versions())}; known to work together: {say(KNOWN_GOOD)}"
+
+
+def check_installed() -> None:
+    """Raises RunError where SGLang is not installed."""
+    if "sglang" not in installed_versions():
+        raise RunError(
+            f"rollout.engine = 'sglang', but SGLang is not installed in {sys.prefix}: "
+            f"pip install 'relax-hpc[sglang]' on a machine with GPUs, `tools/setup.sh sglang-cpu` without; {versions_in_words()}"
+        )

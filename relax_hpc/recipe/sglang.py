@@ -1,0 +1,61 @@
+"""What a recipe says of SGLang's server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import PositiveInt, model_validator
+
+from relax_hpc.recipe.table import Key, Table, conflict
+
+OURS = ("api-key", "host", "load-format", "model-path", "port")
+"""Arguments that the engine itself gives the server: what it does depends on them."""
+
+
+class Sglang(Table):
+    """SGLang's server, for `rollout.engine = "sglang"`: each worker has one of its own, on the GPUs that it sees."""
+
+    tensor_parallel: PositiveInt = Key(1, "GPUs that share one copy of the weights.", resume=True)
+    data_parallel: PositiveInt = Key(1, "Copies of the weights behind one server, each on GPUs of its own.", resume=True)
+    expert_parallel: PositiveInt = Key(
+        1, "GPUs that share the experts of each layer; must divide tensor_parallel.", resume=True
+    )
+    mem_fraction: float | None = Key(
+        None, "Share of a GPU's memory for weights and key/value cache; absent: SGLang chooses.", gt=0, lt=1, resume=True
+    )
+    max_running: PositiveInt | None = Key(
+        None, "Sequences that are generated at once; absent: SGLang chooses.", resume=True
+    )
+    address: str | None = Key(
+        None,
+        "A server that is there already, such as http://node7:30000, for a run with one worker; its api key is taken from "
+        "$RELAX_HPC_SGLANG_KEY. It must serve this model, and nobody else.",
+        pattern="^https?://[^/]+/?$",
+        resume=True,
+    )
+    folder: Path | None = Key(
+        None, "With `address`: a folder that this worker and the server see; new weights pass through it.", resume=True
+    )
+    args: dict[str, Any] = Key(
+        {},
+        'More of the server\'s own arguments, such as {attention-backend = "triton"}; they replace what is given here.',
+        resume=True,
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Sglang:
+        if self.tensor_parallel % self.expert_parallel:
+            raise conflict(
+                f"rollout.sglang.expert_parallel = {self.expert_parallel} must divide tensor_parallel = "
+                f"{self.tensor_parallel}: experts are shared among the GPUs of one copy"
+            )
+        if (self.address is None) != (self.folder is None):
+            raise conflict(
+                "rollout.sglang.address and rollout.sglang.folder belong together: an outside server reads new weights from "
+                f"the folder; address = {self.address!r}, folder = {None if self.folder is None else str(self.folder)!r}"
+            )
+        taken = sorted(name for name in self.args if name.replace("_", "-") in OURS)
+        if taken:
+            raise conflict(f"rollout.sglang.args may not have {taken}: the engine gives the server {list(OURS)} itself")
+        return self
