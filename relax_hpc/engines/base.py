@@ -75,3 +75,7 @@ class Engine(Protocol):
         Raises ValueError when a prompt leaves no room in the context, EngineRestarted, EngineError.
         """
         ...
+
+    def close(self) -> None:
+        """End what the engine has running."""
+        ...

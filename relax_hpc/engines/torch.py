@@ -119,6 +119,8 @@ class TorchEngine:
         self._decode(cache, logits, batch, out, steps, sampling, seed, progress)
         return self._completions(out)
 
+    def close(self) -> None: ...
+
     def _decode(
         self, cache: InPlaceCache, logits: Tensor, batch: _Batch, out: _Output, steps: int, sampling: Sampling, seed: int,
         progress: Callable[[int], None],

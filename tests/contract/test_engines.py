@@ -44,7 +44,9 @@ class Setup:
 @pytest.fixture(scope="module", params=sorted(ENGINES))
 def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     torch.set_num_threads(1)
-    yield Setup(request.param, tmp_path_factory.mktemp("model"))
+    made = Setup(request.param, tmp_path_factory.mktemp("model"))
+    yield made
+    made.engine.close()
 
 
 PROMPTS = tiny.prompts([3, 9, 1, 9, 5, 3])
@@ -55,6 +57,14 @@ def same(a: list[Completion], b: list[Completion]) -> bool:
         x.tokens.tobytes() == y.tokens.tobytes()
         and x.logprobs.tobytes() == y.logprobs.tobytes()
         and x.finish == y.finish
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def alike(a: list[Completion], b: list[Completion]) -> bool:
+    """The same tokens, with logprobs that a batch of another shape may have rounded otherwise."""
+    return all(
+        x.tokens.tolist() == y.tokens.tolist() and np.allclose(x.logprobs, y.logprobs, atol=2e-5)
         for x, y in zip(a, b, strict=True)
     )
 
@@ -83,12 +93,12 @@ def test_greedy_is_what_transformers_generates(setup: Setup) -> None:
         np.testing.assert_allclose(done[2 * i].logprobs, chosen, atol=2e-5)
 
 
-def test_a_seed_gives_the_same_bits_and_another_seed_other_ones(setup: Setup) -> None:
+def test_a_seed_gives_the_same_bits_where_it_is_promised_and_another_seed_other_ones(setup: Setup) -> None:
     sampling = Sampling(max_new_tokens=20, top_p=0.9)
     first = setup.engine.generate(PROMPTS, 8, sampling, 5)
     setup.engine.generate(PROMPTS[:2], 3, Sampling(max_new_tokens=3), 9)
     torch.rand(7)
-    assert same(first, setup.engine.generate(PROMPTS, 8, sampling, 5))
+    assert same(first, setup.engine.generate(PROMPTS, 8, sampling, 5)) == setup.engine.seeded
     assert not same(first, setup.engine.generate(PROMPTS, 8, sampling, 6))
 
 
@@ -97,7 +107,7 @@ def test_a_seed_gives_the_same_bits_and_another_seed_other_ones(setup: Setup) ->
     [(1.0, 1.0, 0), (0.5, 1.0, 0), (1.5, 0.7, 0), (1.0, 1.0, 5), (1.0, 0.6, 8), (1.0, 1e-6, 0)],
 )
 def test_tokens_come_with_their_probabilities(setup: Setup, temperature: float, top_p: float, top_k: int) -> None:
-    prompt, draws = PROMPTS[1], 4000
+    prompt, draws = PROMPTS[1], 2000
     done = setup.engine.generate([prompt], draws, Sampling(temperature, top_p, top_k, max_new_tokens=1), 2)
     whole = np.exp(setup.logprobs(prompt, prompt[:1], temperature)[0].astype(np.float64))
     kept: list[int] = []
@@ -179,8 +189,8 @@ def test_the_context_cuts_answers_and_refuses_prompts(setup: Setup) -> None:
 def test_a_row_that_is_cut_stays_cut_while_others_go_on(setup: Setup) -> None:
     """Rows wait for the next compaction after their end; what they draw there must not reach them."""
     long, short = tiny.prompts([60, 2], seed=3)
-    done = setup.engine.generate([long, *[short] * 9], 60, Sampling(temperature=30.0, max_new_tokens=60), 1)
-    for completion in done[:60]:
+    done = setup.engine.generate([long, *[short] * 9], 20, Sampling(temperature=30.0, max_new_tokens=60), 1)
+    for completion in done[:20]:
         assert (completion.finish == Finish.STOP) == (completion.tokens[-1] == EOS)
         assert len(completion.tokens) == 4 or completion.finish == Finish.STOP
 
@@ -196,7 +206,7 @@ def test_progress_ends_with_every_token(setup: Setup) -> None:
 
 
 def test_a_version_is_taken_whole_or_not_at_all(setup: Setup) -> None:
-    sampling = Sampling(max_new_tokens=5)
+    sampling = Sampling(temperature=0, max_new_tokens=5)
     before = setup.engine.generate(PROMPTS, 2, sampling, 0)
     assert before[0].spans == [(0, 3)]
     name = "model.layers.1.mlp.up_proj.weight"
@@ -211,18 +221,18 @@ def test_a_version_is_taken_whole_or_not_at_all(setup: Setup) -> None:
         with pytest.raises(ValueError, match=message):
             setup.engine.load(4, tensors.items())
     assert setup.engine.version == 3
-    assert same(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
+    assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
 
 
 def test_new_weights_are_used_and_named(setup: Setup) -> None:
-    sampling = Sampling(max_new_tokens=5)
+    sampling = Sampling(temperature=0, max_new_tokens=5)
     before = setup.engine.generate(PROMPTS, 2, sampling, 0)
     setup.engine.load(7, ((n, t.flip(0)) for n, t in setup.weights.items()))
     after = setup.engine.generate(PROMPTS, 2, sampling, 0)
-    assert after[0].spans == [(0, 7)] and not same(before, after)
+    assert after[0].spans == [(0, 7)] and not alike(before, after)
     tied = setup.weights | {"lm_head.weight": setup.weights["model.embed_tokens.weight"]}
     setup.engine.load(3, tied.items())
-    assert same(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
+    assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
 
 
 def test_a_cache_that_outgrows_its_room_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

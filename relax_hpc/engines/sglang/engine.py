@@ -8,7 +8,6 @@ A server that is lost is started again in place, without weights: EngineRestarte
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import time
@@ -65,7 +64,6 @@ class SglangEngine:
         else:
             self._server = Server(recipe, model_dir, self.context)
             self._server.start(lambda: None)
-            atexit.register(self._server.stop)
 
     @property
     def client(self) -> Client:
@@ -109,6 +107,10 @@ class SglangEngine:
             self._revive(lambda: progress(0))
             raise EngineRestarted(f"{error}; SGLang was started again") from error
         return [self._completion(answer) for answer in answers]
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.stop()
 
     def _ask(self, bodies: list[dict[str, Any]], progress: Callable[[int], None]) -> list[dict[str, Any]]:
         """All answers, in the order of the requests. Where `progress` raises, the server ends all requests."""
