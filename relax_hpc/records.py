@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -100,3 +100,9 @@ class Rollouts:
         """[N] tokens of each whole sequence, prompt included."""
         lengths: NDArray[np.int64] = np.diff(self.offsets) + np.diff(self.prompt_offsets)
         return lengths
+
+
+def mask_old(rollouts: Rollouts, oldest: int) -> tuple[Rollouts, int]:
+    """`rollouts` without the tokens of versions before `oldest` in the loss, and how many those are."""
+    out = (rollouts.versions < oldest) & (rollouts.loss_mask == 1)
+    return replace(rollouts, loss_mask=rollouts.loss_mask * ~out), int(out.sum())

@@ -11,7 +11,7 @@ python=${PYTHON:-python3}
     exit 1
 }
 # Installed already, with the same lock and extras: nothing to do.
-stamp=".venv/.relax-$extras-$(cat "$lock" setup.cfg | sha256sum | cut -c1-16)"
+stamp=".venv/.relax-$extras-$(cat "$lock" setup.cfg tools/setup.sh tools/torchvision_cpu.py | sha256sum | cut -c1-16)"
 [ -e "$stamp" ] && exit 0
 
 echo "== relax_hpc: environment in .venv (1.5 GB and two minutes with a CPU build of torch, 6 GB with a CUDA build)"
@@ -20,4 +20,14 @@ pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-wa
 # torch first and by its exact version: a plain `torch` may bring gigabytes of CUDA packages.
 "${pip[@]}" "$(grep '^torch==' "$lock")"
 "${pip[@]}" --use-pep517 --constraint "$lock" --editable ".[$extras]"
+if [[ ",$extras," = *,sglang-cpu,* ]]; then
+    # Without their dependencies, which are a CUDA build of torch and gigabytes of kernels for it.
+    "${pip[@]}" --no-deps $(grep -E '^(sglang|torchvision)==' "$lock")
+    .venv/bin/python -c 'import torchvision' 2>/dev/null || {
+        site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        cp tools/torchvision_cpu.py "$site/"
+        echo "import torchvision_cpu" >"$site/torchvision_cpu.pth"
+        .venv/bin/python -c 'import torchvision'
+    }
+fi
 touch "$stamp"

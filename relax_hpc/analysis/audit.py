@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunError, open_existing, read_json
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.shard import Shard
@@ -31,7 +32,7 @@ class Audit:
     torn: list[str]
     """Published shards that do not open or do not match their checksums."""
     over_bound: list[str]
-    """Orders with a token that was older than the bound when it was trained."""
+    """Orders with a token that was older than the bound when it was trained; steps, where older tokens are masked."""
     mean_lengths: list[float]
     """Mean length in tokens of each trained group, in the order of training: kills must not bias it."""
 
@@ -58,12 +59,18 @@ def audit(path: str | Path) -> Audit:
     )
     twice += [name for name, count in counts.items() if count > 1]
 
+    masked = load_recipe(run.recipe).async_.late == "mask"  # orders may be older than their tokens in the loss
+    oldest_trained = {
+        r["step"]: r["age_max"] for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"
+    }
     ledger, settled, excused, over, torn, lost, lengths = Ledger(run), set[str](), set[str](), [], [], [], []
     for step in range(state["step"]):
         entry = ledger.find(step)
         if entry is None or (step not in by_step and len(entry.filtered) == 0):
             lost.append(f"step {step}")
             continue
+        if masked and oldest_trained.get(step, 0) > state["max_staleness"]:
+            over.append(f"step {step}")
         settled |= {d.order for d in entry.dropped}
         excused |= set(entry.filtered)
         for order in (t.order for t in entry.take):
@@ -79,7 +86,7 @@ def audit(path: str | Path) -> Audit:
             except RunError as error:
                 torn.append(str(error))
                 continue
-            if step - oldest > state["max_staleness"]:
+            if step - oldest > state["max_staleness"] and not masked:
                 over.append(order)
             lost += [
                 f"{order}/{i}"

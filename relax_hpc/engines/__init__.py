@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from relax_hpc.engines.base import Completion, Engine, EngineError, EngineRestarted, Sampling
@@ -11,7 +12,7 @@ from relax_hpc.recipe.schema import Recipe
 
 __all__ = ["ENGINES", "Completion", "Engine", "EngineError", "EngineRestarted", "Sampling", "make_engine"]
 
-ENGINES = {"sglang": SglangEngine, "torch": TorchEngine}
+ENGINES: dict[str, Callable[[Recipe, Path], Engine]] = {"sglang": SglangEngine, "torch": TorchEngine}
 
 
 def make_engine(recipe: Recipe, model_dir: Path) -> Engine:

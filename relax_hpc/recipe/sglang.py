@@ -17,12 +17,18 @@ class Sglang(Table):
     """SGLang's server, for `rollout.engine = "sglang"`: each worker has one of its own, on the GPUs that it sees."""
 
     tensor_parallel: PositiveInt = Key(1, "GPUs that share one copy of the weights.", resume=True)
-    data_parallel: PositiveInt = Key(1, "Copies of the weights behind one server, each on GPUs of its own.", resume=True)
+    data_parallel: PositiveInt = Key(
+        1, "Copies of the weights behind one server, each on GPUs of its own.", resume=True
+    )
     expert_parallel: PositiveInt = Key(
         1, "GPUs that share the experts of each layer; must divide tensor_parallel.", resume=True
     )
     mem_fraction: float | None = Key(
-        None, "Share of a GPU's memory for weights and key/value cache; absent: SGLang chooses.", gt=0, lt=1, resume=True
+        None,
+        "Share of a GPU's memory for weights and key/value cache; absent: SGLang chooses.",
+        gt=0,
+        lt=1,
+        resume=True,
     )
     max_running: PositiveInt | None = Key(
         None, "Sequences that are generated at once; absent: SGLang chooses.", resume=True

@@ -1,7 +1,8 @@
 """The rollout role: claims orders, plays their episodes, publishes each as a shard.
 
 newest weights ──fetch, verify──► engine          loop:  claim ► play ► score ► claim …      (new weights are taken
-open orders ────claim by rename─► this worker                             └► publish           between orders)
+open orders ────claim by rename─► this worker                             └► publish           between orders, or in
+                                                                               mid-generation where async.late = "mask")
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from transformers import AutoTokenizer
 
 from relax_hpc.data import PromptSources
-from relax_hpc.engines import Sampling, make_engine
+from relax_hpc.engines import EngineError, EngineRestarted, Sampling, make_engine
 from relax_hpc.environments import make_environments
 from relax_hpc.records import Group, Prompt
 from relax_hpc.rewards import Judge
@@ -39,6 +40,7 @@ def body(process: RoleProcess) -> Exit:
         worker.publisher.close()
         worker.judge.close()
         worker.receiver.close()
+        worker.engine.close()
 
 
 class RolloutWorker:
@@ -62,12 +64,23 @@ class RolloutWorker:
         r = self.recipe.rollout
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self.orders = 0
+        self.swapping = False
+        """Whether new weights are taken while an order is played."""
 
     def work(self) -> NoReturn:
         """Play orders until asked to stop."""
         while True:
             claim, waited_s = self.wait_for_claim()
             self.play(claim, waited_s)
+
+    def wait_for_weights(self) -> None:
+        """Wait for a version, when the engine has none. Raises Stop when asked to stop."""
+        for pause_s in backoff():
+            self.progress("syncing")
+            self.take_newest()
+            if self.held is not None:
+                return
+            time.sleep(pause_s)
 
     def wait_for_claim(self) -> tuple[Claim, float]:
         """Wait for an order, taking new weights meanwhile; it and the seconds waited. Raises Stop when asked to stop."""
@@ -116,7 +129,7 @@ class RolloutWorker:
                 for p in prompts
             ]
         else:
-            groups = self.episodes(order, prompts)
+            groups = self.episodes_or_again(order, prompts)
         played_s = time.perf_counter() - began
         meta = {
             "version": held.number, "lineage": held.lineage, "attempt": claim.ticket.attempt, "worker": self.workplace,
@@ -143,19 +156,38 @@ class RolloutWorker:
 
     def episodes(self, order: Order, prompts: list[Prompt]) -> list[Group]:
         """The groups of an order; an evaluation is played greedily."""
-        sampling = dataclasses.replace(self.sampling, temperature=0.0) if order.id.startswith("e") else self.sampling
+        evaluation = order.id.startswith("e")
+        sampling = dataclasses.replace(self.sampling, temperature=0.0) if evaluation else self.sampling
+        self.swapping = self.recipe.async_.late == "mask" and self.engine.swaps and not evaluation
         try:
             return play(
                 prompts, order.copies, order.seed, sampling, self.recipe.rollout.max_turns, self.engine, self.tokenizer,
                 self.environments, self.judge, self.progress,
             )  # fmt: skip
+        except (EngineError, RunError):
+            raise
         except Exception as error:
             # An environment or a prompt that cannot be played must not cost the run: its groups are kept, with the reason.
             self.process.log.exception("order %s failed", order.id)
             return [Group(p, [], f"{type(error).__name__}: {error}") for p in prompts]
+        finally:
+            self.swapping = False
+
+    def episodes_or_again(self, order: Order, prompts: list[Prompt]) -> list[Group]:
+        """The groups of an order, once more from its beginning where the engine was lost and came back."""
+        try:
+            return self.episodes(order, prompts)
+        except EngineRestarted as error:
+            self.process.log.warning("order %s is played again: %s", order.id, error)
+            self.process.telemetry.metrics(kind="engine_restart", order=order.id, reason=str(error))
+            self.held = None
+            self.wait_for_weights()
+            return self.episodes(order, prompts)
 
     def progress(self, state: str) -> None:
         """The heartbeat in everything that lasts; also where a stop is noticed."""
         if self.process.stopping:
             raise Stop
         self.process.telemetry.beat(state, orders=self.orders)
+        if self.swapping and state == "generating":
+            self.take_newest()

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptSources
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Rollouts, mask_old
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
 from relax_hpc.roles.warmup import warm_up
@@ -95,13 +95,14 @@ class TrainerRole:
             if word.do != "step":
                 continue
             assert word.entry is not None
-            rollouts = self.take(word.entry)
+            rollouts, masked = self.take(word.entry)
             began = time.perf_counter()
             metrics = {} if self.debug == "rollout-only" else self.update(rollouts)
             self.step += 1
             trained = time.perf_counter()
             self.publish()
             if self.lead:
+                metrics["masked_tokens"] = masked
                 self.lead.after_step(word.entry, rollouts, metrics, trained - began, time.perf_counter() - trained)
             if self.step % self.recipe.run.checkpoint_every == 0:
                 self.save(keep=self.recipe.run.keep_checkpoints)
@@ -178,21 +179,26 @@ class TrainerRole:
         self.beat("waiting for data" if word.do == "wait" else "training")
         return word
 
-    def take(self, entry: Entry) -> Rollouts:
-        """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
+    def take(self, entry: Entry) -> tuple[Rollouts, int]:
+        """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token.
+
+        And how many tokens it kept out of the loss, where async.late = "mask".
+        """
         parts = []
         for taken in entry.take:
             with Shard(self.front.path(taken.order)) as shard:
                 out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
                 parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out))))
-        rollouts = concatenate(parts)
+        rollouts, masked = concatenate(parts), 0
+        if self.recipe.async_.late == "mask":
+            rollouts, masked = mask_old(rollouts, entry.step - self.bound)
         ages = entry.step - rollouts.versions[rollouts.loss_mask == 1]
         if ages.size and not 0 <= ages.min() <= ages.max() <= self.bound:
             raise RunError(
                 f"step {entry.step}: tokens are {ages.min()} to {ages.max()} versions old, the bound is {self.bound}; "
                 "this is a defect of relax_hpc: please report it with the ledger entry"
             )
-        return rollouts
+        return rollouts, masked
 
     def save(self, keep: int) -> None:
         """Checkpoint this step; collective."""

@@ -79,7 +79,7 @@ class OrderBook:
     groups_per_order: int
     copies: int
     max_staleness: int
-    late: Literal["wait", "drop"]
+    late: Literal["wait", "drop", "mask"]
     seed: int
     cursor: Cursor
     ahead: int
@@ -116,6 +116,9 @@ class OrderBook:
             i: complete.get(i, started.get(i, o.min_version)) + self.max_staleness for i, o in self.outstanding.items()
         }
         urgent = sorted(due, key=lambda i: (due[i], -self.outstanding[i].drops, i))
+        if self.late == "mask":  # what is too old stays out of the loss token by token: no order is ever late
+            ready = [i for i in urgent if i in complete]
+            return Choice(tuple(sorted(ready[: self.n]))) if len(ready) >= self.n else None
         ready = [i for i in urgent if i in complete and due[i] >= step]
         if len(ready) < self.n:
             return None

@@ -248,3 +248,11 @@ def test_loading_does_not_share_state() -> None:
 def test_nothing_is_asked_for_beyond_the_last_step():
     book = OrderBook(2, 2, 4, 3, "wait", 7, Counting(), 3, batches=5)
     assert [len(book.release(book.last_batch(step))) for step in range(6)] == [8, 2, 0, 0, 0, 0]
+
+
+def test_where_old_tokens_are_masked_the_oldest_orders_are_taken_and_none_is_waited_for_or_dropped() -> None:
+    book = make_book(2, 1, "mask")
+    book.release(upto=1)
+    assert book.choose(5, {"o000001-000": 4}, {"o000000-000": 0}) is None
+    ready = {"o000001-000": 4, "o000001-001": 1, "o000000-001": 0}
+    assert book.choose(5, ready, {"o000000-000": 0}) == Choice(("o000000-001", "o000001-001"))

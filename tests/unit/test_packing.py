@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.data.packing import PADDING, balance, cut, pack, plan
+from relax_hpc.records import mask_old
 from tests.tiny import prompts, random_rollouts, rollouts
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
@@ -126,3 +127,16 @@ def test_an_empty_prompt_is_named() -> None:
     made = rollouts([np.zeros(0, np.int32)], prompts([3]), 1)
     with pytest.raises(ValueError, match="o/0 has no prompt"):
         plan(made, 1, 64)
+
+
+@given(st.integers(0, 6), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=30)
+def test_tokens_that_are_too_old_and_no_others_leave_the_loss(oldest: int, seed: int) -> None:
+    before = random_rollouts(6, seed=3)
+    versions = np.random.default_rng(seed).integers(0, 6, len(before.tokens)).astype(np.int32)
+    before = dataclasses.replace(before, versions=versions)
+    after, masked = mask_old(before, oldest)
+    expected = [m and v >= oldest for m, v in zip(before.loss_mask.tolist(), versions.tolist(), strict=True)]
+    assert after.loss_mask.tolist() == expected and after.loss_mask.dtype == np.uint8
+    assert masked == sum(before.loss_mask) - sum(expected)
+    assert dataclasses.replace(after, loss_mask=before.loss_mask) == before

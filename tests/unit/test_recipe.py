@@ -90,7 +90,13 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("run.steps=1.5", ["run.steps = 1.5", "integer > 0"]),
         ("run.name=7", ["run.name = 7", "text", '"7"']),
         ("trainer.learning_rate=inf", ["trainer.learning_rate = inf", "number > 0"]),
-        ("async.late=mask", ["async.late", "'wait' or 'drop'"]),
+        ("async.late=later", ["async.late", "'wait' or 'drop' or 'mask'"]),
+        ("async.late=mask", ["async.late = 'mask'", "rollout.engine = 'torch'", "use rollout.engine = 'sglang'"]),
+        ("rollout.sglang.max_running=4", ["[rollout.sglang]", "the engine is 'torch'"]),
+        ("rollout.sglang.expert_parallel=2", ["expert_parallel = 2", "tensor_parallel = 1"]),
+        ("rollout.sglang.args={api_key = 'x'}", ["may not have ['api_key']"]),
+        ("rollout.sglang.address=node7:30000", ["address", "https?"]),
+        ("rollout.sglang.address=http://node7:30000", ["belong together", "folder = None"]),
         ("algorithm.clip=[0.1]", ["algorithm.clip.1", "[number, number]"]),
         ("model.name=tny", ["model.name = 'tny'", "did you mean 'tiny'", "['path', 'tiny']"]),
         ("source.0.name=fil", ["source.0.name = 'fil'", "['file', 'reasoning_gym']"]),
@@ -108,6 +114,14 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
 def test_a_wrong_key_or_value_says_what_would_be_right(tiny: Path, override: str, parts: list[str]) -> None:
     message = problem(tiny, override)
     assert not [part for part in parts if part not in message], message
+
+
+def test_an_outside_server_is_for_one_worker(tiny: Path) -> None:
+    sets = [
+        "rollout.engine=sglang", "rollout.sglang.address=http://node7:30000", "rollout.sglang.folder=/lustre/x",
+        "rollout.workers=2",
+    ]  # fmt: skip
+    assert "rollout.workers = 2: use 1" in problem(tiny, *sets)
 
 
 def test_all_problems_come_at_once(tiny: Path) -> None:

@@ -100,7 +100,13 @@ class Client:
         self._request("POST", "/begin_weight_update", {}, CONTROL_S)
 
     def receive(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str, *, flattened: bool
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        group: str,
+        *,
+        flattened: bool,
     ) -> None:
         """Receive tensors broadcast from rank 0 of `group`, in this order; dtypes such as "bfloat16".
 

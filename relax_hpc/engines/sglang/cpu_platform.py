@@ -93,7 +93,9 @@ def _allocate_without_cuda() -> None:
     """The buffers for routed experts would be registered with CUDA, which is not there."""
     from sglang.srt.mem_cache.pool_host import common
 
-    def allocate(dims: Any, dtype: Any, device: Any, pin_memory: bool = False, allocator: Any = None, **rest: Any) -> Any:
+    def allocate(
+        dims: Any, dtype: Any, device: Any, pin_memory: bool = False, allocator: Any = None, **rest: Any
+    ) -> Any:
         return allocator.allocate(dims, dtype=dtype, device="cpu")
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate

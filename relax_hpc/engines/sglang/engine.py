@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -25,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Sampling
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sglang.client import Client
-from relax_hpc.engines.sglang.server import Server
+from relax_hpc.engines.sglang.server import CONTEXT_MARGIN, Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish
@@ -93,7 +92,9 @@ class SglangEngine:
             return []
         rooms = room_for(prompts, self.context, sampling.max_new_tokens)
         if self._revive(lambda: progress(0)):
-            raise EngineRestarted("SGLang had ended: started again")
+            raise EngineRestarted("SGLang had ended: it was started again")
+        if self.version < 0:
+            raise EngineError("no version was loaded yet: there is nothing to generate with")
         bodies = [
             self._body(prompt, [_seed(seed, i * copies + k) for k in range(copies)], sampling, room)
             for i, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
@@ -188,3 +189,12 @@ def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
 
 def _check_outside(client: Client, context: int) -> None:
     """Raises RunError unless the outside server answers, and has room for the model's context."""
+    try:
+        room = client.about()["context_length"]
+    except EngineError as error:
+        raise RunError(f"{error}; rollout.sglang.address is where it should be, ${KEY_VARIABLE} its api key") from error
+    if room is not None and room < context + CONTEXT_MARGIN:
+        raise RunError(
+            f"SGLang at {client.address} has room for {room} tokens a sequence, this model's context of {context} needs "
+            f"{context + CONTEXT_MARGIN}: start it with --context-length {context + CONTEXT_MARGIN}"
+        )

@@ -1,0 +1,173 @@
+"""What is SGLang's alone: its process and its key, weights swapped in mid-generation, losing it, one that was there already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import urllib3
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from relax_hpc.engines import Completion, EngineError, EngineRestarted, Sampling
+from relax_hpc.engines.sglang import SglangEngine
+from relax_hpc.engines.sglang.engine import KEY_VARIABLE
+from relax_hpc.run_dir import RunError
+from tests import tiny
+
+PROMPTS = tiny.prompts([3, 9, 1, 9, 5, 3])
+LONG = Sampling(temperature=2.0, max_new_tokens=400)
+MODEL = {"context": 512}
+
+
+class Setup:
+    """An engine with its server, and two models in transformers' hands: versions 3 and 4."""
+
+    def __init__(self, folder: Path) -> None:
+        self.recipe = tiny.recipe(model=MODEL, rollout={"engine": "sglang", "device": "cpu"})
+        self.folder = tiny.folder(self.recipe, folder / "a")
+        other = tiny.folder(self.recipe, folder / "b", seed=1)
+        self.models = {
+            3: AutoModelForCausalLM.from_pretrained(self.folder),
+            4: AutoModelForCausalLM.from_pretrained(other),
+        }
+        self.engine = SglangEngine(self.recipe, self.folder)
+
+    def load(self, version: int, engine: SglangEngine | None = None) -> None:
+        (engine or self.engine).load(version, self.models[version].state_dict().items())
+
+    def processes(self) -> list[psutil.Process]:
+        """The server's."""
+        assert self.engine._server is not None and self.engine._server._process is not None
+        main = psutil.Process(self.engine._server._process.pid)
+        return [main, *main.children(recursive=True)]
+
+    @torch.no_grad()
+    def logprobs(self, version: int, prompt: NDArray[np.int32], answer: NDArray[np.int32]) -> NDArray[np.float32]:
+        """[T] of the answer's tokens under a version that made all of it, at LONG's temperature."""
+        logits = self.models[version](torch.tensor(np.concatenate([prompt, answer]))[None].long()).logits[0]
+        whole = (logits[len(prompt) - 1 : -1] / LONG.temperature).log_softmax(-1).numpy()
+        return whole[np.arange(len(answer)), answer]  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
+    torch.set_num_threads(1)
+    made = Setup(tmp_path_factory.mktemp("model"))
+    yield made
+    made.engine.close()
+
+
+def check(setup: Setup, done: list[Completion], copies: int) -> set[int]:
+    """Every token's logprob is that of the version which its span names; how many spans the completions have."""
+    for i, completion in enumerate(done):
+        prompt = PROMPTS[i // copies]
+        assert completion.spans[0][0] == 0
+        ends = [start for start, _ in completion.spans[1:]] + [len(completion.tokens)]
+        for (start, version), end in zip(completion.spans, ends, strict=True):
+            expected = setup.logprobs(version, prompt, completion.tokens)[start:end]
+            np.testing.assert_allclose(completion.logprobs[start:end], expected, atol=5e-5)
+    return {len(completion.spans) for completion in done}
+
+
+def test_weights_swapped_in_mid_generation_make_the_tokens_from_there_on(setup: Setup) -> None:
+    """The prompts are in the prefix cache before: what the old weights left there must not be used again."""
+    setup.load(3)
+    assert check(setup, setup.engine.generate(PROMPTS, 2, LONG, 0), 2) == {1}
+
+    def swap(tokens: int) -> None:
+        if setup.engine.version == 3:
+            setup.load(4)
+
+    done = setup.engine.generate(PROMPTS, 16, LONG, 0, swap)
+    assert 2 in check(setup, done, 16)
+    assert {version for c in done for _, version in c.spans} == {3, 4}
+    assert check(setup, setup.engine.generate(PROMPTS, 2, LONG, 0), 2) == {1}
+
+
+def test_the_server_listens_on_loopback_and_wants_its_key_which_nobody_sees(setup: Setup) -> None:
+    address = setup.engine.client.address
+    assert urllib3.request("POST", f"{address}/generate", json={"input_ids": [5]}, retries=False).status == 401
+    assert urllib3.request("POST", f"{address}/abort_request", json={"abort_all": True}, retries=False).status == 401
+    key = setup.engine.client._headers["Authorization"].split()[1]
+    listening = set()
+    for process in setup.processes():
+        assert key not in " ".join(process.cmdline()) and key not in str(process.environ())
+        listening |= {c.laddr.ip for c in process.net_connections() if c.status == psutil.CONN_LISTEN}
+    assert listening == {"127.0.0.1"}
+
+
+class Enough(Exception):
+    """What a worker raises in `progress` when it is asked to stop."""
+
+
+def test_a_generation_that_is_given_up_ends_on_the_server_too(setup: Setup) -> None:
+    def stop(tokens: int) -> None:
+        raise Enough
+
+    began = time.monotonic()
+    with pytest.raises(Enough):
+        setup.engine.generate(PROMPTS, 64, LONG, 0, stop)
+    assert time.monotonic() - began < 5
+    [load] = setup.engine.client._request("GET", "/v1/loads", None, 5)["loads"]
+    assert load["num_total_reqs"] == 0
+    assert len(setup.engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2), 0)) == 6
+
+
+def test_a_server_that_is_there_already_is_used_by_its_address(
+    setup: Setup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = setup.engine.client
+    where: dict[str, Any] = {"address": client.address, "folder": str(tmp_path)}
+    recipe = tiny.recipe(model=MODEL, rollout={"engine": "sglang", "device": "cpu", "sglang": where})
+    monkeypatch.setenv(KEY_VARIABLE, "wrong")
+    with pytest.raises(RunError, match=f"{client.address} answered 401.*{KEY_VARIABLE}"):
+        SglangEngine(recipe, setup.folder)
+    monkeypatch.setenv(KEY_VARIABLE, client._headers["Authorization"].split()[1])
+    outside = SglangEngine(recipe, setup.folder)
+    setup.load(3, outside)
+    assert check(setup, outside.generate(PROMPTS, 2, LONG, 0), 2) == {1}
+    assert list(tmp_path.iterdir()) == [], "nothing is left of the weights that went through the folder"
+    outside.close()
+    assert len(setup.engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2), 0)) == 6, "it is not ours to end"
+    large = tiny.recipe(model={"context": 4096}, rollout={"engine": "sglang", "device": "cpu", "sglang": where})
+    with pytest.raises(RunError, match=r"room for 520 tokens.*4096"):
+        SglangEngine(large, tiny.folder(large, tmp_path / "large"))
+
+
+def test_a_tokenizer_of_another_model_is_refused(setup: Setup, tmp_path: Path) -> None:
+    tiny.folder(setup.recipe, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["one too many"])
+    tokenizer.save_pretrained(tmp_path)
+    rows = len(load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"])
+    with pytest.raises(RunError, match=f"tokenizer has {rows + 1} tokens, the model's vocabulary has {rows}"):
+        SglangEngine(setup.recipe, tmp_path)
+
+
+def test_a_server_that_is_killed_is_started_again_in_place(setup: Setup) -> None:
+    """Its scheduler dies in mid-generation; what comes back has a new key, and no weights until they are loaded."""
+    setup.load(3)
+    before, port = setup.processes(), setup.engine.client.address
+
+    def kill(tokens: int) -> None:
+        if setup.engine.client.address == port:
+            next(p for p in before if "scheduler" in " ".join(p.cmdline())).send_signal(signal.SIGKILL)
+
+    with pytest.raises(EngineRestarted):
+        setup.engine.generate(PROMPTS, 64, LONG, 0, kill)
+    assert setup.engine.version == -1 and not any(p.is_running() and p.status() != "zombie" for p in before)
+    with pytest.raises(EngineError):
+        setup.engine.generate(PROMPTS, 1, LONG, 0)
+    setup.load(4)
+    assert check(setup, setup.engine.generate(PROMPTS, 2, LONG, 0), 2) == {1}
+    assert os.getpid() in [p.pid for p in setup.processes()[0].parents()]
