@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from importlib import metadata
@@ -63,11 +64,12 @@ class Server:
 
     def _launch(self, port: int, key: str) -> None:
         command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(port)]
+        self._scratch = tempfile.TemporaryDirectory(prefix="relax-hpc-sglang-")
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),  # the worker's log
-            env={**os.environ, **self.environment()},
+            env={**os.environ, **self.environment(self._scratch.name)},
             start_new_session=True,  # so that all of it can be ended by its group
         )
         assert self._process.stdin is not None
@@ -106,6 +108,7 @@ class Server:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+        self._scratch.cleanup()
 
     def arguments(self, port: int) -> list[str]:
         """SGLang's command line; what the recipe gives as `args` comes last and replaces ours."""
@@ -127,9 +130,12 @@ class Server:
         values |= {name.replace("_", "-"): value for name, value in asked.args.items()}
         return [word for name, value in values.items() for word in _words(name, value)]
 
-    def environment(self) -> dict[str, str]:
-        """What the server's environment has besides the worker's own."""
-        values = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    def environment(self, scratch: str) -> dict[str, str]:
+        """What the server's environment has besides the worker's own. `scratch`: a folder that only we may enter."""
+        values = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "TMPDIR": scratch}
+        if self._recipe.rollout.sglang.data_parallel == 1:
+            # Its processes meet over a file: torch's own store would listen on every interface, and let anybody in
+            values["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{scratch}/rendezvous"
         if not self.on_gpu:
             values |= {"SGLANG_PLATFORM": cpu_platform.NAME}
             values |= dict.fromkeys(THREAD_VARIABLES, str(self._recipe.rollout.threads))

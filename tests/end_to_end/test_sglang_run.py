@@ -1,0 +1,46 @@
+"""A run whose worker has SGLang's server: weights change in mid-generation, the server is killed, nothing is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_hpc.analysis.audit import audit
+from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.shard import Shard
+from relax_hpc.telemetry import read_metrics
+from tests.runs import outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
+
+SETS = (
+    "rollout.engine=sglang", "rollout.device=cpu", "async.late=mask", "model.context=600", "rollout.max_new_tokens=500",
+    "rollout.temperature=1.5", "run.steps=8",
+)  # fmt: skip
+"""Long enough answers for a new version to come while they are generated."""
+
+
+@pytest.mark.timeout(600)  # the server starts twice
+def test_a_run_with_sglang_swaps_weights_in_mid_generation_and_outlives_its_server(tmp_path: Path) -> None:
+    recipe, run = write_recipe(tmp_path), RunDir(tmp_path / "small")
+    process = start("run", recipe, *(word for pair in SETS for word in ("--set", pair)))
+    try:
+        wait_for(lambda: step_now(run) >= 2, timeout=300)
+        worker = psutil.Process(pid_of(run, "rollout-0"))
+        server = next(p for p in worker.children() if "relax_hpc.engines.sglang.serve" in p.cmdline())
+        server.kill()
+        assert process.wait(timeout=300) == 0, process.stdout and process.stdout.read()
+    finally:
+        process.kill()
+    assert outcome(run)["outcome"] == "done"
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound, found.trained) == ([], [], [], [], 8 * 32)
+    records, _ = read_metrics(run.metrics / "rollout-0.jsonl")
+    assert [r["kind"] for r in records].count("engine_restart") == 1
+    assert {r["attempt"] for r in records} == {0}, "the worker itself was not started again"
+    spans = []
+    for path in run.shards.rglob("*.h5"):
+        with Shard(path) as shard:
+            spans += [len(sample.spans) for g in range(len(shard.groups)) for sample in shard.group(g).samples]
+    assert max(spans) > 1, "no sample was made by more than one version"
+    assert all(step["masked_tokens"] >= 0 and step["age_max"] <= 1 for step in steps_of(run))
