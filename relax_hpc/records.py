@@ -56,6 +56,8 @@ class Sample:
     turns: int = 1
     extra: dict[str, float] = field(default_factory=dict)
     """Numbers that an environment or a reward adds; a column of the shard each."""
+    routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
+    """Which experts each token of prompt and answer was routed to, but the last, which no router saw."""
 
     def text(self, tokenizer: Any) -> str:
         """The model's own words."""

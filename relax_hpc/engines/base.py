@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ class Completion:
     logprobs: NDArray[np.float32]  # [T] of the tempered distribution before top-p and top-k
     spans: list[tuple[int, int]]  # (start, version), the first start is 0
     finish: Finish
+    routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
+    """Which experts each token of prompt and answer was routed to, where the recipe asks for it."""
 
 
 class EngineError(Exception):

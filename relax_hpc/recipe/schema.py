@@ -227,6 +227,10 @@ class Rollout(Table):
     max_new_tokens: PositiveInt = Key(256, "Generated tokens a turn at most.")
     max_turns: PositiveInt = Key(1, "Turns an environment may take.")
     stop: list[str] = Key([], "Strings that end an answer, besides the end-of-sequence token.")
+    routed_experts: bool = Key(
+        False,
+        "Keep which experts each token was routed to (mixture-of-experts models, engine `sglang`): a column of the shard.",
+    )
     reward_time_limit_s: PositiveFloat = Key(
         30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True
     )
@@ -246,6 +250,10 @@ class Rollout(Table):
         even_share("rollout.workers", self.workers, "rollout.nodes", self.nodes)
         if self.engine != "sglang" and self.sglang != Sglang():
             raise conflict(f"[rollout.sglang] is for rollout.engine = 'sglang', but the engine is '{self.engine}'")
+        if self.engine != "sglang" and self.routed_experts:
+            raise conflict(
+                f"rollout.routed_experts = true is for rollout.engine = 'sglang'; the engine '{self.engine}' does not tell them"
+            )
         if self.sglang.address and self.workers > 1:
             raise conflict(
                 f"rollout.sglang.address names one server, which holds one version at a time, but rollout.workers = "

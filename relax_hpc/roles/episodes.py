@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_hpc.engines import Engine, Sampling
+from relax_hpc.engines import Completion, Engine, Sampling
 from relax_hpc.environments import Environment, Turn
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.rewards import Failure, Judge
@@ -32,6 +32,8 @@ class Episode:
     finish: Finish = Finish.STOP
     turns: int = 0
     last: Turn | None = None
+    routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
+    """Of the last turn, whose context is all that was before."""
 
     @property
     def length(self) -> int:
@@ -53,6 +55,11 @@ class Episode:
         self.mask.append(np.full(len(tokens), logprobs is not None, np.uint8))
         self.logprobs.append(np.zeros(len(tokens), np.float32) if logprobs is None else logprobs)
 
+    def go_on(self, turn: Completion) -> None:
+        """Add a turn of the model's."""
+        self.add(turn.tokens, turn.logprobs, turn.spans)
+        self.finish, self.routed_experts = turn.finish, turn.routed_experts
+
     def sample(self, version: int) -> Sample:
         turn = self.last or Turn(done=True)
         empty = np.empty(0, np.int32)
@@ -66,6 +73,7 @@ class Episode:
             raw_reward=turn.reward or 0.0,
             turns=self.turns,
             extra=dict(turn.extra),
+            routed_experts=self.routed_experts,
         )
 
 
@@ -112,8 +120,7 @@ def _first_turn(
         [p.tokens for p in prompts], copies, sampling, seed, lambda tokens: progress("generating")
     )
     for episode, done in zip(episodes, completions, strict=True):
-        episode.add(done.tokens, done.logprobs, done.spans)
-        episode.finish = done.finish
+        episode.go_on(done)
 
 
 def _later_turn(
@@ -123,8 +130,7 @@ def _later_turn(
         [e.context() for e in active], 1, sampling, seed, lambda tokens: progress("generating")
     )
     for episode, done in zip(active, completions, strict=True):
-        episode.add(done.tokens, done.logprobs, done.spans)
-        episode.finish = done.finish
+        episode.go_on(done)
 
 
 def _environments_answer(active: list[Episode], tokenizer: Any, max_turns: int) -> list[Episode]:

@@ -43,6 +43,8 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "samples": SAMPLE, "groups": GROUP, "meta": np.dtype("u1"),
 }  # fmt: skip
 """Every shard has these; `extra/NAME` (float32, [N]) may follow."""
+ROUTED = "routed_experts"
+"""An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
 """Columns of length T: the ones worth compressing, and read by slices."""
 READ_WHOLE_BYTES = 2 << 20
@@ -76,6 +78,9 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
         "groups": [np.array([(g.prompt.source, g.prompt.index, bool(g.reason)) for g in groups], GROUP)],
     }
     flat = {name: hdf5.Column(of_column, COLUMNS[name]) for name, of_column in parts.items()}
+    routed = [s.routed_experts for s in samples if s.routed_experts is not None]
+    if routed and len(routed) == len(samples):
+        flat[ROUTED] = hdf5.Column([part.reshape(-1) for part in routed], routed[0].dtype)
     for name in dict.fromkeys(key for s in samples for key in s.extra):
         flat[f"extra/{name}"] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], np.float32)
     return flat
@@ -88,6 +93,10 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
     checksums = {name: _checksum(column.pieces) for name, column in flat.items()}
     about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
+    if ROUTED in flat:
+        about[ROUTED] = next(
+            s.routed_experts.shape[1:] for g in groups for s in g.samples if s.routed_experts is not None
+        )
     text = json.dumps(about, ensure_ascii=False, default=str).encode()
     flat["meta"] = hdf5.Column([np.frombuffer(text, np.uint8)], np.uint8)
     root: dict[str, str | int] = {
@@ -271,7 +280,7 @@ class Shard:
         """One group as a record, as its worker made it (the prompt's text is to be decoded)."""
         which = np.flatnonzero(self.samples["group"] == index)
         tokens = self.rollouts(which)
-        rows, about, known = self.groups[index], self.meta["prompts"][index], COLUMNS.keys()
+        rows, about, known = self.groups[index], self.meta["prompts"][index], {*COLUMNS, ROUTED}
         extra = {n.removeprefix("extra/"): self._small(n)[which] for n in self.column_names() if n not in known}
         begin, end = self.prompt_offsets[index : index + 2]
         prompt = Prompt(
@@ -291,10 +300,21 @@ class Shard:
             samples.append(
                 Sample(
                     tokens.tokens[x:y], tokens.loss_mask[x:y], tokens.logprobs[x:y], spans, Finish(int(row["finish"])),
-                    float(row["reward"]), float(row["raw_reward"]), int(row["turns"]), numbers,
+                    float(row["reward"]), float(row["raw_reward"]), int(row["turns"]), numbers, self.routed_experts(int(which[k])),
                 )
             )  # fmt: skip
         return Group(prompt, samples, self.meta["reasons"].get(str(index), ""))
+
+    def routed_experts(self, sample: int) -> NDArray[np.unsignedinteger[Any]] | None:
+        """[P + T - 1, layers, k] which experts each token of a sample was routed to; None where that was not kept."""
+        if ROUTED not in self.meta:
+            return None
+        layers, k = self.meta[ROUTED]
+        if "routed_rows" not in self._cache:
+            prompts = np.diff(self.prompt_offsets)[self.samples["group"]]
+            self._cache["routed_rows"] = _offsets((prompts + np.diff(self.offsets) - 1).tolist())
+        begin, end = self._cache["routed_rows"][sample : sample + 2] * layers * k
+        return self.read(ROUTED, int(begin), int(end)).reshape(-1, layers, k)
 
     def validate(self) -> None:
         """Compare every column with its checksum, and offsets with lengths. Raises RunError naming what differs."""

@@ -14,7 +14,7 @@ import torch
 import urllib3
 from numpy.typing import NDArray
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from relax_hpc.engines import Completion, EngineError, Sampling
 from relax_hpc.engines.sglang import SglangEngine
@@ -157,3 +157,31 @@ def test_a_tokenizer_of_another_model_is_refused(setup: Setup, tmp_path: Path) -
     rows = len(load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"])
     with pytest.raises(RunError, match=f"tokenizer has {rows + 1} tokens, the model's vocabulary has {rows}"):
         SglangEngine(setup.recipe, tmp_path)
+
+
+def test_experts_of_every_token_and_weights_of_a_model_that_is_split_over_two_processes(tmp_path: Path) -> None:
+    """Routed experts are those of transformers' routers; tensor parallel; weights as transformers holds them, experts fused."""
+    tiny.folder(tiny.recipe(model=MODEL), tmp_path)
+    config = Qwen3MoeConfig(
+        vocab_size=len(AutoTokenizer.from_pretrained(tmp_path)), hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
+        num_experts=6, num_experts_per_tok=2, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        max_position_embeddings=512, eos_token_id=1, pad_token_id=0, initializer_range=0.2, norm_topk_prob=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    rollout = {"engine": "sglang", "device": "cpu", "routed_experts": True, "sglang": {"tensor_parallel": 2}}
+    engine = SglangEngine(tiny.recipe(model=MODEL, rollout=rollout), tmp_path)
+    try:
+        engine.load(1, model.state_dict().items())
+        for i, done in enumerate(engine.generate(PROMPTS, 3, Sampling(max_new_tokens=20), 0)):
+            prompt = PROMPTS[i // 3]
+            with torch.no_grad():
+                whole = model(torch.tensor([[*prompt, *done.tokens]]), output_router_logits=True)
+            logprobs = whole.logits[0].log_softmax(-1)[len(prompt) - 1 : -1].numpy()
+            np.testing.assert_allclose(done.logprobs, logprobs[np.arange(len(done.tokens)), done.tokens], atol=5e-5)
+            expected = torch.stack([layer.topk(2, -1).indices for layer in whole.router_logits], 1)[:-1]
+            assert done.routed_experts is not None and done.routed_experts.dtype == np.uint8
+            assert np.array_equal(np.sort(done.routed_experts, -1), np.sort(expected.numpy(), -1))
+    finally:
+        engine.close()

@@ -8,10 +8,12 @@ A server that is lost is started again in place, without weights: EngineRestarte
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Sampling
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
@@ -38,6 +40,31 @@ KEY_VARIABLE = "RELAX_HPC_SGLANG_KEY"
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """How the server says which experts a token was routed to."""
+
+    layers: int
+    k: int
+    dtype: np.dtype[np.unsignedinteger[Any]]
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, model_dir: Path) -> Experts:
+        """Raises RunError for a model without experts."""
+        text = config.get_text_config()
+        experts = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None)
+        if not experts:
+            raise RunError(
+                f"rollout.routed_experts = true, but '{model_dir}' is a {text.model_type} without experts: leave it out"
+            )
+        return cls(text.num_hidden_layers, text.num_experts_per_tok, np.min_scalar_type(experts - 1))
+
+    def decode(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
+        """[P + T - 1, layers, k] from base64 of int32."""
+        flat = np.frombuffer(base64.b64decode(text), np.int32)
+        return flat.reshape(-1, self.layers, self.k).astype(self.dtype)
+
+
 class SglangEngine:
     """See relax_hpc.engines.base.Engine."""
 
@@ -54,6 +81,7 @@ class SglangEngine:
         self._aliases = aliases(model)
         self._ends = end_tokens(model_dir, config, tokenizer)
         self._settings = recipe.rollout.sglang
+        self._experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
         self.context = context_of(config)
         self.version = -1
         if self._settings.address:
@@ -157,6 +185,7 @@ class SglangEngine:
             "input_ids": [prompt.tolist()] * len(seeds),
             "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
+            "return_routed_experts": self._experts is not None,
         }
 
     def _completion(self, answer: dict[str, Any]) -> Completion:
@@ -171,6 +200,7 @@ class SglangEngine:
             logprobs=np.array([logprob for logprob, *_ in drawn], np.float32),
             spans=[(span["start"], int(span["version"])) for span in versions],
             finish=FINISHES[kind],
+            routed_experts=self._experts.decode(about["routed_experts"]) if self._experts else None,
         )
 
 

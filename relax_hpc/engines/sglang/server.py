@@ -28,8 +28,6 @@ KNOWN_GOOD = {"sglang": "0.5.23", "torch": "2.13.0", "transformers": "5.19.0"}
 LOOK_EVERY_S = 0.25
 START_SHARE = 0.9
 """Of supervision.start_s, so that we can say what happened before the supervisor ends a worker that is silent."""
-STARTS = 3
-"""How often a start is tried: somebody else may take the port between our look and the server's."""
 CPU_TOKENS = 65536
 """Tokens of key/value cache without a GPU, where a share of the memory would be the whole machine's."""
 CONTEXT_MARGIN = 8
@@ -48,15 +46,15 @@ class Server:
     def start(self, progress: Callable[[], None]) -> None:
         """Start it, and wait until it answers. Raises RunError when it does not."""
         check_installed()
-        for _ in range(STARTS):
+        while True:
             port, key = _free_port(), secrets.token_urlsafe(32)
             self._launch(port, key)
             self.client = Client(f"http://127.0.0.1:{port}", key, connections=self._connections)
             if self._wait(progress):
                 return
-        raise RunError(
-            f"SGLang ended {STARTS} times before it answered: its words are in this worker's log; {versions_in_words()}"
-        )
+            self.stop()
+            if not _taken(port):
+                raise RunError(f"SGLang ended before it answered: see this worker's log; {versions_in_words()}")
 
     @property
     def _connections(self) -> int:
@@ -120,6 +118,7 @@ class Server:
             "expert-parallel-size": asked.expert_parallel, "max-running-requests": asked.max_running,
             "mem-fraction-static": asked.mem_fraction, "random-seed": self._recipe.run.seed,
             "watchdog-timeout": self._recipe.supervision.hang_s,
+            "enable-return-routed-experts": self._recipe.rollout.routed_experts,
         }  # fmt: skip
         if not self.on_gpu:
             values |= {
@@ -139,7 +138,15 @@ class Server:
         if not self.on_gpu:
             values |= {"SGLANG_PLATFORM": cpu_platform.NAME}
             values |= dict.fromkeys(THREAD_VARIABLES, str(self._recipe.rollout.threads))
+            values["SGLANG_CPU_OMP_THREADS_BIND"] = self._cpu_shares()
         return values
+
+    def _cpu_shares(self) -> str:
+        """Which CPUs each of the server's ranks is for, as SGLang wants it said; by itself it takes a NUMA node each."""
+        asked, cpus = self._recipe.rollout.sglang, sorted(os.sched_getaffinity(0))
+        ranks = asked.tensor_parallel * asked.data_parallel
+        shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
+        return "|".join(",".join(map(str, share)) for share in shares)
 
     @property
     def on_gpu(self) -> bool:
@@ -160,6 +167,17 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _taken(port: int) -> bool:
+    """Whether somebody took the port between our look at it and the server's."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what our own server left does not count
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
 
 
 def installed_versions() -> Mapping[str, str]:
