@@ -23,6 +23,7 @@ from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.launch.supervisor import outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers
 from relax_hpc.recipe import load_recipe
+from relax_hpc.roles import gpus
 from relax_hpc.run_dir import RunDir, open_existing, publish, to_json
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
@@ -51,6 +52,8 @@ class Agent:
             self.gone,
             self.telemetry.metrics,
         )
+        self.workers.failure = gpus.check_node(self.recipe, len(names))
+        self.workers.fatal = bool(self.workers.failure)
         self._state, self._asked_at = "starting", 0.0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}

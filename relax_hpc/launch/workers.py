@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Protocol
 from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attempt
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles import gpus
 from relax_hpc.roles.process import Exit
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
@@ -77,12 +77,12 @@ class LocalWorkers:
 
     def _gpus(self, index: int) -> dict[str, str]:
         """The worker's share of the GPUs that we see; where there are fewer than workers, some are shared."""
-        visible = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        visible = gpus.visible()
         if not visible:
             return {}
         share = max(len(visible) // len(self.members), 1)
         begin = index * share % len(visible)
-        return {"CUDA_VISIBLE_DEVICES": ",".join(visible[begin : begin + share])}
+        return {gpus.VARIABLE: ",".join(visible[begin : begin + share])}
 
     def _ended(self, worker: Member, code: int) -> None:
         worker.process = None

@@ -421,4 +421,6 @@ class Recipe(Table):
                 f"slurm.shape = 'single' puts both groups on the same nodes, but trainer.nodes = {self.trainer.nodes} "
                 f"and rollout.nodes = {self.rollout.nodes}: make them equal, or use slurm.shape = 'split'"
             )
+        if self.slurm and self.trainer.device != "cpu":
+            self.slurm.refuse_too_few_gpus(self.trainer.processes // self.trainer.nodes)
         return self

@@ -6,6 +6,7 @@ Values go into #SBATCH lines and srun's arguments, so that control characters ar
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
@@ -126,6 +127,25 @@ class Resources(Table):
         _refuse_control(where, self.model_dump())
         return self
 
+    def node_gres(self, per_node: int) -> Counter[str]:
+        """What the group uses of a node with so many of its processes, as --gres counts it: {"gpu:a100": 4}."""
+        if self.gpus_per_task is not None:
+            kind, count = gpu_count(self.gpus_per_task)
+            return Counter({kind: count * per_node})
+        if self.gpus_per_node is not None:
+            kind, count = gpu_count(self.gpus_per_node)
+            return Counter({kind: count})
+        return _gres(self.gres or "")
+
+    def node_gpus(self, per_node: int) -> int:
+        """How many of that are GPUs; 0 where no key says."""
+        return sum(n for name, n in self.node_gres(per_node).items() if name.partition(":")[0] == "gpu")
+
+    @property
+    def gpu_key(self) -> str:
+        """The GPU key that is given, as a person wrote it."""
+        return next((f"slurm.{key} = {getattr(self, key)!r}" for key in GPU_KEYS if getattr(self, key) is not None), "")
+
 
 class Autoscale(Table):
     """When the run grows and shrinks by itself, one rollout node at a time, each a further job."""
@@ -201,6 +221,16 @@ class Slurm(Resources):
             common.update(dict.fromkeys(GPU_KEYS))
         return Resources(**{**common, **given, "options": {**self.options, **own.options}})
 
+    def refuse_too_few_gpus(self, per_node: int) -> None:
+        """Raises a conflict when trainer processes of a node, which take a GPU each, are more than its GPUs."""
+        asks = self.group("trainer")
+        gpus = asks.node_gpus(per_node)
+        if 0 < gpus < per_node:
+            raise conflict(
+                f"{asks.gpu_key} for {per_node} trainer processes of a node (trainer.processes / trainer.nodes): each takes "
+                f"one GPU; give {per_node}, or lower trainer.processes, or set trainer.device = 'cpu'"
+            )
+
     @model_validator(mode="after")
     def _fits(self) -> Slurm:
         for name in ("trainer", "rollout"):
@@ -228,6 +258,20 @@ class Slurm(Resources):
                 )
         if self.cpu_bind is not None and not self.cpu_bind:
             raise conflict("slurm.cpu_bind is empty: leave it out, or use 'cores' or 'none'")
+
+
+def gpu_count(value: int | str) -> tuple[str, int]:
+    """GPUs as (name in --gres, count): 4 is ("gpu", 4), "a100:4" is ("gpu:a100", 4)."""
+    kind, _, count = str(value).rpartition(":")
+    return (f"gpu:{kind}" if kind else "gpu"), int(count)
+
+
+def _gres(text: str) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for part in filter(None, text.split(",")):
+        match = re.fullmatch(r"(?P<name>.+):(?P<count>\d+)", part)
+        found[match["name"] if match else part] += int(match["count"]) if match else 1
+    return found
 
 
 def _refuse_ours(where: str, option: str) -> None:

@@ -20,6 +20,7 @@ from relax_hpc.engines import EngineError, EngineRestarted, Sampling, make_engin
 from relax_hpc.environments import make_environments
 from relax_hpc.records import Group, Prompt
 from relax_hpc.rewards import Judge
+from relax_hpc.roles import gpus
 from relax_hpc.roles.episodes import play
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
 from relax_hpc.run_dir import RunError
@@ -50,6 +51,7 @@ class RolloutWorker:
         self.process, self.workplace, self.recipe = process, workplace, process.recipe
         process.telemetry.beat("starting", orders=0)
         torch.set_num_threads(self.recipe.rollout.threads)
+        gpus.computes_on_gpu(self.recipe.rollout.device, "rollout")
         self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.engine = make_engine(self.recipe, process.run.model)
         holdout = self.recipe.evaluation.holdout if self.recipe.evaluation else 0.0

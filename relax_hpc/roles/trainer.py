@@ -21,6 +21,7 @@ from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptSources
 from relax_hpc.records import Rollouts, mask_old
+from relax_hpc.roles import gpus
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
 from relax_hpc.roles.warmup import warm_up
@@ -63,6 +64,7 @@ class TrainerRole:
         # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
+        gpus.take(process, self.via)
         if self.world > 1:
             backend = "nccl" if torch.cuda.is_available() and recipe.trainer.device != "cpu" else "gloo"
             store = dist.FileStore(str(self.via / "rendezvous"), self.world)

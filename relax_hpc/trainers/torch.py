@@ -43,10 +43,8 @@ class TorchTrainer:
 
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         self.recipe, self.rank, self.world = recipe, rank, world
-        self.device = _device(recipe.trainer.device, rank)
+        self.device = _device(recipe.trainer.device)
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # NCCL's collectives go by the current device
         torch.manual_seed(recipe.run.seed + rank)
         self.model = _load_model(weights_folder(recipe.model, model_dir)).to(self.device).eval()  # eval: no dropout
         check_head(self.model)
@@ -190,12 +188,12 @@ class TorchTrainer:
         return one_by_one(dict(model.named_parameters()) | buffers, model.config.get_text_config().model_type)
 
 
-def _device(choice: str, rank: int) -> torch.device:
+def _device(choice: str) -> torch.device:
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise RunError('trainer.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')
-    return torch.device("cuda", rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())  # the role has chosen it
 
 
 def _load_model(folder: Path) -> PreTrainedModel:

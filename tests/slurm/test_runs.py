@@ -7,7 +7,7 @@ import pytest
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.run_dir import read_json
 from relax_hpc.telemetry import read_metrics
-from tests.runs import SMALL, step_now, steps_of, wait_for
+from tests.runs import SMALL, pid_of, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, sound, submit
 from tools.bench.common import SIDES
@@ -134,3 +134,22 @@ def test_a_run_grows_while_its_trainer_waits(cluster: SlurmCluster) -> None:
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"
     sound(ours, step_now(ours.run))
+
+
+def test_each_rank_has_a_gpu_of_its_own_and_one_that_has_not_is_named(cluster: SlurmCluster) -> None:
+    on_cpu = ("trainer.device=cpu", "rollout.device=cpu", "trainer.processes=2", "rollout.workers=2")
+    ours = submit(
+        cluster, "gpus", *on_cpu, "run.steps=30", "slurm.rollout.gpus_per_task=1", "slurm.trainer.gpus_per_node=1"
+    )
+    reason = str(ours.wait_for_end()["reason"])
+    assert "sees the same single GPU (0)" in reason and "on t1" in reason and "gpus_per_task = 1" in reason
+    own = 'slurm.trainer={partition="trainer", gpus_per_task=1}'
+    ours.relax_hpc("submit", ours.run.root, "--local-root-ok", "--set", own)
+    taken = wait_for(lambda: len(found := [p.name for p in ours.run.lease.glob("*/i*/gpu-*")]) == 2 and found)
+    assert sorted(taken) == ["gpu-t1-0", "gpu-t1-1"]
+    pids = wait_for(lambda: all(found := [pid_of(ours.run, f"rollout-{i}") for i in range(2)]) and found)
+    seen = [cluster.exec("cat", f"/proc/{pid}/environ", node="r1").stdout.split("\0") for pid in pids]
+    assert [[w for w in words if w.startswith("CUDA_V")] for words in seen] == [
+        [f"CUDA_VISIBLE_DEVICES={i}"] for i in range(2)
+    ]
+    assert ours.wait_for_end()["outcome"] == "done"

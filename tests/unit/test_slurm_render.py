@@ -26,6 +26,7 @@ name = "tiny"
 [trainer]
 nodes = 2
 processes = 8
+device = "cpu"
 [rollout]
 nodes = 3
 workers = 6

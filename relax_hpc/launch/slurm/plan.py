@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +34,7 @@ class Group:
     @property
     def node_gres(self) -> Counter[str]:
         """What the group uses of a node, as --gres counts it: {"gpu:a100": 4}."""
-        if self.asks.gpus_per_task is not None:
-            kind, count = gpu_count(self.asks.gpus_per_task)
-            return Counter({kind: count * self.per_node})
-        if self.asks.gpus_per_node is not None:
-            kind, count = gpu_count(self.asks.gpus_per_node)
-            return Counter({kind: count})
-        return _gres(self.asks.gres or "")
+        return self.asks.node_gres(self.per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +85,6 @@ def make_plan(recipe: Recipe) -> Plan:
     )
 
 
-def gpu_count(value: int | str) -> tuple[str, int]:
-    """GPUs as (name in --gres, count): 4 is ("gpu", 4), "a100:4" is ("gpu:a100", 4)."""
-    kind, _, count = str(value).rpartition(":")
-    return (f"gpu:{kind}" if kind else "gpu"), int(count)
-
-
 def gres_text(gres: Counter[str]) -> str:
     """As --gres takes it."""
     return ",".join(f"{name}:{count}" for name, count in gres.items())
-
-
-def _gres(text: str) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for part in filter(None, text.split(",")):
-        match = re.fullmatch(r"(?P<name>.+):(?P<count>\d+)", part)
-        found[match["name"] if match else part] += int(match["count"]) if match else 1
-    return found

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from relax_hpc.launch.slurm.plan import Group, Plan, gpu_count, gres_text
-from relax_hpc.recipe.slurm import Apptainer, Pyxis
+from relax_hpc.launch.slurm.plan import Group, Plan, gres_text
+from relax_hpc.recipe.slurm import Apptainer, Pyxis, gpu_count
 
 _ASKED = re.compile(
     r"SLURM_(NTASKS|NPROCS|NTASKS_PER_\w+|TASKS_PER_NODE|NNODES|CPUS_PER_TASK|CPUS_PER_GPU|GPUS|GPUS_PER_\w+|GPU_\w+|GRES|"
