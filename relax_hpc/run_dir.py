@@ -12,6 +12,7 @@
       weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
       checkpoints/
       heartbeats/  metrics/  logs/          one writer each
+      caches/                               compiled kernels, packed once for nodes that have none
       slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job
       stop  outcome.json                    how it shall end, how it ended
 
@@ -63,6 +64,7 @@ class RunDir:
         self.heartbeats = self.root / "heartbeats"
         self.metrics = self.root / "metrics"
         self.logs = self.root / "logs"
+        self.caches = self.root / "caches"
         self.slurm = self.root / "slurm"
         self.stop = self.root / "stop"
         self.outcome = self.root / "outcome.json"

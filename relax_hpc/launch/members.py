@@ -24,6 +24,8 @@ PIPE_BYTES = 1 << 16
 KEPT_ARRAY_BYTES = 64 << 20
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_ARRAY_BYTES), "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_ARRAY_BYTES)}
 
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
 
 @dataclass(slots=True, eq=False)
 class Member:
@@ -156,9 +158,8 @@ def role_environment(run: RunDir) -> dict[str, str]:
     # Arrays of megabytes come and go every step: kept by the allocator, their pages need not be faulted in each time.
     for name, value in ALLOCATOR.items():
         environment.setdefault(name, value)
-    environment.setdefault(
-        "HF_HUB_OFFLINE", "1"
-    )  # compute nodes have no internet; nothing here looks a model up by name
+    for name in OFFLINE:  # compute nodes have no internet; nothing here looks a model up by name
+        environment.setdefault(name, "1")
     return environment
 
 

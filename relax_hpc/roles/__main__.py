@@ -58,6 +58,7 @@ def run(process: RoleProcess, role: str) -> Exit:
     prepare_cpu()
     # For libraries that are not asked by torch.set_num_threads.
     os.environ["OMP_NUM_THREADS"] = str(getattr(process.recipe, role).threads)
+    process.caches.warm()
     try:
         code: Exit = importlib.import_module(f"relax_hpc.roles.{role}").body(process)
         return code

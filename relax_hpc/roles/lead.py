@@ -158,6 +158,7 @@ class Lead:
             self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
         self.longest_step_s = max(now - self.last_step_at - self.waited_s, 0.9 * self.longest_step_s)
         self.waited_s, self.last_step_at = 0.0, now
+        self.process.caches.keep()
 
     def request_score(self) -> None:
         """Ask for a held-out score of this version, if one is due."""

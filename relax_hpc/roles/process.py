@@ -17,6 +17,7 @@ import tenacity
 
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles.caches import Caches
 from relax_hpc.run_dir import RunDir, RunError, open_existing
 from relax_hpc.telemetry import Telemetry
 
@@ -51,6 +52,7 @@ class RoleProcess:
         self.name: str = arguments.name
         self.recipe: Recipe = load_recipe(self.run.recipe)
         self.telemetry = Telemetry(self.run, self.name, arguments.attempt, arguments.supervisor)
+        self.caches = Caches(self.run, arguments.role)
         self.log = logging.getLogger(self.name)
         self.stopping = False
         signal.signal(signal.SIGTERM, self._stop)

@@ -155,6 +155,7 @@ class RolloutWorker:
             self.orders += 1
             self.process.telemetry.beat("published", orders=self.orders, order=about["order"], version=about["version"])
             self.process.telemetry.metrics(kind="order", **about, publish_s=seconds)
+            self.process.caches.keep()
 
     def episodes(self, order: Order, prompts: list[Prompt]) -> list[Group]:
         """The groups of an order; an evaluation is played greedily."""
