@@ -27,7 +27,7 @@ from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
-from relax_hpc.launch.slurm.steps import rollout_step, step_python, trainer_step
+from relax_hpc.launch.slurm.steps import rollout_step, step_command, trainer_step
 from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.launch.supervisor import Supervisor, sweep
 from relax_hpc.launch.view import live
@@ -77,13 +77,13 @@ def supervise(
 ) -> dict[str, Any]:
     """Carry the run on; `signalled` is called when this job is asked to end."""
     plan, telemetry = make_plan(recipe), Telemetry(run, "supervisor", lease.number)
-    python = step_python(plan)
-    trainers = StepTrainers(run, recipe, [*trainer_step(plan), python], end_of_job(os.environ["SLURM_JOB_ID"]))
+    python = step_command(plan)
+    trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(os.environ["SLURM_JOB_ID"]))
     core: Core
     if plan.slurm.shape == "split":
         core = JobCore(run, recipe, telemetry)
     else:
-        core = StepCore(run, recipe, [*rollout_step(plan), python], telemetry)
+        core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry)
     workers = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
     sweep(run, older_than_s=SWEEP_S)
     with live(run, console) as look:
@@ -127,7 +127,7 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     """Keep the agents of this job's nodes until they leave, or this job's time is up."""
     recipe, job = load_recipe(run.recipe), os.environ["SLURM_JOB_ID"]
     plan, telemetry = make_plan(recipe), Telemetry(run, f"agent-job-{job}", attempt=0)
-    python = [*rollout_step(plan, elastic=elastic), step_python(plan)]
+    python = [*rollout_step(plan, elastic=elastic), *step_command(plan)]
     core = StepCore(run, recipe, python, telemetry, f"job{job}" if elastic else CORE, 1 if elastic else None)
     agents = Agents(run, recipe, telemetry)
     leave = threading.Event()

@@ -250,7 +250,7 @@ def _absolute(table: Table, prefix: str, folder: Path, given: set[str]) -> Table
             update[name] = _absolute(value, key + ".", folder, given)
         elif isinstance(value, list) and value and isinstance(value[0], Table):
             update[name] = [_absolute(item, f"{key}.{i}.", folder, given) for i, item in enumerate(value)]
-        elif mark(field, "looked_up"):
+        elif value is not None and mark(field, "looked_up"):
             update[name] = _looked_up(value, [Path.cwd(), folder] if key in given else [folder, Path.cwd()])
         elif isinstance(value, Path):
             update[name] = value.expanduser().absolute()

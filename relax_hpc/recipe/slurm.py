@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
@@ -201,6 +202,13 @@ class Slurm(Resources):
     python: str | None = Key(
         None, "Python on the nodes, such as '/lustre/me/venv/bin/python'; by default the one that submits.", resume=True
     )
+    stage_environment: Path | None = Key(
+        None,
+        "A tar of a virtual environment (`tar -cf ENV.tar -C ENVIRONMENT .`): each node unpacks it on its own disk, and processes "
+        "run its bin/python.",
+        resume=True,
+        looked_up=True,
+    )
     interface: str | None = Key(
         None, "Network interface for NCCL, gloo and MPI, such as 'ib0'; they choose where it is absent.", resume=True
     )
@@ -256,6 +264,11 @@ class Slurm(Resources):
                     f"slurm.environment.{name} looks like a secret, and the recipe is kept in the run's directory: "
                     f"`export {name}=…` in the shell that submits instead, sbatch hands that to the job"
                 )
+        if self.container is not None and self.stage_environment is not None:
+            raise conflict(
+                f"slurm.stage_environment = '{self.stage_environment}' and slurm.container = '{self.container.name}': processes run "
+                "the one or the other, give one of them"
+            )
         if self.cpu_bind is not None and not self.cpu_bind:
             raise conflict("slurm.cpu_bind is empty: leave it out, or use 'cores' or 'none'")
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
 import pytest
 
 from relax_hpc.launch.slurm.send import jobs
@@ -153,3 +160,27 @@ def test_each_rank_has_a_gpu_of_its_own_and_one_that_has_not_is_named(cluster: S
         [f"CUDA_VISIBLE_DEVICES={i}"] for i in range(2)
     ]
     assert ours.wait_for_end()["outcome"] == "done"
+
+
+def test_processes_run_from_an_environment_on_the_nodes_own_disk(cluster: SlurmCluster) -> None:
+    """A small one, that finds the packages of ours where they are."""
+    made, packed, disk = (cluster.shared / name for name in ("made", "env.tar", "disk"))
+    venv.create(made, symlinks=True)
+    (made / f"lib/python3.{sys.version_info.minor}/site-packages/ours.pth").write_text(sysconfig.get_path("purelib"))
+    subprocess.run(["tar", "-cf", packed, "-C", made, "."], check=True)
+    shutil.rmtree(made)
+    disk.mkdir()
+    ours = submit(
+        cluster, "staged", f"slurm.stage_environment={packed}", f"slurm.environment.TMPDIR={disk}", "run.steps=20"
+    )
+    for role, node in (("trainer-0", "t1"), ("rollout-0", "r1")):
+        pid = wait_for(lambda: pid_of(ours.run, role))  # noqa: B023
+        words = cluster.exec("cat", f"/proc/{pid}/cmdline", node=node).stdout.split("\0")
+        assert Path(words[0]).relative_to(disk).parts[1:] == (
+            *next(disk.glob("*/environment-*")).parts[-1:],
+            "bin",
+            "python",
+        )
+    assert ours.wait_for_end()["outcome"] == "done"
+    kept = {path.name.partition("-")[0] for path in disk.glob(f"*/{read_json(ours.run.identity)['id']}/*")}
+    assert kept == {"trainer", "rollout"}, "no caches on the node's disk"

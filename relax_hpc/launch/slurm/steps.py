@@ -17,6 +17,7 @@ from pathlib import Path
 from relax_hpc.launch.slurm.plan import Group, Plan, gres_text
 from relax_hpc.recipe.slurm import Apptainer, Pyxis, gpu_count
 
+STAGE_MODULE = "relax_hpc.launch.slurm.stage"
 _ASKED = re.compile(
     r"SLURM_(NTASKS|NPROCS|NTASKS_PER_\w+|TASKS_PER_NODE|NNODES|CPUS_PER_TASK|CPUS_PER_GPU|GPUS|GPUS_PER_\w+|GPU_\w+|GRES|"
     r"TRES_\w+|MEM_\w+|DISTRIBUTION|CPU_BIND\w*|EXACT|EXCLUSIVE|OVERLAP|WHOLE|HINT|THREADS_PER_CORE|EXPORT_ENV)"
@@ -40,6 +41,12 @@ def rollout_step(plan: Plan, *, elastic: bool = False) -> list[str]:
 def step_python(plan: Plan) -> str:
     """The Python of the processes: the container's where there is one."""
     return plan.slurm.container.python if plan.slurm.container else job_python(plan)
+
+
+def step_command(plan: Plan) -> list[str]:
+    """What starts it: by way of the environment that is staged on the node, where there is one."""
+    packed = plan.slurm.stage_environment
+    return [step_python(plan), *(["-P", "-m", STAGE_MODULE, str(packed)] if packed else [])]
 
 
 def job_python(plan: Plan) -> str:

@@ -38,6 +38,7 @@ def submit(
     plan = make_plan(recipe)
     if not local_root_ok:
         refuse_local_root(plan)
+    refuse_missing_environment(plan)
     if run is None:
         run = create(recipe)
         plan = make_plan(load_recipe(run.recipe))
@@ -74,6 +75,15 @@ def refuse_local_root(plan: Plan) -> None:
         raise RunError(
             f"run.root = '{plan.root}' lies in {local}, which each machine has for itself: nodes would not see the run. "
             "Choose a directory on the shared file system with --set run.root=DIR, or give --local-root-ok if it is shared here"
+        )
+
+
+def refuse_missing_environment(plan: Plan) -> None:
+    """Raises RunError when the environment that nodes shall unpack is not there."""
+    packed = plan.slurm.stage_environment
+    if packed is not None and not packed.is_file():
+        raise RunError(
+            f"slurm.stage_environment = '{packed}' is no file: make it with `tar -cf {packed} -C ENVIRONMENT .`, or leave it out"
         )
 
 
