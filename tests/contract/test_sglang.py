@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from relax_hpc.engines import Completion, EngineError, Sampling
+from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.engine import KEY_VARIABLE
 from relax_hpc.run_dir import RunError
@@ -160,7 +161,7 @@ def test_a_tokenizer_of_another_model_is_refused(setup: Setup, tmp_path: Path) -
 
 
 def test_experts_of_every_token_and_weights_of_a_model_that_is_split_over_two_processes(tmp_path: Path) -> None:
-    """Routed experts are those of transformers' routers; tensor parallel; weights as transformers holds them, experts fused."""
+    """Routed experts are those of transformers' routers."""
     tiny.folder(tiny.recipe(model=MODEL), tmp_path)
     config = Qwen3MoeConfig(
         vocab_size=len(AutoTokenizer.from_pretrained(tmp_path)), hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
@@ -173,7 +174,7 @@ def test_experts_of_every_token_and_weights_of_a_model_that_is_split_over_two_pr
     rollout = {"engine": "sglang", "device": "cpu", "routed_experts": True, "sglang": {"tensor_parallel": 2}}
     engine = SglangEngine(tiny.recipe(model=MODEL, rollout=rollout), tmp_path)
     try:
-        engine.load(1, model.state_dict().items())
+        engine.load(1, weights_of(model).items())
         for i, done in enumerate(engine.generate(PROMPTS, 3, Sampling(max_new_tokens=20), 0)):
             prompt = PROMPTS[i // 3]
             with torch.no_grad():
