@@ -76,6 +76,12 @@ def _misfit_of_model(plan: Parallel, model: Sizes) -> str | None:
         return f"[trainer.parallel] expert = {plan.expert}, expert_tensor = {plan.expert_tensor}: the model has no experts, leave them out"
     if model.experts and plan.tensor > 1 and not plan.sequence:
         return f"[trainer.parallel] tensor = {plan.tensor} with experts needs sequence = true"
+    if model.experts and plan.expert == 1 and plan.expert_tensor != plan.tensor:
+        # Megatron-core then sums the experts' gradients over too few processes
+        return (
+            f"[trainer.parallel] expert_tensor = {plan.expert_tensor} and tensor = {plan.tensor} must be equal where expert = 1: "
+            f"set expert_tensor = {plan.tensor}, or raise expert"
+        )
     stages = plan.pipeline * plan.virtual_pipeline
     divided = [
         ("tensor", plan.tensor, "attention heads", model.heads),

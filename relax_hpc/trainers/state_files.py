@@ -56,13 +56,16 @@ def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -
         if n in tensors and tensors[n].shape != t.shape
     ]
     if differences:
-        shown = "; ".join(differences[:SHOWN])
-        raise RunError(
-            f"'{path}' is of another model: {shown}{f'; {len(differences) - SHOWN} more' if len(differences) > SHOWN else ''}"
-        )
+        raise RunError(f"'{path}' is of another model: {shown(differences)}")
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+def shown(differences: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+    return "; ".join(differences[:SHOWN]) + more
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:

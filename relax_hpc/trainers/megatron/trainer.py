@@ -33,7 +33,7 @@ from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import state_files
 from relax_hpc.trainers.build import weights_folder
-from relax_hpc.trainers.megatron import groups, state, weights
+from relax_hpc.trainers.megatron import groups, moments, state, weights
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy, token_logprobs
 from relax_hpc.trainers.megatron.model import build, refuse_foreign, transformer_config
@@ -43,6 +43,8 @@ from relax_hpc.trainers.optim import learning_rate
 from relax_hpc.trainers.token_loss import PolicyLoss, TokenLoss, add, as_rollouts
 
 T = TypeVar("T")
+LOADED_BYTES = 2**30
+"""Of the optimizer's state, read at once."""
 
 
 class MegatronTrainer:
@@ -103,7 +105,9 @@ class MegatronTrainer:
         states = state_files.rng_tensors(self.rank, self.device)
         for other in self._gather(states):
             states |= other
-        state.save(folder, self._sharded(loading=False), self.steps)
+        model = self._sharded()
+        moved = moments.gathered(self._optimizers(), model["model"])
+        state.save(folder, {**model, "optimizer": moved}, self.steps)
         if self.rank == 0:
             state_files.write(folder / state_files.RNG, states)
         if self.world > 1:
@@ -111,26 +115,28 @@ class MegatronTrainer:
 
     @supported
     def load(self, folder: Path) -> None:
-        self._begin_optimizer(counted=False)
-        loaded = state.load(folder, self._sharded(loading=True))
+        optimizers, places = self._optimizers(), self._sharded()["model"]
+        everything = self._sharded()
+        state.compare(folder, {**everything, "optimizer": moments.expected(optimizers, places)})
+        loaded = state.load(folder, everything)
         for what, chunks in (("model", self.chunks), ("reference", self.reference)):
             for number, chunk in enumerate(chunks):
-                chunk.load_state_dict(loaded[what][f"model{number}"])
-        self.steps = loaded["steps"]
-        for number, optimizer in enumerate(self._optimizers()):
-            optimizer.load_parameter_state_from_fully_reshardable(loaded["optimizer"][str(number)])
-            state.count_steps(optimizer, self.steps)
+                chunk.load_state_dict(loaded[what][f"chunk{number}"], strict=False)  # what is absent was compared
+        self._begin_optimizer(loaded["steps"])
+        for part in moments.to_fill(optimizers, places, LOADED_BYTES):
+            moments.put(optimizers, places, state.load(folder, {"optimizer": part})["optimizer"])
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
-    def _sharded(self, loading: bool) -> dict[str, Any]:
-        return state.sharded(self.chunks, self.reference, self._optimizers(), self.groups, loading)
+    def _sharded(self) -> dict[str, Any]:
+        return {
+            "model": state.sharded(self.chunks, self.groups),
+            "reference": state.sharded(self.reference, self.groups, "reference."),
+        }
 
-    def _begin_optimizer(self, counted: bool = True) -> None:
-        self.steps = 0
+    def _begin_optimizer(self, steps: int = 0) -> None:
+        self.steps = steps
         for optimizer in self._optimizers():
-            state.fresh(optimizer, 0)
-            if counted:
-                state.count_steps(optimizer, 0)
+            moments.fresh(optimizer, steps)
 
     def _optimise(
         self,

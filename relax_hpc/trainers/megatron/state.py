@@ -1,0 +1,149 @@
+"""Checkpoints as Megatron-core's distributed ones (torch_dist), which load under any other plan.
+
+    common.pt metadata.json .metadata __RANK_N.distcp   weights, reference, AdamW's moments and master weights, steps
+    rng.safetensors                                     every process's random state
+
+Each tensor is stored by its name and place in the whole model. Of the optimizer no more is stored than tensors and the
+number of steps (moments.py): parameter groups are made from the recipe, and how many there are depends on the plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import errno
+import importlib
+import pickle
+import queue
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed.checkpoint.api import CheckpointException
+
+from relax_hpc.run_dir import RunError
+from relax_hpc.trainers import state_files
+from relax_hpc.trainers.megatron.head import Policy
+
+FILES_PER_PROCESS = 2
+# Megatron writes in forked processes, and starts one more to hand results over. Here threads write: the results stay.
+filesystem_async._get_write_results_queue = queue.SimpleQueue
+NO_ROOM = re.compile(r"\[Errno (28|122)\]|No space left|quota", re.IGNORECASE)
+METADATA = ".metadata"
+
+
+def sharded(chunks: list[Policy], groups: ProcessGroupCollection, prefix: str = "") -> dict[str, Any]:
+    """What this process has of the model, and where in the whole it belongs."""
+    how = {"non_homogeneous_layers": True, "dp_cp_group": groups.dp_cp}
+    state = {f"chunk{i}": chunk.sharded_state_dict(prefix, metadata=how) for i, chunk in enumerate(chunks)}
+    # objects (a place for FP8's scales) would be pickles; they are empty
+    return dict(extract_matching_values(state, lambda value: isinstance(value, ShardedObject))[1])
+
+
+def save(folder: Path, state: dict[str, Any], steps: int) -> None:
+    """Write `state` into `folder`; collective. `steps`: of the optimizer. Raises OSError on every process where one has no room."""
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=FILES_PER_PROCESS)
+    request = dist_checkpointing.save(
+        {**state, "steps": steps}, str(folder), sharded_strategy=strategy, async_sharded_save=True
+    )
+    error = ""
+    if request.async_fn is not None:
+        _, _, results = request.async_fn_args
+        write = partial(_write, request.async_fn.args[0])
+        with ThreadPoolExecutor(FILES_PER_PROCESS) as pool:
+            written = list(pool.map(write, request.preload_fn()))
+        error = next((str(r) for r in written if isinstance(r, Exception)), "")
+        results.put(dict(enumerate(written)))
+    errors: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    failed = next((e for e in errors if e), "")
+    if failed:  # on every process, so that all of them try again
+        raise OSError(errno.ENOSPC if NO_ROOM.search(failed) else errno.EIO, failed)
+    for finish in request.finalize_fns:
+        finish()
+
+
+def _write(transforms: Any, file: Any) -> Any:
+    """Write a file; its table of contents, or the exception."""
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    to_do: queue.Queue[int] = queue.Queue()
+    to_do.put(0)
+    FileSystemWriterAsync.write_preloaded_data(transforms, 0, file, results, to_do, use_fsync=True)
+    return results.get()[1]
+
+
+def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """The values of `state` from `folder`, and "steps"; collective. Raises RunError for what is torn."""
+    try:
+        # processes may ask for different parts at a time, so none can check that together they ask for all
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    except (CheckpointingException, CheckpointException, FileNotFoundError, RuntimeError) as error:
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise RunError(f"'{folder}' cannot be read: {said[-1]}; go back to an older checkpoint") from error
+    return loaded
+
+
+def compare(folder: Path, state: dict[str, Any]) -> None:
+    """Raise RunError, on every process and before anything is read, when the checkpoint is of another model."""
+    saved = {name: list(about.size) for name, about in read_index(folder).items() if hasattr(about, "size")}
+    mine = {}
+    for tensor in nested_values(load_preprocess(state)[0]):
+        if isinstance(tensor, ShardedTensor):
+            mine[tensor.key] = (list(tensor.global_shape), tensor.allow_shape_mismatch)
+    every: list[Any] = [mine] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    wanted = {name: about for said in every for name, about in said.items()}
+    differences = [f"'{n}' is missing in the checkpoint" for n in wanted if n not in saved]
+    differences += [f"'{n}' is not in the model" for n in saved if n not in wanted]
+    differences += [
+        f"'{n}' is {saved[n]} in the checkpoint and {shape} in the model"
+        for n, (shape, padded) in wanted.items()
+        if n in saved and saved[n] != shape and not (padded and saved[n][1:] == shape[1:])
+    ]
+    if differences:
+        raise RunError(f"'{folder}' is of another model: {state_files.shown(differences)}")
+
+
+RECORDS = [f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem")]
+"""Modules whose dataclasses and enumerations an index is made of."""
+VALUES = {("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
+
+
+class _DataOnly(pickle.Unpickler):
+    """Reads what torch.distributed.checkpoint writes, and nothing that could do something else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = module in RECORDS or module in ("torch", "collections", "torch.serialization")
+        found = getattr(importlib.import_module(module), name, None) if known else None
+        record = module in RECORDS and (dataclasses.is_dataclass(found) or isinstance(found, enum.EnumMeta))
+        if not (record or isinstance(found, torch.dtype) or (module, name) in VALUES):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return found
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What the checkpoint in `folder` has. The index is its one pickle, and the directory is shared: data alone is accepted."""
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            index: dict[str, Any] = _DataOnly(file).load().state_dict_metadata
+            return index
+    except FileNotFoundError:
+        raise RunError(f"checkpoint has no '{path}': it is incomplete or of another trainer backend") from None
+    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+        raise RunError(
+            f"'{path}' is no index of a distributed checkpoint: {error}; go back to an older checkpoint"
+        ) from error
