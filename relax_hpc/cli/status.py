@@ -136,3 +136,23 @@ def export(
 
     with friendly():
         typer.echo(export_checkpoint(run, output, step))
+
+
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(help="A Hugging Face model directory, or a Megatron-core checkpoint.", show_default=False),
+    ],
+    output: Annotated[Path, typer.Argument(help="The directory to make.", show_default=False)],
+    model: Annotated[
+        Optional[Path],
+        typer.Option(help="Directory with config.json, when it is not beside the checkpoint.", show_default=False),
+    ] = None,
+) -> None:
+    """Convert a model between Hugging Face and Megatron-core, to the bit. Needs the extra `megatron`."""
+    from relax_hpc.trainers import fit
+    from relax_hpc.trainers.export import convert as convert_model
+
+    with friendly():
+        fit.need_megatron()
+        typer.echo(convert_model(source, output, model))

@@ -30,18 +30,24 @@ class Parallel(Table):
     Data-parallel processes share the optimizer's state.
     """
 
-    tensor: PositiveInt = Key(1, "Processes that share every matrix; divides heads and key/value heads.")
+    tensor: PositiveInt = Key(1, "Processes that share every matrix; divides heads and key/value heads.", resume=True)
     sequence: bool = Key(
-        False, "The tensor-parallel processes share the activations between the matrices too; experts need it."
+        False,
+        "The tensor-parallel processes share the activations between the matrices too; experts need it.",
+        resume=True,
     )
-    pipeline: PositiveInt = Key(1, "Stages that the layers are spread over.")
+    pipeline: PositiveInt = Key(1, "Stages that the layers are spread over.", resume=True)
     virtual_pipeline: PositiveInt = Key(
-        1, "Chunks of layers on each stage: more of them shorten the time in which stages wait for each other."
+        1,
+        "Chunks of layers on each stage: more of them shorten the time in which stages wait for each other.",
+        resume=True,
     )
-    context: PositiveInt = Key(1, "Processes that share every sequence.")
-    expert: PositiveInt = Key(1, "Processes that the experts are spread over, among the data-parallel ones.")
-    expert_tensor: PositiveInt = Key(1, "Processes that share every expert's matrices.")
-    overlap: bool = Key(False, "Reduce gradients and gather parameters while computing.", resume=True)
+    context: PositiveInt = Key(1, "Processes that share every sequence.", resume=True)
+    expert: PositiveInt = Key(
+        1, "Processes that the experts are spread over, among the data-parallel ones.", resume=True
+    )
+    expert_tensor: PositiveInt = Key(1, "Processes that share every expert's matrices.", resume=True)
+    overlap: bool = Key(False, "Reduce gradients while the backward pass still runs.", resume=True)
     recompute: Literal["none", "selective", "full"] = Key(
         "none", "Activations computed again in the backward pass: none, those of attention, or all.", resume=True
     )

@@ -167,9 +167,9 @@ class Trainer(Table):
         "`torch`: Hugging Face transformers, data parallel; `megatron`: Megatron-core, every kind of parallelism ([trainer.parallel]).",
     )
     processes: PositiveInt = Key(
-        1, "Processes, over all nodes; all of them are data parallel, less what `parallel` takes."
+        1, "Processes, over all nodes: data parallel, but for what [trainer.parallel] takes.", resume=True
     )
-    parallel: Parallel = Key(Parallel(), "How the model is split; for the megatron backend alone.")
+    parallel: Parallel = Parallel()
     nodes: PositiveInt = Key(1, "Nodes that share the processes evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key(
@@ -196,7 +196,7 @@ class Trainer(Table):
     @model_validator(mode="after")
     def _spreads(self) -> Trainer:
         even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)
-        if self.backend == "torch" and self.parallel.model_fields_set:
+        if self.backend == "torch" and self.parallel != Parallel():
             raise conflict('[trainer.parallel] is for trainer.backend = "megatron": set that, or remove the table')
         wrong = misfit(self.parallel, self.processes, None)
         if wrong:

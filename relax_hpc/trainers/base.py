@@ -42,11 +42,17 @@ class Trainer(Protocol):
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights as (Hugging Face name, tensor on the CPU, in the recipe's dtype); tied weights once."""
+        """The policy's weights as (Hugging Face name, tensor on the CPU, in the recipe's dtype); tied weights once.
+
+        Rank 0 is given them; the other processes may be given less, or nothing, and must go through to the end too.
+        """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write weights (model.safetensors), optimizer and random state into `folder`; rank 0 writes, all call."""
+        """Write weights, optimizer and random state into `folder`, an empty one, and onto the disk; all call.
+
+        No pickle but what load() refuses when it is more than data. Raises OSError on rank 0 where the disk is full.
+        """
         ...
 
     def load(self, folder: Path) -> None:

@@ -6,16 +6,10 @@ rollouts ──► packed micro-batches ──► Megatron's schedule of forward
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 
-from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.megatron.cpu import support
 
-if importlib.util.find_spec("megatron.core") is None:
-    raise RunError(
-        'trainer.backend = "megatron" needs Megatron-core: pip install "relax-hpc[megatron]", or use backend = "torch"'
-    )
 # Said once a process and no concern of a user's: kernels that are not installed, names that torch has new ones for.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")

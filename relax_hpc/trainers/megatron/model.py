@@ -1,4 +1,4 @@
-"""A Hugging Face configuration as Megatron-core's: models that `weight_names` knows, and what is different is refused."""
+"""A Hugging Face configuration as Megatron-core's: models that weight_names.py knows and that fit.py lets through."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from relax_hpc.recipe.schema import Trainer
-from relax_hpc.run_dir import RunError
+from relax_hpc.trainers.fit import sparse_layers
 from relax_hpc.trainers.megatron.head import Policy
 from relax_hpc.trainers.megatron.layers import block_spec
-from relax_hpc.trainers.megatron.sizes import sparse_layers
-
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-core's scaling of rotary frequencies has built in."""
 
 
 def transformer_engine() -> bool:
@@ -128,26 +124,3 @@ def build(hf: Any, config: TransformerConfig, groups: ProcessGroupCollection) ->
 def padded_vocabulary(size: int, tensor: int) -> int:
     """Rows of the embedding: a multiple of the processes that share it."""
     return -(-size // tensor) * tensor
-
-
-def refuse_foreign(hf: Any) -> None:
-    """Raise RunError for a model that Megatron-core would compute differently."""
-    wrong = None
-    rope = getattr(hf, "rope_parameters", None) or {}
-    scaling = {key: rope.get(key) for key in LLAMA3_ROPE}
-    if hf.model_type not in ("qwen3", "qwen3_moe", "qwen2", "llama"):
-        wrong = f"model_type '{hf.model_type}': qwen3, qwen3_moe, qwen2 and llama are known"
-    elif rope.get("rope_type") not in ("default", "llama3") or (
-        rope["rope_type"] == "llama3" and scaling != LLAMA3_ROPE
-    ):
-        wrong = f"rope_parameters {rope}: the default ones, or llama3's with {LLAMA3_ROPE}, are known"
-    elif float(rope["rope_theta"]) != int(rope["rope_theta"]):
-        wrong = f"rope_theta {rope['rope_theta']}: a whole number is expected"
-    elif set(getattr(hf, "layer_types", None) or []) - {"full_attention"}:
-        wrong = "layers without full attention"
-    elif hf.hidden_act != "silu":
-        wrong = f"hidden_act '{hf.hidden_act}': silu is known"
-    elif getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and getattr(hf, "attention_bias", False)):
-        wrong = "biases in attention or MLP"
-    if wrong:
-        raise RunError(f'trainer.backend = "megatron" cannot train this model: it has {wrong}; use the torch backend')

@@ -60,6 +60,11 @@ def gathered(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def name_of(key: str, parameter: str) -> str:
+    """What a parameter's state is called in a checkpoint."""
+    return f"optimizer.{key}.{parameter}"
+
+
 def expected(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
     """The state's names and places, without values."""
     return {
@@ -121,7 +126,7 @@ def _range(optimizer: Any, parameter: Any) -> slice | None:
 
 
 def _placed(place: Any, key: str, data: Tensor) -> Any:
-    about: dict[str, Any] = {"key": f"optimizer.{key}.{place.key}", "data": data}
+    about: dict[str, Any] = {"key": name_of(key, place.key), "data": data}
     if not isinstance(place, ShardedTensorFactory):
         about["dtype"] = data.dtype
     return replace(place, **about)

@@ -96,8 +96,11 @@ def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def compare(folder: Path, state: dict[str, Any]) -> None:
-    """Raise RunError, on every process and before anything is read, when the checkpoint is of another model."""
+def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> None:
+    """Raise RunError, on every process and before anything is read, when the checkpoint is of another model.
+
+    `everything`: what the checkpoint has beside `state` is a difference too.
+    """
     saved = {name: list(about.size) for name, about in read_index(folder).items() if hasattr(about, "size")}
     mine = {}
     for tensor in nested_values(load_preprocess(state)[0]):
@@ -107,7 +110,7 @@ def compare(folder: Path, state: dict[str, Any]) -> None:
     dist.all_gather_object(every, mine)
     wanted = {name: about for said in every for name, about in said.items()}
     differences = [f"'{n}' is missing in the checkpoint" for n in wanted if n not in saved]
-    differences += [f"'{n}' is not in the model" for n in saved if n not in wanted]
+    differences += [f"'{n}' is not in the model" for n in saved if n not in wanted and everything]
     differences += [
         f"'{n}' is {saved[n]} in the checkpoint and {shape} in the model"
         for n, (shape, padded) in wanted.items()

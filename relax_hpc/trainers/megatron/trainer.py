@@ -27,18 +27,16 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from relax_hpc.algorithms import Algorithm, make_algorithm
-from relax_hpc.recipe.parallel import misfit
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
-from relax_hpc.trainers import state_files
+from relax_hpc.trainers import fit, state_files
 from relax_hpc.trainers.build import weights_folder
 from relax_hpc.trainers.megatron import groups, moments, state, weights
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy, token_logprobs
-from relax_hpc.trainers.megatron.model import build, refuse_foreign, transformer_config
+from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
-from relax_hpc.trainers.megatron.sizes import sizes
 from relax_hpc.trainers.optim import learning_rate
 from relax_hpc.trainers.token_loss import PolicyLoss, TokenLoss, add, as_rollouts
 
@@ -54,13 +52,10 @@ class MegatronTrainer:
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         self.recipe, self.rank, self.world = recipe, rank, world
         config, parallel = recipe.trainer, recipe.trainer.parallel
+        fit.check(recipe, model_dir)
         self.device = _device(config.device, rank)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
-        refuse_foreign(self.hf)
-        wrong = misfit(parallel, config.processes, sizes(self.hf))
-        if wrong:
-            raise RunError(wrong)
         self.groups = groups.join(parallel, recipe.run.seed)
         torch.manual_seed(recipe.run.seed + rank)
         self.layout = Layout(self.groups.cp.size(), self.groups.cp.rank(), parallel.tensor if parallel.sequence else 1)

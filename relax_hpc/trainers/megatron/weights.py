@@ -49,7 +49,7 @@ def parts(chunks: Iterable[Policy], groups: ProcessGroupCollection) -> Held:
 @torch.no_grad()
 def fill(chunks: list[Policy], folder: Path, model: Any, groups: ProcessGroupCollection) -> None:
     """Read this process's shards from the safetensors in `folder`. Raises RunError where they do not fill the model."""
-    files = _files(folder)
+    files = files_of(folder)
     opened: dict[Path, Any] = {}
     held = parts(chunks, groups)
     absent = sorted({name for part in held for name in part.names if name not in files})
@@ -88,7 +88,7 @@ def _copy_tied(chunks: list[Policy], groups: ProcessGroupCollection) -> None:
             dist.all_reduce(weight, group=groups.embd)
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def files_of(folder: Path) -> dict[str, Path]:
     """Which file has a tensor."""
     index = read_json(folder / "model.safetensors.index.json")
     if index is not None:

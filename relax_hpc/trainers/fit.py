@@ -1,0 +1,78 @@
+"""Whether the megatron backend can train a model under a plan: said before a run begins, without Megatron."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from relax_hpc.recipe.parallel import Sizes, misfit
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunError
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron-core's scaling of rotary frequencies has built in."""
+
+
+def check(recipe: Recipe, model_dir: Path) -> None:
+    """Raise RunError for what a trainer of this recipe could not be made of."""
+    if recipe.trainer.backend != "megatron":
+        return
+    need_megatron()
+    hf = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
+    refuse_foreign(hf)
+    wrong = misfit(recipe.trainer.parallel, recipe.trainer.processes, sizes(hf))
+    if wrong:
+        raise RunError(wrong)
+
+
+def need_megatron() -> None:
+    """Raise RunError where Megatron-core is not installed."""
+    if importlib.util.find_spec("megatron") is None:
+        raise RunError(
+            'Megatron-core is not installed: pip install "relax-hpc[megatron]", or train with trainer.backend = "torch"'
+        )
+
+
+def sparse_layers(hf: Any) -> list[int]:
+    """1 for each layer with experts, 0 for each dense one."""
+    step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or []
+    return [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
+
+
+def sizes(hf: Any) -> Sizes:
+    experts = getattr(hf, "num_experts", 0)
+    dense = not experts or not all(sparse_layers(hf))
+    return Sizes(
+        heads=hf.num_attention_heads,
+        kv_heads=hf.num_key_value_heads,
+        layers=hf.num_hidden_layers,
+        intermediate=hf.intermediate_size if dense else 0,
+        experts=experts,
+        expert_intermediate=hf.moe_intermediate_size if experts else 0,
+    )
+
+
+def refuse_foreign(hf: Any) -> None:
+    """Raise RunError for a model that Megatron-core would compute differently."""
+    wrong = None
+    rope = getattr(hf, "rope_parameters", None) or {}
+    scaling = {key: rope.get(key) for key in LLAMA3_ROPE}
+    if hf.model_type not in ("qwen3", "qwen3_moe", "qwen2", "llama"):
+        wrong = f"model_type '{hf.model_type}': qwen3, qwen3_moe, qwen2 and llama are known"
+    elif rope.get("rope_type") not in ("default", "llama3") or (
+        rope["rope_type"] == "llama3" and scaling != LLAMA3_ROPE
+    ):
+        wrong = f"rope_parameters {rope}: the default ones, or llama3's with {LLAMA3_ROPE}, are known"
+    elif float(rope["rope_theta"]) != int(rope["rope_theta"]):
+        wrong = f"rope_theta {rope['rope_theta']}: a whole number is expected"
+    elif set(getattr(hf, "layer_types", None) or []) - {"full_attention"}:
+        wrong = "layers without full attention"
+    elif hf.hidden_act != "silu":
+        wrong = f"hidden_act '{hf.hidden_act}': silu is known"
+    elif getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and getattr(hf, "attention_bias", False)):
+        wrong = "biases in attention or MLP"
+    if wrong:
+        raise RunError(f'trainer.backend = "megatron" cannot train this model: it has {wrong}; use the torch backend')
