@@ -24,7 +24,7 @@ from relax_hpc.run_dir import RunError
 from tests import tiny
 
 PROMPTS = tiny.prompts([3, 9, 1, 9, 5, 3])
-LONG = Sampling(temperature=2.0, max_new_tokens=400)
+LONG = Sampling(temperature=2.0, max_new_tokens=200)
 MODEL = {"context": 512}
 
 
@@ -94,8 +94,8 @@ def test_weights_swapped_in_mid_generation_make_the_tokens_from_there_on(setup: 
         if setup.engine.version == 3:
             setup.load(4)
 
-    done = setup.engine.generate(PROMPTS, 16, LONG, 0, swap)
-    assert 2 in check(setup, done, 16)
+    done = setup.engine.generate(PROMPTS, 8, LONG, 0, swap)
+    assert 2 in check(setup, done, 8)
     assert {version for c in done for _, version in c.spans} == {3, 4}
     assert check(setup, setup.engine.generate(PROMPTS, 2, LONG, 0), 2) == {1}
 
@@ -126,6 +126,22 @@ def test_a_generation_that_is_given_up_ends_on_the_server_too(setup: Setup) -> N
     assert time.monotonic() - began < 5
     [load] = setup.engine.client._request("GET", "/v1/loads", None, 5)["loads"]
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == 0
+    assert len(setup.engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2), 0)) == 6
+
+
+def test_a_server_that_makes_no_tokens_any_more_is_noticed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its HTTP side goes on answering; `generate` would end it and start it again."""
+    monkeypatch.setattr("relax_hpc.engines.sglang.engine.SILENCE_S", 0.1)
+    monkeypatch.setattr("relax_hpc.engines.sglang.client.PULSE_S", 1.0)
+    [scheduler] = [p for p in setup.processes() if "scheduler" in " ".join(p.cmdline())]
+    bodies = [setup.engine._body(prompt, [0] * 8, LONG, 200) for prompt in PROMPTS]
+    scheduler.suspend()
+    try:
+        assert setup.engine.client.healthy()
+        with pytest.raises(EngineError, match="did not answer /health_generate"):
+            setup.engine._ask(bodies, lambda tokens: None)
+    finally:
+        scheduler.resume()
     assert len(setup.engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2), 0)) == 6
 
 

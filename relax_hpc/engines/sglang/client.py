@@ -23,7 +23,11 @@ CONTROL_S = 600.0
 """For control calls; loading a large model's weights is the longest."""
 LOOK_S = 5.0
 """For calls that answer at once."""
+PULSE_S = 40.0
+"""For a token; SGLang itself gives up after 20."""
 CONNECT_S = 5.0
+KEPT_CONNECTIONS = 64
+"""Open between requests; there may be more at a time: control calls must not wait for requests to end."""
 ATTEMPTS = 4
 """How often a request is sent where the server does not answer, or answers 5xx."""
 SAID_BYTES = 500
@@ -36,10 +40,10 @@ class EngineRefused(EngineError):
 class Client:
     """One server. Threads may share it."""
 
-    def __init__(self, address: str, key: str = "", connections: int = 8) -> None:
+    def __init__(self, address: str, key: str = "") -> None:
         """address: such as http://127.0.0.1:30000; key: the server's api key."""
         self.address = address.rstrip("/")
-        self._pool = urllib3.PoolManager(maxsize=connections, block=True, retries=False)
+        self._pool = urllib3.PoolManager(maxsize=KEPT_CONNECTIONS, retries=False)
         self._headers = {"Content-Type": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -51,6 +55,10 @@ class Client:
         except EngineError:
             return False
         return True
+
+    def pulse(self) -> None:
+        """Returns when the scheduler has made a token, for us or for others. Raises EngineError when it does not."""
+        self._request("GET", "/health_generate", None, PULSE_S)
 
     def about(self) -> dict[str, Any]:
         """What the server says of itself: its arguments and limits."""

@@ -9,9 +9,11 @@ A server that is lost is started again in place, without weights: EngineRestarte
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,8 @@ from relax_hpc.records import Finish
 from relax_hpc.run_dir import RunError
 
 PROGRESS_EVERY_S = 0.2
+SILENCE_S = 30.0
+"""Without an answer for this long, the server is asked whether it still makes tokens."""
 MOST_REQUESTS = 256
 """In flight at once; SGLang queues what it cannot run yet."""
 KEY_VARIABLE = "RELAX_HPC_SGLANG_KEY"
@@ -86,7 +90,7 @@ class SglangEngine:
         self.version = -1
         if self._settings.address:
             self._server = None
-            self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""), MOST_REQUESTS)
+            self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""))
             _check_outside(self._outside, self.context)
         else:
             self._server = Server(recipe, model_dir, self.context)
@@ -142,22 +146,34 @@ class SglangEngine:
             self._server.stop()
 
     def _ask(self, bodies: list[dict[str, Any]], progress: Callable[[int], None]) -> list[dict[str, Any]]:
-        """All answers, in the order of the requests. Where `progress` raises, the server ends all requests."""
-        done = 0
-        with ThreadPoolExecutor(min(len(bodies), MOST_REQUESTS), thread_name_prefix="sglang") as threads:
-            futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
-            waiting: set[Future[Any]] = set(futures)
-            try:
-                while waiting:
-                    ended, waiting = wait(waiting, PROGRESS_EVERY_S, FIRST_COMPLETED)
-                    done += sum(a["meta_info"]["completion_tokens"] for future in ended for a in future.result())
-                    progress(done)
-            except BaseException:
-                for future in waiting:
-                    future.cancel()
-                if not self._lost():
-                    self.client.abort()
-                raise
+        """All answers, in the order of the requests. Where `progress` raises, the server ends all requests.
+
+        Raises EngineError when it does not answer one, or makes no tokens any more.
+        """
+        threads = ThreadPoolExecutor(min(len(bodies), MOST_REQUESTS) + 1, thread_name_prefix="sglang")
+        futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
+        waiting: set[Future[Any]] = set(futures)
+        done, pulse, heard = 0, None, time.monotonic()
+        try:
+            while waiting:
+                ended, waiting = wait(waiting, PROGRESS_EVERY_S, FIRST_COMPLETED)
+                done += sum(a["meta_info"]["completion_tokens"] for future in ended for a in future.result())
+                if pulse is not None and pulse.done():
+                    pulse.result()
+                    pulse, heard = None, time.monotonic()
+                elif ended:
+                    heard = time.monotonic()
+                elif pulse is None and time.monotonic() - heard > SILENCE_S:
+                    pulse = threads.submit(self.client.pulse)
+                progress(done)
+        except EngineError:
+            raise
+        except BaseException:
+            with contextlib.suppress(EngineError):
+                self.client.abort()
+            raise
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # a server that hangs would never let them end
         return [answer for future in futures for answer in future.result()]
 
     def _lost(self) -> bool:

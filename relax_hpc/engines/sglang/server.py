@@ -49,16 +49,12 @@ class Server:
         while True:
             port, key = _free_port(), secrets.token_urlsafe(32)
             self._launch(port, key)
-            self.client = Client(f"http://127.0.0.1:{port}", key, connections=self._connections)
+            self.client = Client(f"http://127.0.0.1:{port}", key)
             if self._wait(progress):
                 return
             self.stop()
             if not _taken(port):
                 raise RunError(f"SGLang ended before it answered: see this worker's log; {versions_in_words()}")
-
-    @property
-    def _connections(self) -> int:
-        return self._recipe.rollout.groups_per_order * self._recipe.algorithm.group_size
 
     def _launch(self, port: int, key: str) -> None:
         command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(port)]
@@ -116,14 +112,14 @@ class Server:
             "host": "127.0.0.1", "port": port, "context-length": self._context + CONTEXT_MARGIN, "log-level": "warning",
             "tensor-parallel-size": asked.tensor_parallel, "data-parallel-size": asked.data_parallel,
             "expert-parallel-size": asked.expert_parallel, "max-running-requests": asked.max_running,
-            "mem-fraction-static": asked.mem_fraction, "random-seed": self._recipe.run.seed,
+            "mem-fraction-static": asked.mem_fraction,
             "watchdog-timeout": self._recipe.supervision.hang_s,
             "enable-return-routed-experts": self._recipe.rollout.routed_experts,
         }  # fmt: skip
         if not self.on_gpu:
             values |= {
                 "device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch",
-                "disable-cuda-graph": True, "max-total-tokens": max(CPU_TOKENS, self._context + CONTEXT_MARGIN),
+                "max-total-tokens": max(CPU_TOKENS, self._context + CONTEXT_MARGIN),
                 "mem-fraction-static": asked.mem_fraction or 0.1,
             }  # fmt: skip
         values |= {name.replace("_", "-"): value for name, value in asked.args.items()}
