@@ -57,8 +57,13 @@ class Engine(Protocol):
     seeded: bool
     """Whether a seed gives the same completions again, bit for bit, on the same machine."""
 
-    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ."""
+    def load(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ.
+
+        `progress` is called in what lasts longer than the loading itself, such as starting again an engine that was lost.
+        """
         ...
 
     def generate(

@@ -85,7 +85,9 @@ class TorchEngine:
         self.version = -1
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
-    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def load(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None] = lambda: None
+    ) -> None:
         own, given = weights_of(self.model), dict(tensors)
         check_whole(
             version, {n: t.shape for n, t in given.items()}, {n: t.shape for n, t in own.items()}, aliases(self.model)

@@ -105,7 +105,7 @@ class RolloutWorker:
             return
         try:
             with self.receiver.fetch(newest, lambda: self.progress("syncing")) as tensors:
-                self.engine.load(newest.number, tensors)
+                self.engine.load(newest.number, tensors, functools.partial(self.process.telemetry.beat, "syncing"))
             self.held = newest
         except DamagedWeights as error:
             raise RunError(

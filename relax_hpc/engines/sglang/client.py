@@ -28,6 +28,7 @@ PULSE_S = 40.0
 CONNECT_S = 5.0
 KEPT_CONNECTIONS = 64
 """Open between requests; there may be more at a time: control calls must not wait for requests to end."""
+FIRST_WAIT_S = 0.2
 ATTEMPTS = 4
 """How often a request is sent where the server does not answer, or answers 5xx."""
 SAID_BYTES = 500
@@ -70,7 +71,7 @@ class Client:
             retry=tenacity.retry_if_exception(
                 lambda e: isinstance(e, EngineError) and not isinstance(e, EngineRefused) and not lost()
             ),
-            wait=tenacity.wait_exponential(0.2, max=5),
+            wait=tenacity.wait_exponential(FIRST_WAIT_S, max=5),
             stop=tenacity.stop_after_attempt(ATTEMPTS),
             reraise=True,
         )

@@ -101,16 +101,26 @@ class SglangEngine:
         """The server's control calls, for a transport that brings weights past `load`."""
         return self._server.client if self._server else self._outside
 
-    def load(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        self._revive(lambda: None)
+    def load(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None] = lambda: None
+    ) -> None:
         with WeightsFiles(self._settings.folder) as files:
             files.write(tensors, leave_out=self._aliases)
             check_whole(version, files.shapes, self._expected, self._aliases)
             self.version = -1
-            self.client.pause()
-            self.client.update_from_disk(str(files.folder), str(version))
-            self.client.resume()
+            try:
+                self._take(str(files.folder), version)
+            except EngineError:
+                if self._server is None:
+                    raise
+                self._restart(progress)
+                self._take(str(files.folder), version)
         self.version = version
+
+    def _take(self, folder: str, version: int) -> None:
+        self.client.pause()
+        self.client.update_from_disk(folder, str(version))
+        self.client.resume()
 
     def generate(
         self,
@@ -123,21 +133,20 @@ class SglangEngine:
         if not len(prompts) * copies:
             return []
         rooms = room_for(prompts, self.context, sampling.max_new_tokens)
-        if self._revive(lambda: progress(0)):
-            raise EngineRestarted("SGLang had ended: it was started again")
         if self.version < 0:
             raise EngineError("no version was loaded yet: there is nothing to generate with")
         bodies = [
             self._body(prompt, [_seed(seed, i * copies + k) for k in range(copies)], sampling, room)
             for i, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
         ]
+        asked = self.client
         try:
             answers = self._ask(bodies, progress)
         except EngineError as error:
             if self._server is None:
                 raise
-            self._server.stop()  # it may still answer some calls, but not all
-            self._revive(lambda: progress(0))
+            if self.client is asked:  # else `load` found it lost already
+                self._restart(lambda: progress(0))
             raise EngineRestarted(f"{error}; SGLang was started again") from error
         return [self._completion(answer) for answer in answers]
 
@@ -180,15 +189,12 @@ class SglangEngine:
         """Whether our own server's process is gone."""
         return self._server is not None and not self._server.alive
 
-    def _revive(self, progress: Callable[[], None]) -> bool:
-        """Start our server again where it ended; True if so: it has no weights then."""
-        if not self._lost():
-            return False
+    def _restart(self, progress: Callable[[], None]) -> None:
+        """End what there is of our server, which may answer some calls still, and start it again; it has no weights then."""
         assert self._server is not None
         self.version = -1
         self._server.stop()
         self._server.start(progress)
-        return True
 
     def _body(self, prompt: NDArray[np.int32], seeds: list[int], sampling: Sampling, room: int) -> dict[str, Any]:
         """A request: the prompt once for each seed. Seeds count where SGLang runs with enable-deterministic-inference."""
