@@ -73,7 +73,10 @@ class Receiver(Protocol):
     def fetch(
         self, version: Version, progress: Progress = lambda: None
     ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
-        """The tensors of `version`, verified whole before the first one is given. Raises WeightsError."""
+        """The tensors of `version`, verified whole before the first one is given. Their memory is used again when the context ends.
+
+        Raises WeightsError.
+        """
         ...
 
     def close(self) -> None: ...

@@ -29,7 +29,7 @@ from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.meeting import Called, announce, called, members_folder
 from relax_hpc.weights.parts import BUCKET_BYTES
 from relax_hpc.weights.versions import Manifest, expected, tensors_path
-from relax_hpc.weights.wire import Group, GroupError, dismiss, receive, send
+from relax_hpc.weights.wire import Group, GroupError, Received, Room, dismiss, receive, send
 
 log = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -111,8 +111,9 @@ class CollectiveReceiver(FileReceiver):
     def __init__(self, run: RunDir, name: str, meeting: Meeting) -> None:
         super().__init__(run)
         self._name, self._meeting = name, meeting
-        self._received: dict[str, dict[str, Tensor]] = {}
-        """The version that came last, by its checksum."""
+        self._received: dict[str, Received] = {}
+        """The version that came last, by its checksum; nothing once it was fetched."""
+        self._room = Room()
         self._on_its_way, self.sessions, self._closed = False, 0, False
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -120,7 +121,7 @@ class CollectiveReceiver(FileReceiver):
     def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Iterator[tuple[str, Tensor]]]:
         expected(self._run, version)
         deadline = time.monotonic() + GRACE_S
-        while (tensors := self._received.get(version.checksum)) is None:
+        while (received := self._received.pop(version.checksum, None)) is None:
             late = time.monotonic() > deadline and not self._on_its_way
             comes = self.sessions and not late and version == self.newest()
             if not comes or tensors_path(self._run, version).exists():
@@ -129,8 +130,10 @@ class CollectiveReceiver(FileReceiver):
                 return
             progress()
             time.sleep(POLL_S / 10)
-        yield iter(tensors.items())
-        self._received.pop(version.checksum, None)
+        try:
+            yield iter(received.tensors.items())
+        finally:
+            self._room.give_back(received)
 
     def close(self) -> None:
         self._closed = True
@@ -163,10 +166,11 @@ class CollectiveReceiver(FileReceiver):
         try:
             group = self._meeting.join(called_group, self._name, outdated)
             self.sessions, joined = self.sessions + 1, True
-            while (version := receive(group, self._begun)) is not None:
-                contents, tensors = version
-                self._received = {checksum(contents): tensors}
+            while (received := receive(group, self._room, self._begun)) is not None:
+                unread, self._received = self._received, {checksum(received.contents): received}
                 self._on_its_way = False
+                for old in unread.values():
+                    self._room.give_back(old)
             group.close()
         except (GroupError, OSError) as error:
             log.warning("left the group: %s", error)

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -70,18 +71,47 @@ def dismiss(group: Group) -> None:
     group.close()
 
 
-def receive(group: Group, begun: Callable[[], None]) -> tuple[Contents, dict[str, Tensor]] | None:
+class Room:
+    """Memory to receive into. Used again: pages that are touched for the first time cost more than what is written there."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[Tensor]] = {}
+
+    def take(self, nbytes: int) -> Tensor:
+        spare = self._spare.get(nbytes)
+        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, received: Received) -> None:
+        """Nobody looks at it any more."""
+        for segment in received.segments:
+            self._spare.setdefault(len(segment), []).append(segment)
+
+
+@dataclass(slots=True)
+class Received:
+    """A version that came by broadcast."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    contents: Contents = field(default_factory=dict)
+    segments: list[Tensor] = field(default_factory=list)
+    """The memory of `tensors`."""
+
+
+def receive(group: Group, room: Room, begun: Callable[[], None]) -> Received | None:
     """The next version; None when the group is given up. `begun`: called when its first part comes. Raises GroupError."""
-    contents: Contents = {}
-    tensors: dict[str, Tensor] = {}
+    received = Received()
     size = torch.empty(1, dtype=torch.int64)
-    while True:
-        group.broadcast([size], IDLE_S if not tensors else None)
-        if int(size) in (END, OVER):
-            return (contents, tensors) if int(size) == END else None
-        begun()
-        for name, tensor in _receive_part(group, int(size)):
-            contents[name], tensors[name] = entry(tensor), tensor
+    try:
+        while True:
+            group.broadcast([size], None if received.segments else IDLE_S)
+            if int(size) in (END, OVER):
+                return received if int(size) == END else None
+            begun()
+            for name, tensor in _receive_part(group, int(size), room, received.segments):
+                received.contents[name], received.tensors[name] = entry(tensor), tensor
+    except GroupError:
+        room.give_back(received)
+        raise
 
 
 def _send_part(group: Group, part: Named) -> None:
@@ -102,7 +132,7 @@ def _send_part(group: Group, part: Named) -> None:
     group.broadcast([torch.frombuffer(bytearray(about), dtype=torch.uint8), *segments])
 
 
-def _receive_part(group: Group, about_size: int) -> Named:
+def _receive_part(group: Group, about_size: int, room: Room, kept: list[Tensor]) -> Named:
     told = torch.empty(about_size, dtype=torch.uint8)
     group.broadcast([told])
     about = [(name, DTYPES[dtype], shape) for name, dtype, shape in json.loads(bytes(told.numpy()))]
@@ -110,9 +140,10 @@ def _receive_part(group: Group, about_size: int) -> Named:
     runs = _segments(sizes)
     lone = [len(run) == 1 and sizes[run[0]] >= SEGMENT_BYTES for run in runs]
     segments = [
-        torch.empty(sizes[run[0]] if alone else sum(_padded(sizes[i]) for i in run), dtype=torch.uint8)
+        room.take(sizes[run[0]] if alone else sum(_padded(sizes[i]) for i in run))
         for run, alone in zip(runs, lone, strict=True)
     ]
+    kept += segments
     group.broadcast(segments)
     part: Named = []
     for run, segment in zip(runs, segments, strict=True):

@@ -1,0 +1,164 @@
+"""One process of the weights benchmark, the trainer's or a worker's: `python weights.py` serves requests (see child.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import child
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_hpc.run_dir import RunDir
+from relax_hpc.weights import (
+    CollectivePublisher,
+    CollectiveReceiver,
+    FilePublisher,
+    FileReceiver,
+    GlooMeeting,
+    Publisher,
+    Receiver,
+    WeightsError,
+)
+from relax_hpc.weights.contents import as_bytes
+from relax_hpc.weights.gloo import GlooGroup
+
+LIMIT_S = 30.0
+LAYERS, EMBEDDING = 24, 0.2
+"""A language model's proportions: so many layers of seven matrices and two vectors, and the embedding's share of the bytes."""
+VECTOR = 1024
+POLL_S = 0.002
+
+
+def model(megabytes: float, seed: int) -> dict[str, Tensor]:
+    """So many bytes of bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    total = int(megabytes * 1e6) // 2
+    sizes = {"embedding": int(total * EMBEDDING)}
+    matrix = int(total * (1 - EMBEDDING)) // (LAYERS * 7) - 2 * VECTOR // 7
+    for layer in range(LAYERS):
+        sizes |= {f"layer.{layer}.{i}": matrix if i < 7 else VECTOR for i in range(9)}
+    return {name: torch.randn(size, generator=generator).bfloat16() for name, size in sizes.items()}
+
+
+class Side:
+    """The trainer has a model and publishes it; a worker has an engine's weights, into which it takes what comes."""
+
+    def prepare(self, root: str, name: str, megabytes: float) -> None:
+        self.run, self.name = RunDir(root), name
+        self.tensors = model(megabytes, seed=0)
+        self.flat = torch.empty(sum(t.nbytes for t in self.tensors.values()), dtype=torch.uint8)
+        self.flat.fill_(1)
+        self.publisher: Publisher | None = None
+        self.receiver: Receiver | None = None
+        self.raw: Any = None
+
+    def open_trainer(self, transport: str, options: dict[str, Any]) -> None:
+        (via := self.run.root / f"via-{transport}").mkdir(exist_ok=True)
+        front = Path(options.pop("front")) if "front" in options else None
+        if transport == "collective":
+            publisher = CollectivePublisher(self.run, via, 1, GlooMeeting(self.run, LIMIT_S, via), **options)
+            while publisher.group is None:
+                publisher.wanted()
+                time.sleep(POLL_S)
+            self.publisher = publisher
+        else:
+            self.publisher = FilePublisher(self.run, via, 1, front=front, **options)
+
+    def open_worker(self, transport: str, front: str | None = None) -> None:
+        if transport == "collective":
+            self.receiver = CollectiveReceiver(self.run, self.name, GlooMeeting(self.run, LIMIT_S))
+        else:
+            self.receiver = FileReceiver(self.run, Path(front) if front else None)
+
+    def close(self) -> None:
+        for each in (self.publisher, self.receiver):
+            if each is not None:
+                each.close()
+        self.publisher = self.receiver = self.raw = None
+
+    def change(self, share: float, seed: int) -> None:
+        """As a step does: so many of the weights get other bits."""
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.tensors.values():
+            count = max(1, int(tensor.numel() * share))
+            at = torch.randint(tensor.numel(), (count,), generator=generator)
+            tensor.view(torch.int16)[at] ^= 1
+
+    def publish(self, number: int) -> tuple[float, float]:
+        """When it began and when the trainer could go on."""
+        assert self.publisher is not None
+        began = time.perf_counter()
+        self.publisher.publish(number, self.tensors.items)
+        return began, time.perf_counter()
+
+    def hold(self, number: int) -> float:
+        """When version `number` was there, verified, for the engine to take."""
+        assert self.receiver is not None
+        while (newest := self.receiver.newest()) is None or newest.number < number:
+            time.sleep(POLL_S / 10)
+        while True:
+            with contextlib.suppress(WeightsError), self.receiver.fetch(newest) as tensors:
+                there = time.perf_counter()
+                for name, tensor in tensors:
+                    self.tensors[name].copy_(tensor)
+                return there
+            time.sleep(POLL_S)
+
+    def raw_group(self, rank: int, store: str) -> None:
+        self.raw = GlooGroup(dist.FileStore(store, 2), rank, 2, LIMIT_S, True)
+
+    def raw_broadcast(self) -> tuple[float, float]:
+        """The same bytes, flat already, in one call."""
+        began = time.perf_counter()
+        self.raw.broadcast([self.flat])
+        return began, time.perf_counter()
+
+    def raw_write(self, path: str) -> tuple[float, float]:
+        """The same bytes, flat already, into one file, and onto the disk."""
+        began = time.perf_counter()
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        view = memoryview(as_bytes(self.flat).data)
+        while view:
+            view = view[os.write(handle, view) :]
+        os.fsync(handle)
+        os.close(handle)
+        return began, time.perf_counter()
+
+    def raw_read(self, path: str) -> float:
+        with open(path, "rb", buffering=0) as file:
+            view = memoryview(as_bytes(self.flat).data)
+            while view and (count := file.readinto(view)):
+                view = view[count:]
+        os.unlink(path)
+        return time.perf_counter()
+
+    def peak_bytes(self, number: int) -> int:
+        """Memory that publishing a version needs over what the process has; the export copies each tensor, as a trainer's does."""
+        assert self.publisher is not None
+
+        def export() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self.tensors.items():
+                yield name, tensor.clone()
+
+        before = psutil.Process().memory_info().rss
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
+        self.publisher.publish(number, export)
+        status = Path("/proc/self/status").read_text()
+        (high,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        return high * 1024 - before
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    side = Side()
+    handlers: dict[str, Callable[..., Any]] = {
+        name: getattr(side, name) for name in dir(Side) if not name.startswith("_")
+    }
+    child.serve(handlers)
