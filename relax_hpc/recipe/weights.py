@@ -50,7 +50,22 @@ class CollectiveWeights(Weights):
     )
 
 
+class MpiWeights(Weights):
+    """Sent by MPI (mpi4py and an MPI of the MPICH family) from the trainer to each worker; what misses it is read from files."""
+
+    transport: Literal["mpi"] = Key(
+        "mpi", "MPI, in which every process is a job of its own: one that dies ends no other."
+    )
+    timeout_s: PositiveFloat = Key(
+        30.0, "A worker that does not take part for so long is left out, and the group formed again.", resume=True
+    )
+
+
 AnyWeights = Annotated[
-    Union[Annotated[FileWeights, Tag("file")], Annotated[CollectiveWeights, Tag("collective")]],
+    Union[
+        Annotated[FileWeights, Tag("file")],
+        Annotated[CollectiveWeights, Tag("collective")],
+        Annotated[MpiWeights, Tag("mpi")],
+    ],
     named("transport", default=lambda v: "file"),
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.weights import CollectiveWeights
+from relax_hpc.recipe.weights import CollectiveWeights, MpiWeights
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights.base import DamagedWeights, Export, Publisher, Receiver, Version, WeightsError
 from relax_hpc.weights.collective import CollectivePublisher, CollectiveReceiver
 from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.gloo import GlooMeeting
+from relax_hpc.weights.mpi import MpiMeeting
 
 __all__ = [
     "CollectivePublisher",
@@ -20,6 +21,7 @@ __all__ = [
     "FilePublisher",
     "FileReceiver",
     "GlooMeeting",
+    "MpiMeeting",
     "Publisher",
     "Receiver",
     "Version",
@@ -28,18 +30,22 @@ __all__ = [
     "make_receiver",
 ]
 
+MEETINGS = {"collective": GlooMeeting, "mpi": MpiMeeting}
+
 
 def make_publisher(recipe: Recipe, run: RunDir, via: Path, incarnation: int) -> Publisher:
     """The recipe's transport, the trainer's side. `via`: the folder that it commits through."""
     w, bucket_bytes = recipe.weights, recipe.weights.bucket_mb << 20
-    if isinstance(w, CollectiveWeights):
-        return CollectivePublisher(run, via, incarnation, GlooMeeting(run, w.timeout_s, via), bucket_bytes=bucket_bytes)
+    if isinstance(w, CollectiveWeights | MpiWeights):
+        return CollectivePublisher(
+            run, via, incarnation, MEETINGS[w.transport](run, w.timeout_s, via), bucket_bytes=bucket_bytes
+        )
     return FilePublisher(run, via, incarnation, bucket_bytes=bucket_bytes, front=w.front, full_every=w.full_every)
 
 
 def make_receiver(recipe: Recipe, run: RunDir, name: str) -> Receiver:
     """The recipe's transport, a worker's side. `name`: of the worker; nobody had it before."""
     w = recipe.weights
-    if isinstance(w, CollectiveWeights):
-        return CollectiveReceiver(run, name, GlooMeeting(run, w.timeout_s))
+    if isinstance(w, CollectiveWeights | MpiWeights):
+        return CollectiveReceiver(run, name, MEETINGS[w.transport](run, w.timeout_s))
     return FileReceiver(run, w.front)

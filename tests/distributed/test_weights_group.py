@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
-from relax_hpc.weights import CollectivePublisher, GlooMeeting, Version
+from relax_hpc.weights import MEETINGS, CollectivePublisher, Version
 from relax_hpc.weights.versions import latest, tensors_path
 from relax_hpc.weights.wire import GroupError
 from tests.runs import wait_for
@@ -29,10 +29,10 @@ TENSORS, ELEMENTS = 8, 2_000_000
 WORKER = """
 import sys, time, torch
 from relax_hpc.run_dir import RunDir
-from relax_hpc.weights import CollectiveReceiver, GlooMeeting, WeightsError
+from relax_hpc.weights import MEETINGS, CollectiveReceiver, WeightsError
 torch.set_num_threads(1)
 run, held, group = RunDir(sys.argv[1]), None, 0
-receiver = CollectiveReceiver(run, sys.argv[2], GlooMeeting(run, float(sys.argv[3])))
+receiver = CollectiveReceiver(run, sys.argv[2], MEETINGS[sys.argv[4]](run, float(sys.argv[3])))
 while True:
     if receiver.sessions != group:
         group = receiver.sessions
@@ -54,7 +54,7 @@ import os, sys
 from pathlib import Path
 import tests.distributed.test_weights_group as t
 from relax_hpc.run_dir import RunDir
-trainer = t.Trainer(RunDir(sys.argv[1]), 2)
+trainer = t.Trainer(RunDir(sys.argv[1]), 2, sys.argv[2])
 trainer.gather({"b", "c"})
 print("sends", flush=True)
 trainer.publish(6, at_half=lambda: os.kill(os.getpid(), 9))
@@ -64,8 +64,8 @@ trainer.publish(6, at_half=lambda: os.kill(os.getpid(), 9))
 class Worker:
     """A process that takes every version it can get, and what it says."""
 
-    def __init__(self, run: RunDir, name: str) -> None:
-        command = [sys.executable, "-c", WORKER, str(run.root), name, str(LIMIT_S)]
+    def __init__(self, run: RunDir, name: str, transport: str) -> None:
+        command = [sys.executable, "-c", WORKER, str(run.root), name, str(LIMIT_S), transport]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.lines: Queue[str] = Queue()
         threading.Thread(target=self._listen, daemon=True).start()
@@ -93,12 +93,12 @@ class Worker:
 class Trainer:
     """What a trainer does with its transport."""
 
-    def __init__(self, run: RunDir, incarnation: int) -> None:
+    def __init__(self, run: RunDir, incarnation: int, transport: str) -> None:
         self.run, self.via = run, run.lease / "000001" / f"i{incarnation:06d}"
         for old in run.lease.glob("000001/i??????"):
             old.rename(old.with_name(old.name + ".over"))
         self.via.mkdir(parents=True)
-        meeting = GlooMeeting(run, LIMIT_S, self.via)
+        meeting = MEETINGS[transport](run, LIMIT_S, self.via)
         self.publisher = CollectivePublisher(run, self.via, incarnation, meeting, bucket_bytes=4 * ELEMENTS)
         self.number = -1
 
@@ -129,12 +129,17 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+@pytest.fixture(params=MEETINGS)
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture
-def start(run: RunDir) -> Iterator[Callable[[str], Worker]]:
+def start(run: RunDir, transport: str) -> Iterator[Callable[[str], Worker]]:
     workers: list[Worker] = []
 
     def begin(name: str) -> Worker:
-        workers.append(Worker(run, name))
+        workers.append(Worker(run, name, transport))
         return workers[-1]
 
     yield begin
@@ -143,8 +148,10 @@ def start(run: RunDir) -> Iterator[Callable[[str], Worker]]:
         worker.process.wait()
 
 
-def test_a_group_that_loses_members_and_gets_new_ones(run: RunDir, start: Callable[[str], Worker]) -> None:
-    a, b, trainer = start("a"), start("b"), Trainer(run, 1)
+def test_a_group_that_loses_members_and_gets_new_ones(
+    run: RunDir, start: Callable[[str], Worker], transport: str
+) -> None:
+    a, b, trainer = start("a"), start("b"), Trainer(run, 1, transport)
     on_disk = lambda version: tensors_path(run, version).exists()
     trainer.gather({"a", "b"})
     version, _ = trainer.publish(0)
@@ -195,13 +202,15 @@ def test_a_group_that_loses_members_and_gets_new_ones(run: RunDir, start: Callab
     trainer.publisher.close()
     for worker in (b, c):
         worker.says("groups 0")
-    with subprocess.Popen([sys.executable, "-c", SENDER, str(run.root)], stdout=subprocess.PIPE, text=True) as sender:
+    with subprocess.Popen(
+        [sys.executable, "-c", SENDER, str(run.root), transport], stdout=subprocess.PIPE, text=True
+    ) as sender:
         assert sender.stdout is not None and sender.stdout.readline() == "sends\n"
         assert sender.wait(60) == -signal.SIGKILL
     for worker in (b, c):
         worker.says("groups 0", timeout_s=LIMIT_S + SLACK_S)
     assert (latest(run) or version).number == 5
-    successor = Trainer(run, 3)
+    successor = Trainer(run, 3, transport)
     successor.gather({"b", "c"})
     version, _ = successor.publish(6)
     for worker in (b, c):
@@ -209,13 +218,13 @@ def test_a_group_that_loses_members_and_gets_new_ones(run: RunDir, start: Callab
     assert not on_disk(version) and version.incarnation == 3
 
 
-def test_nobody_answers(run: RunDir) -> None:
+def test_nobody_answers(run: RunDir, transport: str) -> None:
     """Names of the dead cost some seconds of a thread, once; the trainer publishes by files meanwhile."""
     (run.weights / "members").mkdir()
     (run.weights / "members" / "dead").write_text("{}")
-    trainer = Trainer(run, 1)
+    trainer = Trainer(run, 1, transport)
     version, seconds = trainer.publish(0)
     assert seconds < 2 and tensors_path(run, version).exists()
     with pytest.raises(GroupError, match="nobody answered"):
-        GlooMeeting(run, LIMIT_S, trainer.via).form(frozenset({"dead"}))
+        MEETINGS[transport](run, LIMIT_S, trainer.via).form(frozenset({"dead"}))
     assert not os.listdir(run.weights / "members")
