@@ -20,7 +20,7 @@ from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
 from relax_hpc.launch.slurm.send import jobs
-from relax_hpc.launch.supervisor import outcome_of
+from relax_hpc.launch.supervisor import ENDED, outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles import gpus
@@ -34,7 +34,6 @@ LOOK_S = 1.0
 """How often the run's state is looked at."""
 CORE = "core"
 """The group that a recipe asks for; further ones come and go."""
-OVER = ("done", "stopped", "failed")
 
 
 class Agent:
@@ -54,7 +53,8 @@ class Agent:
         )
         self.workers.failure = gpus.check_node(self.recipe, len(names))
         self.workers.fatal = bool(self.workers.failure)
-        self._state, self._asked_at = "starting", 0.0
+        self._state, self._asked_at, self._followed_at = "starting", 0.0, 0.0
+        self._orders = 0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}
         """Workplaces that are not in use any more, and whether their worker died; until the supervisor took them over."""
@@ -88,7 +88,7 @@ class Agent:
     def over(self) -> bool:
         """Whether there is nothing to wait for; a leader that is lost is ended here, so that its successor can begin."""
         outcome = outcome_of(self.run)
-        if outcome is not None and outcome["outcome"] in OVER:
+        if outcome is not None and outcome["outcome"] in ENDED:
             return True
         silent_s = self.leader.silent_for()
         if silent_s > self.recipe.supervision.leader_silent_s and self.leader.job and self._is_followed():
@@ -117,12 +117,16 @@ class Agent:
 
     def _is_followed(self) -> bool:
         """Whether a successor waits for the leader's end; else Slurm's own time-out must end, or requeue, its job."""
+        if time.monotonic() < self._followed_at + ASK_S:
+            return False
+        self._followed_at = time.monotonic()
         waiting = [job["id"] for job in jobs(self.run) if job["kind"] == "leader" and job["id"] != self.leader.job]
         return any(state in WAITING for state in job_state(waiting).values())
 
     def state(self) -> str:
         """As far as its foremost worker: starting, syncing (it takes the weights), active."""
         beats = [member.beat() or {} for member in self.workers.members]
+        self._orders = max(self._orders, sum(beat.get("orders", 0) for beat in beats))
         states = {beat.get("state", "starting") for beat in beats}
         return "active" if states - {"starting", "syncing"} else "syncing" if "syncing" in states else "starting"
 
@@ -136,7 +140,7 @@ class Agent:
             "failure": self.workers.failure,
             "fatal": self.workers.fatal,
         }
-        self.telemetry.beat(state, at_once=about != self._said, **self.about, **about)
+        self.telemetry.beat(state, at_once=about != self._said, orders=self._orders, **self.about, **about)
         self._said = about
 
     def _leave(self, number: int, frame: Any) -> None:

@@ -27,6 +27,7 @@ from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
+from relax_hpc.launch.slurm.send import exclude
 from relax_hpc.launch.slurm.steps import rollout_step, step_command, trainer_step
 from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.launch.supervisor import Supervisor, sweep
@@ -140,6 +141,8 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     core.end(GRACE_S)
     if core.failure:
         print(f"error: {core.failure}", file=sys.stderr)
+        if core.suspect:
+            exclude(run, core.suspect, core.failure)
     return 1 if core.failure else 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from relax_hpc.launch.lease import holder
-from relax_hpc.launch.supervisor import outcome_of
+from relax_hpc.launch.supervisor import ENDED, outcome_of
 from relax_hpc.run_dir import RunDir, RunError
 
 TAIL_BYTES = 256 << 10
@@ -22,7 +22,6 @@ TAIL_BYTES = 256 << 10
 FOLLOW_EVERY_S = 0.5
 LOOK_FOR_NEW_S = 2.0
 """How often the folder is listed for the logs of further attempts."""
-FINAL = ("done", "stopped", "failed")
 _NAME = re.compile(r"(?P<role>.+?)\.(?P<attempt>\d+)\.log|(?P<slurm>.+)-(?P<job>[\d_]+)\.out|(?P<other>.+)\.log")
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]?\d*")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
@@ -102,7 +101,7 @@ def follow(
                 if name not in logs or logs[name].path != log.path:
                     logs[name], came = log, True
             outcome = outcome_of(run)
-            if not came and outcome is not None and outcome["outcome"] in FINAL and holder(run) is None:
+            if not came and outcome is not None and outcome["outcome"] in ENDED and holder(run) is None:
                 return
         sleep(FOLLOW_EVERY_S)
 

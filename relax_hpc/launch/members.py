@@ -20,6 +20,8 @@ from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
 
 LONGEST_BACKOFF_S = 60.0
+BLIND_S = 5.0
+"""When two looks are so far apart, what was not seen in between counts for nothing."""
 PIPE_BYTES = 1 << 16
 KEPT_ARRAY_BYTES = 64 << 20
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_ARRAY_BYTES), "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_ARRAY_BYTES)}
@@ -117,8 +119,11 @@ class Patience:
     reasons: list[str] = field(default_factory=list)
 
     def failed(self, reason: str, progress: Any) -> bool:
-        """Note a failure; False when the recipe's patience is at its end. `progress`: anything that changes as work is done."""
-        if progress != self.last_progress:
+        """Note a failure; False when the recipe's patience is at its end.
+
+        `progress`: what grows as that which failed does its work, and only more than ever counts; None: it did none.
+        """
+        if progress is not None and (self.last_progress is None or progress > self.last_progress):
             self.failures, self.last_progress = 0, progress
         self.failures += 1
         self.reasons.append(reason)
@@ -142,10 +147,31 @@ def next_attempt(run: RunDir, name: str) -> int:
 
 def silence(beat: dict[str, Any] | None, started_at: float, limits: Supervision) -> float | None:
     """Seconds since a role's heartbeat (or since it was started), when they are more than the recipe allows."""
-    since = beat["time"] if beat else started_at
-    limit = limits.start_s if beat is None or beat.get("state") == "starting" else limits.hang_s
-    silent = time.time() - float(since)
-    return silent if silent > limit else None
+    silent = time.time() - float(beat["time"] if beat else started_at)
+    return silent if silent > silence_limit(beat, limits) else None
+
+
+def silence_limit(beat: dict[str, Any] | None, limits: Supervision) -> float:
+    """Seconds that a role may say nothing."""
+    return limits.start_s if beat is None or beat.get("state") == "starting" else limits.hang_s
+
+
+class Quiet:
+    """Since when heartbeats have not changed, by our own clock: clocks of nodes differ."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float | None, float]] = {}
+        self._looked_at = time.monotonic()
+
+    def look(self, times: Mapping[int, float | None]) -> dict[int, float]:
+        """Seconds since each was seen to change; `times`: what they say now, None before the first."""
+        now = time.monotonic()
+        stood_still_s = now - self._looked_at if now - self._looked_at > BLIND_S else 0.0  # we, or the file system
+        self._looked_at = now
+        for rank, said in times.items():
+            before, since = self._seen.get(rank, (None, now))
+            self._seen[rank] = (said, now if said != before else since + stood_still_s)
+        return {rank: now - self._seen[rank][1] for rank in times}
 
 
 def role_environment(run: RunDir) -> dict[str, str]:

@@ -8,14 +8,14 @@ from typing import Any
 
 from relax_hpc.launch.lease import holder
 from relax_hpc.launch.slurm.overview import Overview
+from relax_hpc.launch.supervisor import ENDED, is_final, outcome_of
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat, read_metrics
 
 RECENT = 20
 """Steps and orders over which rates are averaged."""
-OVER = ("done", "stopped", "failed")
 HOLDER_EVERY_S = 5.0
 """Who holds a run on another machine is a question to Slurm."""
 
@@ -67,7 +67,7 @@ class Status:
             beat = read_beat(self.run, name)
             if beat is not None:
                 self.beats[name] = beat
-        before, self.outcome = self.outcome, read_json(self.run.outcome)
+        before, self.outcome = self.outcome, outcome_of(self.run)
         now = time.monotonic()
         if self._holder_at is None or now - self._holder_at > HOLDER_EVERY_S or self.outcome != before:
             self.holder, self._holder_at = holder(self.run), now
@@ -94,8 +94,7 @@ class Status:
         if self.holder is not None:
             return "running"
         ended = str(self.outcome["outcome"]) if self.outcome else None
-        final = ended in ("done", "stopped") or (self.outcome or {}).get("fatal")
-        if final or self.slurm is None:
+        if is_final(self.outcome) or self.slurm is None:
             return ended or "interrupted"
         # Otherwise a successor that is queued goes on with it, of a failed run too.
         return self.slurm.waits_for(ended) or ended or "interrupted"
@@ -103,7 +102,7 @@ class Status:
     @property
     def over(self) -> bool:
         """Whether nothing happens any more by itself."""
-        return self.state in (*OVER, "interrupted", "preempted")
+        return self.state in (*ENDED, "interrupted", "preempted")
 
     @property
     def step(self) -> int:

@@ -21,6 +21,8 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 from relax_hpc.telemetry import Telemetry, read_beat
 
+ENDED = ("done", "stopped", "failed")
+"""Outcomes after which a run's processes leave; after "preempted" they wait for the next supervisor."""
 POLL_S = 0.02
 """How often ended children are looked for: one waitpid each, no file is touched."""
 BEATS_S = 0.5
@@ -172,6 +174,11 @@ def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime >= older_than_s:
                     path.unlink()
+
+
+def is_final(outcome: dict[str, Any] | None) -> bool:
+    """Whether nobody goes on with a run that ended so until a person sends it again."""
+    return outcome is not None and (outcome["outcome"] in ("done", "stopped") or bool(outcome.get("fatal")))
 
 
 def outcome_of(run: RunDir) -> dict[str, Any] | None:

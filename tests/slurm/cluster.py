@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.runs import wait_for
@@ -66,11 +67,7 @@ class SlurmCluster:
 
     def wait_for_state(self, job: str, *states: str, timeout: float = 30) -> str:
         """The first of these states that is seen."""
-        deadline = time.monotonic() + timeout
-        while (state := self.state(job)) not in states:
-            assert time.monotonic() < deadline, f"job {job} is {state} after {timeout} s, not {states}\n{self.logs()}"
-            time.sleep(POLL_S)
-        return state
+        return self._wait(f"job {job}", lambda: self.state(job), states, timeout)
 
     def cancel(self, *jobs: str) -> None:
         self.exec("scancel", *jobs)
@@ -88,11 +85,7 @@ class SlurmCluster:
         return self.exec("sinfo", "--noheader", f"--nodes={node}", "--format=%t").stdout.split()[0]
 
     def wait_for_node(self, node: str, *states: str, timeout: float = 30) -> str:
-        deadline = time.monotonic() + timeout
-        while (state := self.node_state(node)) not in states:
-            assert time.monotonic() < deadline, f"{node} is {state} after {timeout} s, not {states}\n{self.logs()}"
-            time.sleep(POLL_S)
-        return state
+        return self._wait(node, lambda: self.node_state(node), states, timeout)
 
     def node_kill(self, node: str) -> None:
         self.tool("node-kill", node)
@@ -110,6 +103,13 @@ class SlurmCluster:
         """The last lines of the controller's log, for a test that fails."""
         path = self.folder / "log" / "slurmctld.log"
         return "\n".join(path.read_text().splitlines()[-30:]) if path.exists() else "no log"
+
+    def _wait(self, what: str, look: Callable[[], str], states: tuple[str, ...], timeout: float) -> str:
+        deadline = time.monotonic() + timeout
+        while (state := look()) not in states:
+            assert time.monotonic() < deadline, f"{what} is {state} after {timeout} s, not {states}\n{self.logs()}"
+            time.sleep(POLL_S)
+        return state
 
     def _run(
         self, arguments: list[str], stdin: str = "", check: bool = True, timeout: float = COMMAND_TIMEOUT_S

@@ -182,5 +182,5 @@ def test_processes_run_from_an_environment_on_the_nodes_own_disk(cluster: SlurmC
             "python",
         )
     assert ours.wait_for_end()["outcome"] == "done"
-    kept = {path.name.partition("-")[0] for path in disk.glob(f"*/{read_json(ours.run.identity)['id']}/*")}
+    kept = {path.name.partition("-")[0] for path in disk.glob(f"*/{read_json(ours.run.identity)['id']}/[!.]*")}
     assert kept == {"trainer", "rollout"}, "no caches on the node's disk"

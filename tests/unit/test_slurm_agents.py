@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.launch.slurm import elastic
+from relax_hpc.launch.slurm import agents as agents_module
+from relax_hpc.launch.slurm import crew, elastic, job_book
 from relax_hpc.launch.slurm.agents import Agents
+from relax_hpc.launch.slurm.crew import JobCore
 from relax_hpc.launch.slurm.elastic import Autoscaler, Elastic, cancel_wish, make_wish, wish
+from relax_hpc.launch.slurm.plan import Kind
+from relax_hpc.launch.slurm.send import record
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, replace, to_json
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Queue, Ticket
-from relax_hpc.telemetry import Telemetry, read_metrics
+from relax_hpc.telemetry import Telemetry, read_beat, read_metrics
 from tests.runs import write_recipe
 
 LIMIT_S = 0.2
@@ -156,14 +160,20 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
     asked: list[list[str]] = []
     cancelled: list[str] = []
 
-    def send(run: RunDir, kind: str, options: list[str]) -> str:
+    def send(run: RunDir, kind: Kind, options: list[str]) -> str:
         assert kind == "elastic" and options == ["--partition=low"]
         states[str(100 + len(states))] = "RUNNING"
+        record(run, list(states)[-1], kind)
         return list(states)[-1]
 
+    looked: list[list[str]] = []
+
+    def job_state(ids: list[str]) -> dict[str, str]:
+        looked.append(ids)
+        return {i: states[i] for i in ids}
+
     monkeypatch.setattr(elastic, "submit_script", send)
-    monkeypatch.setattr(elastic, "jobs", lambda run: [{"id": i, "kind": "elastic", "submitted": 0.0} for i in states])
-    monkeypatch.setattr(elastic, "job_state", lambda ids: {i: states[i] for i in ids})
+    monkeypatch.setattr(job_book, "job_state", job_state)
 
     def ask(command: list[str]) -> subprocess.CompletedProcess[str]:
         asked.append(command)
@@ -186,6 +196,50 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
     states |= {"100": "CANCELLED", "102": "COMPLETED", "101": "NODE_FAIL"}
     assert sorted(nodes.keep()) == ["100", "101", "102"]
     assert len(states) == 4, "the lost one is sent again"
+    assert sorted(nodes.keep()) == ["100", "101", "102"]
+    assert looked[-1] == ["103"], "what is over is not asked for again"
+
+
+def test_what_is_over_is_not_read_again(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(agents_module, "read_beat", lambda run, name: read.append(name) or read_beat(run, name))
+    for name, about in {"agent-a": {}, "agent-b": {"state": "gone"}, "agent-c": {"job": "8"}}.items():
+        says(run, name, **about)
+    agents = Agents(run, recipe, telemetry(run))
+    agents.look()
+    agents.job_ended("8")
+    read.clear()
+    agents.look()
+    assert read == ["agent-a"]
+
+
+@pytest.mark.parametrize("worked", [True, False])
+def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_bring_the_run_on(
+    run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, worked: bool
+) -> None:
+    sent: list[str] = []
+    limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
+    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run))
+    agents = Agents(run, recipe, telemetry(run))
+
+    def send(run: RunDir, kind: Kind) -> str:
+        sent.append(str(9 + len(sent)))
+        record(run, sent[-1], kind)
+        return sent[-1]
+
+    monkeypatch.setattr(crew, "submit_script", send)
+    monkeypatch.setattr(job_book, "job_state", lambda ids: dict.fromkeys(ids, "FAILED"))
+    send(run, "rollout")
+    for step in range(6):
+        replace(run.heartbeats / "trainer-0.json", to_json({"step": step}))
+        says(run, f"agent-{step}", job=sent[-1], orders=3 if worked else 0)
+        agents.look()
+        core.look_after(agents)
+        core.keep_jobs()
+        if core.failure:
+            break
+    assert bool(core.failure) is not worked
+    assert len(sent) == (7 if worked else 3) and (worked or "the rollout job was lost 3 times" in core.failure)
 
 
 @pytest.mark.parametrize(

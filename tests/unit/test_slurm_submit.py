@@ -21,9 +21,9 @@ from relax_hpc.cli import app
 from relax_hpc.launch.slurm import queue_state, send
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, outside_job, reason_in_words
-from relax_hpc.launch.slurm.submit import preview, refuse_local_root
-from relax_hpc.recipe import RecipeError, load_recipe
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.launch.slurm.submit import preview, refuse_local_root, submit
+from relax_hpc.recipe import RecipeError, dump_recipe, load_recipe
+from relax_hpc.run_dir import RunDir, RunError, write_file
 
 RECIPE = (
     '[run]\nname = "toy"\nroot = "/lustre/runs"\n[model]\nname = "tiny"\n[rollout]\nmax_new_tokens = 8\n'
@@ -161,6 +161,34 @@ def test_what_sbatch_refuses_comes_with_its_words_and_the_key(
     assert send.jobs(run) == []
 
 
+def test_what_is_refused_changes_nothing(run: RunDir, recipe: Path, bin_folder: Path, tmp_path: Path) -> None:
+    run.create()
+    write_file(run.identity, b"{}")
+    write_file(run.recipe, dump_recipe(load_recipe(recipe, [f"run.root={tmp_path}"])).encode())
+    write_file(run.outcome, b'{"outcome": "stopped"}')
+    before = {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()}
+    program(bin_folder, "srun", "exit 1")
+    program(bin_folder, "squeue", "exit 0")
+    program(
+        bin_folder,
+        "sbatch",
+        f"cat {run.slurm}/leader.sbatch > {tmp_path}/said",
+        "echo 'Invalid partition name specified' >&2",
+        "exit 1",
+    )
+    with pytest.raises(RunError, match="slurm.partition"):
+        submit(run.root, ["slurm.partition=nope", "run.steps=7"], local_root_ok=True)
+    assert "--partition=nope" in (tmp_path / "said").read_text()
+    assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
+    program(bin_folder, "sbatch", "echo 5")
+    assert [job.kind for job in submit(run.root, ["run.steps=7"], local_root_ok=True)] == [
+        "leader",
+        "leader",
+        "rollout",
+    ]
+    assert load_recipe(run.recipe).run.steps == 7 and run.changes.exists() and not run.outcome.exists()
+
+
 def test_a_busy_controller_is_asked_again(run: RunDir, bin_folder: Path, tmp_path: Path) -> None:
     count = tmp_path / "count"
     program(bin_folder, "squeue", "exit 1")
@@ -202,7 +230,7 @@ def test_sending_a_run_again_forgets_that_it_was_stopped(run: RunDir) -> None:
     assert send.forget_end(run) is None
     run.stop.touch()
     run.outcome.write_text('{"outcome": "stopped"}')
-    assert send.forget_end(run) == {"outcome": "stopped"}
+    send.forget_end(run)
     assert not run.stop.exists() and not run.outcome.exists()
 
 
@@ -314,8 +342,13 @@ def test_a_job_gives_the_runs_outcome_and_not_one_from_before(run: RunDir, bin_f
     done = {**old, "time": 1e11, "outcome": "done"}
     run.outcome.write_text(json.dumps(done))
     assert job.result() == done and job.exception() is None
-    run.outcome.write_text(json.dumps({**done, "outcome": "failed", "reason": "no disk"}))
+    failed = {**done, "outcome": "failed", "reason": "no disk"}
+    run.outcome.write_text(json.dumps({**failed, "fatal": True}))
     assert "no disk" in str(job.exception())
+    run.outcome.write_text(json.dumps({**failed, "suspect": "n1"}))
+    assert job.outcome() is None, "its successor tries other nodes"
+    program(bin_folder, "squeue", "echo '91|FAILED|NonZeroExitCode'")
+    assert job.done(force_check=True) and "no disk" in str(job.exception())
 
 
 def test_the_plain_function_can_be_sent_by_reference() -> None:

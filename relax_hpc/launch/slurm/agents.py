@@ -48,6 +48,8 @@ class Agents:
         """Read the heartbeats."""
         began = time.monotonic()
         for path in self._paths():
+            if path.stem in self._seen and self._is_over(self._seen[path.stem].beat):
+                continue  # its name is never used again: what lies there of jobs long gone is not read each time
             beat = read_beat(self._run, path.stem)
             if beat is not None and (path.stem not in self._seen or self._seen[path.stem].beat["time"] != beat["time"]):
                 self._seen[path.stem] = Seen(beat, time.monotonic())
@@ -82,14 +84,19 @@ class Agents:
         return [
             name
             for name, seen in self._seen.items()
-            if seen.beat["state"] != "gone"
-            and now - seen.changed < self._limit_s
-            and seen.beat.get("job") not in self._ended_jobs
+            if not self._is_over(seen.beat) and now - seen.changed < self._limit_s
         ]
+
+    def _is_over(self, beat: dict[str, Any]) -> bool:
+        return beat["state"] == "gone" or beat.get("job") in self._ended_jobs
 
     def job_ended(self, job: str) -> None:
         """Slurm says that a job is gone: its agents need not fall silent first."""
         self._ended_jobs.add(job)
+
+    def worked(self, job: str) -> bool:
+        """Whether a worker of this job published an order."""
+        return any(seen.beat.get("orders") and seen.beat.get("job") == job for seen in self._seen.values())
 
     def of(self, step: str, index: int) -> tuple[str, dict[str, Any]] | None:
         """Name and heartbeat of the agent of a step on its node `index`; None before its first."""

@@ -14,12 +14,10 @@ from typing import Any
 from relax_hpc.launch.slurm.plan import KINDS, Kind
 from relax_hpc.launch.slurm.queue_state import WAITING, ask, cancel, job_state
 from relax_hpc.launch.slurm.send import exclude, jobs, leaders, read_leaders, submit_script
-from relax_hpc.launch.supervisor import outcome_of
+from relax_hpc.launch.supervisor import is_final, outcome_of
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.run_dir import RunDir, RunError, replace, to_json
 from relax_hpc.telemetry import Telemetry
-
-OVER = ("done", "stopped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class Chain:
         warned: the first signal came while the job ran, as before a time limit or preemption. A job that is ended
         without one (scancel; preemption without a grace time) is requeued by Slurm, if by anybody.
         """
-        if outcome["outcome"] in OVER or outcome.get("fatal"):
+        if is_final(outcome):
             self.cancel_waiting()
         elif outcome.get("suspect") and self._slurm.restart == "chain":
             before = self._waiting("leader")  # sent before that was known
@@ -107,7 +105,7 @@ class Chain:
             self.stop(reason)
             return reason
         outcome = outcome_of(self._run)
-        if outcome is not None and (outcome["outcome"] in OVER or outcome.get("fatal")):
+        if outcome is not None and is_final(outcome):
             return f"{outcome['outcome']} already: {outcome['reason'] or outcome['step']}"
         for job in self._before(before):
             if self.cancelled_by_a_person(job):

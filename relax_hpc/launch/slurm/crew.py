@@ -15,12 +15,14 @@ from relax_hpc.launch.agent import CORE
 from relax_hpc.launch.members import Patience, next_attempt
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.elastic import Elastic
-from relax_hpc.launch.slurm.queue_state import ALIVE, job_state
-from relax_hpc.launch.slurm.send import exclude, jobs, submit_script
-from relax_hpc.launch.slurm.trainers import Step
+from relax_hpc.launch.slurm.job_book import JobBook
+from relax_hpc.launch.slurm.queue_state import ALIVE
+from relax_hpc.launch.slurm.send import exclude, submit_script
+from relax_hpc.launch.slurm.steps import ROLLOUT_COMPONENT
+from relax_hpc.launch.slurm.trainers import Step, node_of_task
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError
-from relax_hpc.telemetry import Telemetry, read_beat
+from relax_hpc.telemetry import Telemetry
 
 LOOK_S = 0.5
 JOBS_EVERY_S = 5.0
@@ -138,6 +140,9 @@ class StepCore:
     def _look_after_node(self, index: int, agents: Agents) -> None:
         step, patience = self._steps[index], self._patience[index]
         name, beat = agents.of(step.id, index) or ("", None)
+        if beat is None and step.running and time.time() - step.started_at > self._recipe.supervision.start_s:
+            self._never_began(index, step)
+            return
         silent = beat is not None and name not in agents.alive()
         if (step.running and not silent) or step.code == 0 or time.time() < patience.not_before:
             return
@@ -145,7 +150,8 @@ class StepCore:
         reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
         who = f"rollout node {index}" + (f" ({host})" if host else "")
         self._telemetry.metrics("lost", role=who, reason=reason)
-        if not patience.failed(reason, self._progress()):
+        # The node's own work: the run may go on well without it.
+        if not patience.failed(reason, step.started_at if beat and beat.get("orders") else None):
             self.failure, self.suspect = patience.exhausted(who, reason, "", step.log), host
             return
         self._steps[index] = self._start(
@@ -167,8 +173,15 @@ class StepCore:
         )
         return step
 
-    def _progress(self) -> Any:
-        return (read_beat(self._run, "trainer-0") or {}).get("step")
+    def _never_began(self, index: int, step: Step) -> None:
+        """srun waits for a node that does not answer: another srun there would wait too."""
+        host = node_of_task(ROLLOUT_COMPONENT, index)
+        self.failure, self.suspect = (
+            f"rollout node {index}{f' ({host})' if host else ''}: its agent has not begun {time.time() - step.started_at:.0f} s after srun was "
+            f"to start it (supervision.start_s = {self._recipe.supervision.start_s:.0f}); srun said: {step.words() or 'nothing'}; its "
+            f"log: {step.log}",
+            host,
+        )
 
     def keep_jobs(self) -> None: ...
 
@@ -199,9 +212,11 @@ class JobCore:
     """Rollout nodes in a job of their own, which outlives this one and is sent again when it is gone."""
 
     def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
-        self._run, self._telemetry = run, telemetry
+        self._run, self._telemetry, self._jobs = run, telemetry, JobBook(run, "rollout")
         self._patience = Patience(recipe.supervision)
         self._began = time.time()
+        self._newest = self._worked = ""
+        """The newest job, and the last one that did any work: the trainer may go on with the orders of others."""
         self._gone: list[str] = []
         self.failure = self.suspect = ""
 
@@ -212,10 +227,13 @@ class JobCore:
     def look_after(self, agents: Agents) -> None:
         for job in self._gone:
             agents.job_ended(job)
+        if agents.worked(self._newest):
+            self._worked = self._newest
 
     def keep_jobs(self) -> None:
-        ids = [job["id"] for job in jobs(self._run) if job["kind"] == "rollout"]
-        states = job_state(ids)
+        states = self._jobs.states()
+        ids = list(states)
+        self._newest = ids[-1] if ids else ""
         self._gone = [job for job, state in states.items() if state is not None and state not in ALIVE]
         if len(self._gone) < len(ids) or time.time() < self._patience.not_before:
             return
@@ -224,12 +242,13 @@ class JobCore:
         if ids:
             last = f"job {ids[-1]}: {states[ids[-1]]}"
             self._telemetry.metrics("lost", role="rollout job", reason=last)
-            if not self._patience.failed(last, (read_beat(self._run, "trainer-0") or {}).get("step")):
+            if not self._patience.failed(last, int(ids[-1]) if self._worked == ids[-1] else None):
                 log = self._run.logs / "slurm"
                 self.failure = self._patience.exhausted("the rollout job", last, f"see {log}", log)
                 return
         try:
-            self._telemetry.metrics("restart", role="rollout job", job=submit_script(self._run, "rollout"))
+            self._newest = submit_script(self._run, "rollout")
+            self._telemetry.metrics("restart", role="rollout job", job=self._newest)
         except RunError as error:  # sbatch may not work on compute nodes; agents that are there go on
             self._telemetry.metrics("refused", role="rollout job", reason=str(error))
 

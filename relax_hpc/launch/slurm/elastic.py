@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from relax_hpc.launch.members import Patience
-from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel, job_state
-from relax_hpc.launch.slurm.send import jobs, submit_script
+from relax_hpc.launch.slurm.job_book import JobBook
+from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel
+from relax_hpc.launch.slurm.send import submit_script
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.slurm import Autoscale
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
@@ -66,6 +67,7 @@ class Elastic:
         assert recipe.slurm is not None
         self._run, self._core, self._telemetry = run, recipe.rollout.nodes, telemetry
         self._scaler = Autoscaler(run, recipe, recipe.slurm.autoscale, telemetry) if recipe.slurm.autoscale else None
+        self._jobs = JobBook(run, "elastic")
         self._draining: set[str] = set()
         self._gone: set[str] = set()
         self._patience = Patience(recipe.supervision)
@@ -76,8 +78,7 @@ class Elastic:
         if self._scaler is not None:
             self._scaler.look()
         wished = wish(self._run)
-        sent = {job["id"]: job["submitted"] for job in jobs(self._run) if job["kind"] == "elastic"}
-        states = job_state(sent)
+        states, sent = self._jobs.states(), self._jobs.sent()
         alive = [job for job, state in states.items() if state is None or state in ALIVE]
         staying = [job for job in alive if job not in self._draining]
         self._note_lost({job: sent[job] for job in states if job not in alive and job not in self._draining})
@@ -97,7 +98,7 @@ class Elastic:
         for job in gone.keys() - self._gone:
             self._gone.add(job)
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
-            self._patience.failed("gone", None if time.time() - gone[job] < SOON_S else job)
+            self._patience.failed("gone", None if time.time() - gone[job] < SOON_S else int(job))
 
     def _send(self, count: int, partition: str | None) -> None:
         for _ in range(count):

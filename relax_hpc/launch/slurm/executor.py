@@ -18,10 +18,9 @@ from relax_hpc.launch.slurm.plan import Kind, Plan
 from relax_hpc.launch.slurm.queue_state import ALIVE, cancel, look
 from relax_hpc.launch.slurm.render import render
 from relax_hpc.launch.slurm.send import jobs, submit_script
+from relax_hpc.launch.supervisor import ENDED, is_final, outcome_of
 from relax_hpc.run_dir import RunDir, RunError, read_json
 
-FINAL = frozenset({"done", "stopped", "failed"})
-"""Outcomes after which nothing goes on by itself; "preempted" goes on in the next job."""
 LOOK_S = 10.0
 """Seconds between two looks at a job: a controller serves thousands of users."""
 SETTLE_S = 15.0
@@ -61,8 +60,11 @@ class RunJob(slurm.SlurmJob[dict[str, Any]]):
 
     def outcome(self) -> dict[str, Any] | None:
         """How the run ended since this job was sent; None while it has not, or goes on in another job."""
-        found: dict[str, Any] | None = read_json(self.run.outcome)
-        return found if found and found["outcome"] in FINAL and found["time"] >= self._since else None
+        found = outcome_of(self.run)
+        if found is None or found["outcome"] not in ENDED or found["time"] < self._since:
+            return None
+        # Where another node may do better, a successor goes on with a run that failed.
+        return None if not is_final(found) and self._somebody_works() else found
 
     def done(self, force_check: bool = False) -> bool:
         """Whether this job has ended; the run may go on in its successor."""

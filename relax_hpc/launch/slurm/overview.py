@@ -8,6 +8,7 @@ heartbeats/agent-*.json    ──► agents of the rollout nodes                
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,12 +63,19 @@ class Overview:
         self.agents = {
             path.stem: beat
             for path in sorted(self.run.heartbeats.glob("agent-*.json"))
-            if (beat := read_beat(self.run, path.stem)) is not None
+            if (beat := self._gone(path.stem) or read_beat(self.run, path.stem)) is not None
         }
         self.led = [leader["job"] for leader in read_leaders(self.run)]
         if self._asked_at is None or time.monotonic() - self._asked_at > ASK_EVERY_S:
-            self.jobs = job_rows(self.run)
+            # Those of rollout are not requeued: once over, they are not asked for again.
+            over = [job for job in self.jobs if job.kind != "leader" and not job.alive and job.state != UNKNOWN]
+            self.jobs = job_rows(self.run, over)
             self._asked_at = time.monotonic()
+
+    def _gone(self, agent: str) -> dict[str, Any] | None:
+        """The heartbeat of an agent that has said its last word."""
+        beat = self.agents.get(agent)
+        return beat if beat is not None and beat["state"] == "gone" else None
 
     @property
     def restarts(self) -> int:
@@ -104,15 +112,16 @@ class Overview:
         return [job for job in self.jobs if job not in over[:-SHOWN_ENDED]]
 
 
-def job_rows(run: RunDir) -> list[JobRow]:
-    """All jobs of a run, the oldest first."""
-    sent = jobs(run)
-    ids = [about["id"] for about in sent]
-    if not ids:
-        return []
-    seen, places = look(ids), _places(ids)
+def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:
+    """All jobs of a run, the oldest first; `over`: those that Slurm need not be asked for."""
+    sent, known = jobs(run), {row.id: row for row in over}
+    ids = [about["id"] for about in sent if about["id"] not in known]
+    seen, places = look(ids), _places(ids) if ids else {}
     rows = []
     for about in sent:
+        if about["id"] in known:
+            rows.append(known[about["id"]])
+            continue
         found, (nodes, start) = seen[about["id"]], places.get(about["id"], ("", ""))
         state = found.state if found is not None else UNKNOWN
         why = reason_in_words(found.reason) if found is not None and state in WAITING and found.reason else ""

@@ -133,12 +133,10 @@ def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) 
     replace(folder / f"{job}.json", to_json(about))
 
 
-def forget_end(run: RunDir) -> dict[str, Any] | None:
-    """A person sends the run again: how it ended, and how often it was tried, no longer counts. The outcome that was there."""
-    before: dict[str, Any] | None = read_json(run.outcome)
+def forget_end(run: RunDir) -> None:
+    """A person sends the run again: how it ended, and how often it was tried, no longer counts."""
     for path in (run.stop, run.outcome, leaders(run), _excluded(run)):
         path.unlink(missing_ok=True)
-    return before
 
 
 def leaders(run: RunDir) -> Path:

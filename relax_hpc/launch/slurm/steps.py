@@ -17,6 +17,8 @@ from pathlib import Path
 from relax_hpc.launch.slurm.plan import Group, Plan, gres_text
 from relax_hpc.recipe.slurm import Apptainer, Pyxis, gpu_count
 
+TRAINER_COMPONENT, ROLLOUT_COMPONENT = "0", "1"
+"""Of a heterogeneous job."""
 STAGE_MODULE = "relax_hpc.launch.slurm.stage"
 _ASKED = re.compile(
     r"SLURM_(NTASKS|NPROCS|NTASKS_PER_\w+|TASKS_PER_NODE|NNODES|CPUS_PER_TASK|CPUS_PER_GPU|GPUS|GPUS_PER_\w+|GPU_\w+|GRES|"
@@ -61,7 +63,8 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _step(plan: Plan, group: Group, tasks: int, options: list[str], *, alone: bool = False) -> list[str]:
     shape = "split" if alone else plan.slurm.shape
-    component = [f"--het-group={'01'[group.name == 'rollout']}"] if shape == "het" else []
+    components = {"trainer": TRAINER_COMPONENT, "rollout": ROLLOUT_COMPONENT}
+    component = [f"--het-group={components[group.name]}"] if shape == "het" else []
     size = [f"--nodes={group.nodes}", f"--ntasks={group.nodes * tasks}", f"--ntasks-per-node={tasks}"]
     # Since 22.05 srun does not take this from what sbatch asked for.
     cpus = [f"--cpus-per-task={(group.asks.cpus_per_task or 1) * group.per_node // tasks}"]

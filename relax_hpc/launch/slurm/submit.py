@@ -6,20 +6,21 @@ All that can be known to be wrong is said before the run is made; what sbatch re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.launch.create import create, existing, resume
 from relax_hpc.launch.lease import refuse_if_held
-from relax_hpc.launch.slurm.plan import Kind, Plan, make_plan
+from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
 from relax_hpc.launch.slurm.queue_state import cancel, look
 from relax_hpc.launch.slurm.render import render
-from relax_hpc.launch.slurm.send import forget_end, jobs, write_scripts
+from relax_hpc.launch.slurm.send import forget_end, jobs, script, write_scripts
 from relax_hpc.launch.supervisor import outcome_of
 from relax_hpc.recipe import Recipe, change_on_resume, load_recipe, site_file
 from relax_hpc.recipe.describe import toml
-from relax_hpc.run_dir import RunDir, RunError, open_existing, replace, to_json
+from relax_hpc.run_dir import RunDir, RunError, open_existing, replace
 
 if TYPE_CHECKING:
     from relax_hpc.launch.slurm.executor import RunJob
@@ -32,8 +33,6 @@ def submit(
     target: Path, sets: Sequence[str] = (), *, site: Path | None = None, local_root_ok: bool = False
 ) -> list[RunJob]:
     """Send the run that `target` (a recipe or a run directory) means; its jobs, the leader first. Raises RunError or RecipeError."""
-    from relax_hpc.launch.slurm.executor import ScriptExecutor
-
     recipe, run = _open(target, sets, site)
     plan = make_plan(recipe)
     if not local_root_ok:
@@ -42,23 +41,46 @@ def submit(
     if run is None:
         run = create(recipe)
         plan = make_plan(load_recipe(run.recipe))
-    else:
-        _refuse_busy(run, recipe)
+        with _undone_if_refused(run.outcome):
+            return _send(run, plan)
+    _refuse_busy(run, recipe)
+    scripts = [script(run, kind) for kind in KINDS]
+    with _undone_if_refused(run.outcome, run.recipe, run.changes, *scripts):
         resume(run, list(sets) if target.is_dir() else [_slurm_table(recipe)])
-    write_scripts(run, plan)
+        return _send(run, plan)
+
+
+def _send(run: RunDir, plan: Plan) -> list[RunJob]:
+    """Write the scripts and send them; what is refused leaves no job behind."""
+    from relax_hpc.launch.slurm.executor import ScriptExecutor
+
     executor = ScriptExecutor(run, plan)
+    write_scripts(run, plan)
+    forget_end(run)
     sent: list[RunJob] = []
-    before = forget_end(run)
     try:
         for kind in _kinds(plan):
             after = sent[-1].job_id if sent and kind == "leader" else None
             sent.append(executor.send(kind, after))
     except RunError:
         cancel(job.job_id for job in sent)
-        if before is not None:
-            replace(run.outcome, to_json(before))
         raise
     return sent
+
+
+@contextlib.contextmanager
+def _undone_if_refused(*paths: Path) -> Iterator[None]:
+    """Put these files back as they were when a RunError comes: Slurm says what it refuses only when a job is sent."""
+    before = {path: path.read_bytes() if path.exists() else None for path in paths}
+    try:
+        yield
+    except RunError:
+        for path, content in before.items():
+            if content is not None:
+                replace(path, content)
+            else:
+                path.unlink(missing_ok=True)
+        raise
 
 
 def preview(target: Path, sets: Sequence[str] = (), *, site: Path | None = None) -> dict[Kind, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -11,8 +12,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.launch.members import next_attempt, role_environment, silence
-from relax_hpc.launch.slurm.steps import step_environment
+from relax_hpc.launch.members import Quiet, next_attempt, role_environment, silence_limit
+from relax_hpc.launch.slurm.queue_state import ask
+from relax_hpc.launch.slurm.steps import TRAINER_COMPONENT, step_environment
 from relax_hpc.launch.trainers import Ending
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.process import Exit
@@ -89,6 +91,14 @@ class Step:
         return ""
 
 
+def node_of_task(component: str, index: int) -> str:
+    """The node of this job's component on which srun starts its task `index`, one task a node; empty where Slurm does not say."""
+    listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}") or os.environ.get("SLURM_JOB_NODELIST", "")
+    done = ask(["scontrol", "show", "hostnames", listed])
+    nodes = done.stdout.split() if done is not None and done.returncode == 0 else []
+    return nodes[index] if index < len(nodes) else ""
+
+
 KILL_WAIT_S = 10.0
 """How long srun may take to kill its tasks before it is killed itself."""
 
@@ -102,6 +112,7 @@ class StepTrainers:
         self._step = Step(run, "srun-trainer")
         self._attempt = next_attempt(run, "trainer-0")
         self._beats_read = 0.0
+        self._quiet = Quiet()
 
     @property
     def started(self) -> bool:
@@ -118,6 +129,7 @@ class StepTrainers:
         ]  # fmt: skip
         if self._deadline is not None:
             command += ["--deadline", str(self._deadline)]
+        self._quiet = Quiet()
         number = f"{self._attempt:04d}"
         self._step.start(self._python, command, f"trainer-%t.{number}.log", f"srun-trainer.{number}.log")
 
@@ -128,7 +140,7 @@ class StepTrainers:
         said = {rank: beat for rank, beat in self._beats().items() if beat is not None}
         for rank, beat in said.items():
             if beat.get("state") == "failed":
-                return Ending("failed", f"{_where(rank, beat)}: {beat.get('error', '')}")
+                return Ending("failed", f"{_where(rank, beat, beat['host'])}: {beat.get('error', '')}")
         if code == Exit.FATAL:  # it could not say why: the disk that its heartbeat lies on may be full
             return Ending("failed", f"see {self._run.logs / f'trainer-0.{self._attempt:04d}.log'}")
         # srun's code is the highest of all tasks, so what rank 0 said last counts.
@@ -138,7 +150,7 @@ class StepTrainers:
             return Ending("stopped")
         for rank, beat in said.items():
             if beat.get("state") == "crashed":
-                return Ending(None, f"{_where(rank, beat)}: {beat.get('error', '')}", beat["host"])
+                return Ending(None, f"{_where(rank, beat, beat['host'])}: {beat.get('error', '')}", beat["host"])
         words = self._step.words() or f"srun ended with exit code {code}"
         blamed = _BLAMED.search(words)
         return Ending(None, words, blamed["host"] if blamed else "")
@@ -150,12 +162,15 @@ class StepTrainers:
         if not self._step.running or time.time() - self._beats_read < RANKS_EVERY_S:
             return None
         self._beats_read = time.time()
-        for rank, beat in self._beats().items():
-            silent_s = silence(beat, self._step.started_at, self._recipe.supervision)
-            if silent_s is not None:
-                return Ending(
-                    None, f"{_where(rank, beat)}: no heartbeat for {silent_s:.0f} s", beat["host"] if beat else ""
+        beats, limits = self._beats(), self._recipe.supervision
+        for rank, silent_s in self._quiet.look({rank: beat and beat["time"] for rank, beat in beats.items()}).items():
+            beat = beats[rank]
+            if silent_s > silence_limit(beat, limits):
+                trainer = self._recipe.trainer
+                host = (
+                    beat["host"] if beat else node_of_task(TRAINER_COMPONENT, rank * trainer.nodes // trainer.processes)
                 )
+                return Ending(None, f"{_where(rank, beat, host)}: no heartbeat for {silent_s:.0f} s", host)
         return None
 
     def end(self, grace_s: float) -> None:
@@ -176,5 +191,5 @@ class StepTrainers:
         return beats
 
 
-def _where(rank: int, beat: dict[str, Any] | None) -> str:
-    return f"trainer rank {rank} on {beat['host']}" if beat else f"trainer rank {rank}, which has not begun"
+def _where(rank: int, beat: dict[str, Any] | None, host: str) -> str:
+    return f"trainer rank {rank}{f' on {host}' if host else ''}{'' if beat else ', which has not begun'}"

@@ -1,0 +1,129 @@
+"""What a leader makes of sruns that never start, and of heartbeats from nodes whose clocks differ. `srun` only sleeps here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.launch.members import Patience, Quiet
+from relax_hpc.launch.slurm import trainers as trainers_module
+from relax_hpc.launch.slurm.agents import Agents
+from relax_hpc.launch.slurm.crew import StepCore
+from relax_hpc.launch.slurm.trainers import StepTrainers
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.schema import Recipe, Supervision
+from relax_hpc.run_dir import RunDir, replace, to_json
+from relax_hpc.telemetry import Telemetry
+from tests.runs import wait_for, write_recipe
+
+HOURS = 3 * 3600.0
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """`srun … python` that waits for ever, on nodes n1 and n2."""
+    srun, scontrol = tmp_path / "srun", tmp_path / "scontrol"
+    srun.write_text("#!/bin/sh\necho 'srun: error: n2: no answer'\nexec sleep 100\n")
+    scontrol.write_text("#!/bin/sh\necho n1\necho n2\n")
+    for path in (srun, scontrol):
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.delenv("SLURM_JOB_NODELIST_HET_GROUP_1", raising=False)
+    return [str(srun), "python"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def recipe(folder: Path, *sets: str) -> Recipe:
+    both = ("trainer.processes=2", "trainer.nodes=2", "rollout.workers=2", "rollout.nodes=2")
+    return load_recipe(write_recipe(folder), [*both, *sets])
+
+
+def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
+    run: RunDir, tmp_path: Path, python: list[str]
+) -> None:
+    ours = recipe(tmp_path, "supervision.start_s=0.3", "supervision.agent_silent_s=60.0")
+    core = StepCore(run, ours, python, Telemetry(run, "supervisor", 0))
+    agents = Agents(run, ours, Telemetry(run, "supervisor", 0))
+    try:
+        core.look_after(agents)
+        step = core._steps[0]
+        about = {"time": time.time(), "state": "active", "group": "core", "step": step.id, "index": 0, "host": "n1", "workplaces": {}, "left": {}, "failure": ""}  # fmt: skip
+        replace(run.heartbeats / f"agent-{step.id}-0.json", to_json(about))
+        agents.read()
+        core.look_after(agents)
+        assert not core.failure, "it has time to start"
+        wait_for(lambda: core.look_after(agents) or core.failure, 5)
+    finally:
+        core.end(0)
+    assert core.suspect == "n2"
+    assert core.failure.startswith("rollout node 1 (n2): its agent has not begun ")
+    assert "supervision.start_s" in core.failure and "n2: no answer" in core.failure
+
+
+@pytest.fixture
+def trainers(run: RunDir, tmp_path: Path, python: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[StepTrainers]:
+    monkeypatch.setattr(trainers_module, "RANKS_EVERY_S", 0.0)
+    started = StepTrainers(run, recipe(tmp_path, "supervision.start_s=1.0", "supervision.hang_s=0.4"), python, None)
+    started.start(tmp_path)
+    yield started
+    started.end(0)
+
+
+def beats(run: RunDir, rank: int, clock: float) -> None:
+    about = {"attempt": 0, "host": f"n{rank + 1}", "state": "training", "time": clock}
+    replace(run.heartbeats / f"trainer-{rank}.json", to_json(about))
+
+
+@pytest.mark.parametrize("off", [-HOURS, 0.0, HOURS])
+def test_a_rank_is_silent_when_its_heartbeat_stands_still_whatever_its_clock_says(
+    run: RunDir, trainers: StepTrainers, off: float
+) -> None:
+    for _ in range(6):
+        for rank in range(2):
+            beats(run, rank, time.time() + off)
+        assert trainers.silent() is None
+        time.sleep(0.1)
+    until = time.monotonic() + 0.6
+    while time.monotonic() < until and (ending := trainers.silent()) is None:
+        beats(run, 0, time.time() + off)
+        time.sleep(0.02)
+    assert ending is not None and ending.host == "n2"
+    assert ending.reason.startswith("trainer rank 1 on n2: no heartbeat for 0 s")
+
+
+def test_a_rank_that_srun_never_starts_is_named_with_its_node(run: RunDir, trainers: StepTrainers) -> None:
+    began = time.monotonic()
+    while (ending := trainers.silent()) is None:
+        beats(run, 0, time.time())
+        time.sleep(0.02)
+    assert time.monotonic() - began > 0.9
+    assert ending.reason.startswith("trainer rank 1 on n2, which has not begun: no heartbeat for 1 s")
+
+
+def test_a_look_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    quiet = Quiet()
+    assert quiet.look({0: 1.0}) == {0: 0.0}
+    now = 102.0
+    assert quiet.look({0: 1.0}) == {0: 2.0}
+    now = 700.0
+    assert quiet.look({0: 1.0}) == {0: 2.0}
+    now = 701.0
+    assert quiet.look({0: 1.0}) == {0: 3.0}
+
+
+def test_work_that_is_lost_again_each_time_is_no_progress() -> None:
+    patience = Patience(Supervision(max_restarts=3, backoff_s=1e-6))
+    assert [patience.failed("died", step) for step in (12, 14, 11, 13, 12)] == [True, True, True, True, False]
+    assert patience.failed("died", 15) and not all(patience.failed("died", None) for _ in range(3))
