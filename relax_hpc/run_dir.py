@@ -36,6 +36,7 @@ ORDERS_PER_FOLDER = 64
 """Training steps whose shards share a folder: hundreds of entries a directory, not tens of thousands."""
 STEPS_PER_FOLDER = 1000
 STALE_TRIES = 10
+SMALL_BYTES = 1 << 16
 
 
 class RunError(Exception):
@@ -206,13 +207,25 @@ def read_json(path: Path) -> Any:
     """A published JSON file; None when there is none."""
     for _ in range(STALE_TRIES):
         try:
-            return json.loads(path.read_bytes())
+            return json.loads(_read_small(path))
         except FileNotFoundError:
             return None
         except OSError as error:
             if error.errno != errno.ESTALE:  # NFS: replaced between opening and reading
                 raise
     raise OSError(errno.ESTALE, "replaced again and again while it was read", str(path))
+
+
+def _read_small(path: Path) -> bytes:
+    """All of a file, mostly in three calls to the file system; path.read_bytes() needs eight."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = [os.read(handle, SMALL_BYTES)]
+        while len(parts[-1]) == SMALL_BYTES:
+            parts.append(os.read(handle, SMALL_BYTES))
+        return b"".join(parts)
+    finally:
+        os.close(handle)
 
 
 def to_json(value: Any) -> bytes:

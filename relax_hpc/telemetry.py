@@ -28,14 +28,18 @@ class Orphaned(SystemExit):
 class Telemetry:
     """One role's voice. `role` is a unique name such as 'trainer-0' or 'rollout-3'."""
 
-    def __init__(self, run: RunDir, role: str, attempt: int, supervisor_pid: int | None = None) -> None:
+    def __init__(
+        self, run: RunDir, role: str, attempt: int, supervisor_pid: int | None = None, quiet_s: float = BEAT_EVERY_S
+    ) -> None:
+        """quiet_s: how long a heartbeat may be the last one while nothing that it says has changed."""
         self.role, self.attempt = role, attempt
         self.log = logging.getLogger(role)
         self._beat_path = run.heartbeats / f"{role}.json"
         self._metrics_path = run.metrics / f"{role}.jsonl"
         self._trained_path = run.metrics / f"{role}.trained.jsonl"
-        self._supervisor = supervisor_pid
-        self._last_beat = 0.0
+        self._supervisor, self._quiet_s = supervisor_pid, max(quiet_s, BEAT_EVERY_S)
+        self._looked_at = self._last_beat = 0.0
+        self._said: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._checked: set[Path] = set()
 
@@ -44,11 +48,14 @@ class Telemetry:
         changed = at_once or (state is not None and state != self._last.get("state"))
         self._last |= {k: v for k, v in {"state": state, **progress}.items() if v is not None}
         now = time.time()
-        if not changed and now - self._last_beat < BEAT_EVERY_S:
+        if not changed and now - self._looked_at < BEAT_EVERY_S:
             return
+        self._looked_at = now
         if self._supervisor is not None and os.getppid() != self._supervisor:
             raise Orphaned(f"{self.role}: supervisor {self._supervisor} is gone")
-        self._last_beat = now
+        if not changed and self._last == self._said and now - self._last_beat < self._quiet_s:
+            return
+        self._last_beat, self._said = now, dict(self._last)
         record = {
             "role": self.role,
             "attempt": self.attempt,

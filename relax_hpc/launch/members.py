@@ -76,7 +76,7 @@ class Member:
         beat = read_beat(self.run, self.name)
         if beat is not None and beat["attempt"] != self.attempt and beat["time"] > self.started_at:
             return None  # a namesake on a node that was cut off writes there too: nothing can be said of ours
-        return silence(self.beat(), self.started_at, limits)
+        return silence(beat if beat is not None and beat["attempt"] == self.attempt else None, self.started_at, limits)
 
     def signal(self, number: signal.Signals) -> None:
         if self.running and self.process is not None:

@@ -15,6 +15,8 @@ from relax_hpc.roles.process import Exit
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
 
+LOOKS_SHARE = 40
+"""Workers' heartbeats are read this often within the time after which one counts as lost: a file each."""
 GRACE_S = 5.0
 """How long a worker may take to leave when it is asked to; what it played is played again."""
 
@@ -58,6 +60,7 @@ class LocalWorkers:
         say: Callable[..., None],
     ) -> None:
         self.recipe, self._tag, self._gone, self._say = recipe, tag, gone, say
+        self._looked_at = float("-inf")
         self.run, self.failure, self.suspect, self.fatal, self._asked = run, "", "", False, False
         self.members = [Member(run, nursery, "rollout", name, attempt=next_attempt(run, name)) for name in names]
         self._patience = {m: Patience(recipe.supervision) for m in self.members}
@@ -100,6 +103,9 @@ class LocalWorkers:
             self.failure = patience.exhausted(worker.name, reason, worker.error(), worker.log)
 
     def look_for_silence(self) -> None:
+        if time.monotonic() - self._looked_at < self.recipe.supervision.hang_s / LOOKS_SHARE:
+            return
+        self._looked_at = time.monotonic()
         for worker in self.members:
             silent_s = worker.silent_for(self.recipe.supervision)
             if silent_s is not None and worker.process is not None:

@@ -22,6 +22,8 @@ from relax_hpc.run_dir import RunDir, RunError, open_existing
 from relax_hpc.telemetry import Telemetry
 
 T = TypeVar("T")
+QUIET_SHARE = 24
+"""A role that has nothing new to say says so this often within the time after which it would count as lost."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -51,7 +53,8 @@ class RoleProcess:
         self.run: RunDir = open_existing(arguments.run)
         self.name: str = arguments.name
         self.recipe: Recipe = load_recipe(self.run.recipe)
-        self.telemetry = Telemetry(self.run, self.name, arguments.attempt, arguments.supervisor)
+        quiet_s = self.recipe.supervision.hang_s / QUIET_SHARE
+        self.telemetry = Telemetry(self.run, self.name, arguments.attempt, arguments.supervisor, quiet_s)
         self.caches = Caches(self.run, arguments.role)
         self.log = logging.getLogger(self.name)
         self.stopping = False

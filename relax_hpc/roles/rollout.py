@@ -59,7 +59,7 @@ class RolloutWorker:
         self.environments = make_environments(self.recipe.source)
         self.judge = Judge(self.recipe)
         self.receiver = make_receiver(self.recipe, process.run, workplace)
-        self.queue = Queue(process.run)
+        self.queue = Queue(process.run, self.recipe.rollout.workers)
         self.queue.open_workplace(workplace)
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
         self.held: Version | None = None
@@ -87,7 +87,7 @@ class RolloutWorker:
     def wait_for_claim(self) -> tuple[Claim, float]:
         """Wait for an order, taking new weights meanwhile; it and the seconds waited. Raises Stop when asked to stop."""
         began = time.perf_counter()
-        for pause_s in backoff():
+        for pause_s in backoff(watchers=self.recipe.rollout.workers):
             self.progress("idle" if self.held else "syncing")
             self.report_published()
             self.take_newest()

@@ -53,9 +53,10 @@ class Claim:
 class Queue:
     """The order files of a run."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, workers: int = 1) -> None:
+        """workers: how many claim from it."""
         self._run = run
-        self._open = FolderWatch(run.open_orders)
+        self._open = FolderWatch(run.open_orders, workers)
 
     # the trainer's side
 

@@ -16,13 +16,17 @@ RECENT_NS = 100_000_000
 """A folder listed within this time of its last change is listed again at the next poll."""
 RELIST_S = 2.0
 """Every folder is listed this often even if its time did not change (attribute caches of NFS)."""
+LONGEST_RELIST_S = 30.0
+LONGEST_PAUSE_S = 1.0
 
 
 class FolderWatch:
     """The published names (those without a leading dot) in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, watchers: int = 1) -> None:
+        """watchers: how many look at it; each lists it again the more rarely, so that all together do it as often as one."""
         self.folder = folder
+        self._relist_s = min(RELIST_S * watchers, LONGEST_RELIST_S)
         self._names: frozenset[str] = frozenset()
         self._listed_mtime = -1
         self._listed_at = float("-inf")
@@ -34,16 +38,20 @@ class FolderWatch:
         except FileNotFoundError:
             return frozenset()
         now = time.monotonic()
-        if mtime != self._listed_mtime or now - self._listed_at > RELIST_S:
+        if mtime != self._listed_mtime or now - self._listed_at > self._relist_s:
             settled = time.time_ns() - mtime > RECENT_NS  # before listing, which may take long
             self._names = frozenset(n for n in os.listdir(self.folder) if not n.startswith("."))
             self._listed_mtime, self._listed_at = (mtime if settled else -1), now
         return self._names
 
 
-def backoff(first_s: float = 0.002, last_s: float = 0.02) -> Iterator[float]:
-    """Waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing comes."""
-    wait = first_s
+def backoff(first_s: float = 0.002, last_s: float = 0.02, watchers: int = 1) -> Iterator[float]:
+    """Waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing comes.
+
+    watchers: how many wait for the same; each polls the more rarely in the end, so that all together poll as often as one,
+    and one of them sees what comes as soon.
+    """
+    wait, last_s = first_s, min(last_s * watchers, max(last_s, LONGEST_PAUSE_S))
     while True:
         yield wait
         wait = min(wait * 1.5, last_s)

@@ -305,3 +305,12 @@ def test_a_missing_folder_has_no_names_until_it_comes(tmp_path: Path) -> None:
 def test_pauses_grow_to_a_limit() -> None:
     pauses = backoff(0.1, 0.3)
     assert [round(next(pauses), 3) for _ in range(5)] == [0.1, 0.15, 0.225, 0.3, 0.3]
+
+
+@pytest.mark.parametrize("watchers", [1, 8, 32])
+def test_many_that_wait_poll_as_often_as_one(watchers: int) -> None:
+    pauses = backoff(watchers=watchers)
+    last_s = [next(pauses) for _ in range(50)][-1]
+    assert watchers / last_s == pytest.approx(50)
+    pauses = backoff(watchers=10000)
+    assert max(next(pauses) for _ in range(50)) == watch.LONGEST_PAUSE_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,20 @@ def test_beats_of_one_state_are_few(run: RunDir) -> None:
     for _ in range(1000):
         telemetry.beat("idle")
     assert (run.heartbeats / "r.json").stat().st_ino == first
+
+
+def test_who_has_nothing_new_to_say_says_it_rarely(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = 1000.0, []
+    monkeypatch.setattr(time, "time", lambda: now)
+    telemetry = Telemetry(run, "r", 0, quiet_s=5.0)
+    for tick in range(120):
+        now = 1000.0 + tick / 10
+        telemetry.beat("generating", orders=tick // 80)
+        beat = read_beat(run, "r")
+        assert beat is not None
+        if not written or beat["time"] != written[-1]:
+            written.append(beat["time"])
+    assert written == pytest.approx([1000.0, 1005.0, 1008.0])
 
 
 def test_a_child_notices_that_its_supervisor_was_killed(run: RunDir) -> None:

@@ -163,7 +163,9 @@ class StepTrainers:
             return None
         self._beats_read = time.time()
         beats, limits = self._beats(), self._recipe.supervision
-        for rank, silent_s in self._quiet.look({rank: beat and beat["time"] for rank, beat in beats.items()}).items():
+        for rank, silent_s in self._quiet.look(
+            {rank: beat["time"] if beat else None for rank, beat in beats.items()}
+        ).items():
             beat = beats[rank]
             if silent_s > silence_limit(beat, limits):
                 trainer = self._recipe.trainer
