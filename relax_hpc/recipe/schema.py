@@ -347,7 +347,11 @@ class Supervision(Table):
     hang_s: PositiveFloat = Key(
         120.0, "A role without a heartbeat for this long is killed and started again.", resume=True
     )
-    start_s: PositiveFloat = Key(600.0, "The same, before a role's first progress (loading, warm-up).", resume=True)
+    start_s: PositiveFloat = Key(
+        600.0,
+        "The same, before a role's first progress (loading, warm-up; on a cluster, a node on which srun starts nothing).",
+        resume=True,
+    )
     agent_silent_s: PositiveFloat = Key(
         15.0,
         "On a cluster: a rollout node that is not heard of for this long counts as lost, and others play its orders.",
