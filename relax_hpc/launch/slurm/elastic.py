@@ -95,7 +95,7 @@ class Elastic:
 
     def _note_lost(self, gone: dict[str, float]) -> None:
         """Jobs that end soon after they were sent are sent again ever later. `gone`: job -> when it was sent."""
-        for job in gone.keys() - self._gone:
+        for job in sorted(gone.keys() - self._gone, key=int):
             self._gone.add(job)
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
             self._patience.failed("gone", None if time.time() - gone[job] < SOON_S else int(job))

@@ -52,9 +52,8 @@ def main() -> None:
         folder = stage(Path(sys.argv[1]))
     except RunError as error:
         sys.exit(f"error: {error}")
-    os.environ["PATH"] = (
-        f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"  # compilers of kernels look for ninja there
-    )
+    # Compilers of kernels look for ninja there.
+    os.environ["PATH"] = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
     python = str(folder / "bin" / "python")
     os.execv(python, [python, *sys.argv[2:]])
 
