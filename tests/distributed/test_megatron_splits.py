@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import time
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.recipe.schema import Recipe
@@ -46,6 +49,34 @@ SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+BUCKET_BYTES = 32 * 1024
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        old = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.known | old:
+                storage = tensor.untyped_storage()
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        return made
+
+    def gone(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
 def recipe_of(model: str, **trainer: Any) -> Recipe:
     return tiny.recipe(
         model=MODELS[model],
@@ -57,6 +88,8 @@ def recipe_of(model: str, **trainer: Any) -> Recipe:
 
 def work(rank: int, folder: Path, results: Any) -> None:
     """Step 0 of every split, then step 1 from the checkpoint that the split before it wrote between the two."""
+    from relax_hpc.trainers.megatron.weights import export
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     try:
@@ -76,9 +109,14 @@ def work(rank: int, folder: Path, results: Any) -> None:
                 saved.unlink(missing_ok=True)
                 saved.symlink_to(folder / name)
             said.append(trainer.step(tiny.random_rollouts(14, seed=1), algorithm, 1))
+            with Live() as live:
+                for _ in export(trainer.parts, trainer.sending, trainer.hf, trainer.dtype, BUCKET_BYTES):
+                    pass
+            assert live.most <= 2 * BUCKET_BYTES, live.most
             weights = dict(trainer.export())
             assert bool(weights) == (rank == 0)
             if rank == 0:
+                assert sum(t.nbytes for t in weights.values()) > 4 * BUCKET_BYTES
                 save_file(weights, folder / f"{name}.safetensors")
             results.put((rank, name, said, ""))
     except BaseException:

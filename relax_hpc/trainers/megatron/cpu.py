@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch._dynamo  # it looks through torch as it is imported: before anything stands in
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode

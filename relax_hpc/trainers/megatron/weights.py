@@ -160,11 +160,16 @@ def export(
         if rank:
             _send(bucket, held, rank)
             continue
-        arrived = _receive(bucket, held)
-        for entry in bucket:
-            shards = arrived.pop(entry.part)
-            for name, tensor in zip(entry.part.names, entry.part.join(shards, model), strict=True):
-                yield name, tensor.to("cpu", dtype, copy=True)
+        yield from _joined(bucket, _receive(bucket, held), model, dtype)
+
+
+def _joined(
+    bucket: list[Entry], arrived: dict[Part, list[Tensor]], model: Any, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """A bucket's tensors; a generator of its own, so that nothing of it is left when the next one arrives."""
+    for entry in bucket:
+        for name, tensor in zip(entry.part.names, entry.part.join(arrived.pop(entry.part), model), strict=True):
+            yield name, tensor.to("cpu", dtype, copy=True)
 
 
 def _send(bucket: list[Entry], held: Held, rank: int) -> None:
@@ -184,6 +189,7 @@ def _receive(bucket: list[Entry], held: Held) -> dict[Part, list[Tensor]]:
         flat[sender] = torch.empty(count, dtype=bucket[0].dtype, device=device)
         waiting.append(dist.irecv(flat[sender], src=sender))
     for work in waiting:
+        assert work is not None  # this process is of the group
         work.wait()
     arrived: dict[Part, list[Tensor]] = {}
     for entry in bucket:
