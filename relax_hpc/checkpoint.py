@@ -1,7 +1,8 @@
 """Checkpoints: a folder that is renamed into place when everything in it is on disk; the DONE marker is its last file.
 
 CHECKPOINTS/step-00000100/
-  model.safetensors optimizer.safetensors rng.safetensors   the trainer's (no pickle: the directory is shared)
+  model.safetensors optimizer.safetensors rng.safetensors   the trainer's (no pickle: the directory is shared), or
+  .metadata __RANK_N.distcp common.pt rng.safetensors       Megatron's (an index that is read as data alone)
   state.json                                                step, lineage, the book of orders, the prompt cursor
   DONE
 """
@@ -17,9 +18,14 @@ from typing import Any
 from relax_hpc.run_dir import RunDir, sync_folder, to_json, write_file
 
 
+def unfinished(via: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written, in the incarnation's own folder."""
+    return via / f"checkpoint-{step}"
+
+
 def begin(via: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into, in the incarnation's own folder."""
-    folder = via / f"checkpoint-{step}"
+    """An empty folder to write the checkpoint of `step` into. One process makes it; what others write comes after."""
+    folder = unfinished(via, step)
     shutil.rmtree(folder, ignore_errors=True)  # what an attempt left that found the disk full
     folder.mkdir()
     return folder

@@ -212,7 +212,7 @@ class TrainerRole:
             self.process.telemetry.metrics(kind="checkpoint", step=self.step, seconds=self.save_s)
 
     def _save(self, keep: int) -> None:
-        folder = checkpoint.begin(self.via, self.step) if self.lead else self.via
+        folder = checkpoint.begin(self.via, self.step) if self.lead else checkpoint.unfinished(self.via, self.step)
         full: list[str | None] = [None]
         try:
             self.trainer.save(folder)

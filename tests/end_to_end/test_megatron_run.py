@@ -1,0 +1,46 @@
+"""A run whose trainer is Megatron-core on two processes: to its end, on under another plan, exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM
+
+from relax_hpc.analysis.audit import audit
+from relax_hpc.run_dir import RunDir
+from tests.runs import SMALL, outcome, relax_hpc, steps_of, write_recipe
+
+EXPERTS = SMALL.replace("kv_heads = 1", "kv_heads = 2\nexperts = 4\nmoe_intermediate_size = 32").replace(
+    "[trainer]", '[trainer]\nbackend = "megatron"\nprocesses = 2'
+)
+SHARED = "\n[trainer.parallel]\ntensor = 2\nsequence = true\nexpert_tensor = 2\n"
+
+
+def test_a_run_goes_on_under_another_plan_and_its_checkpoint_is_exported(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, EXPERTS.replace("steps = 6", "steps = 3") + SHARED)
+    relax_hpc("run", recipe)
+    run = RunDir(tmp_path / "small")
+    plan = ["tensor=1", "sequence=false", "expert_tensor=1", "expert=2"]
+    sets = [word for key in plan for word in ("--set", f"trainer.parallel.{key}")]
+    relax_hpc("run", run.root, "--set", "run.steps=5", *sets)
+    assert outcome(run)["outcome"] == "done"
+    assert [s["step"] for s in steps_of(run)] == [0, 1, 2, 3, 4]
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+    relax_hpc("export", run.root, tmp_path / "model")
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_a_plan_that_does_not_fit_is_refused_before_the_run_begins(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, EXPERTS + SHARED)
+    for change, said in (
+        ("trainer.processes=3", "tensor = 2, pipeline = 1 and context = 1 take 2 processes together"),
+        ("trainer.parallel.expert_tensor=1", "expert_tensor = 1 and tensor = 2 must be equal where expert = 1"),
+        ("trainer.parallel.sequence=false", "tensor = 2 with experts needs sequence = true"),
+        ("trainer.backend=torch", 'is for trainer.backend = "megatron"'),
+        ("model.kv_heads=1", "tensor = 2 must divide the model's 1 key/value heads: use one of [1]"),
+    ):
+        error = " ".join(relax_hpc("run", recipe, "--set", change, code=2).stderr.split())
+        assert said in error, change
+    assert not (tmp_path / "small").exists()
