@@ -26,6 +26,9 @@ class Run(Table):
     seed: int = Key(0, "Order ids, prompts and sampling seeds depend on this and the prompt cursor alone.", ge=0)
     steps: PositiveInt = Key(100, "Training steps until the run is done.", resume=True)
     checkpoint_every: PositiveInt = Key(50, "Steps between two checkpoints.", resume=True)
+    async_checkpoints: bool = Key(
+        False, "Train on while a checkpoint is being written; for the megatron backend.", resume=True
+    )
     keep_checkpoints: PositiveInt = Key(
         2, "Checkpoints kept; the oldest one decides how far back a run can restart.", resume=True
     )
@@ -409,6 +412,10 @@ class Recipe(Table):
             raise conflict(
                 f"rollout.max_new_tokens = {self.rollout.max_new_tokens} leaves no room for a prompt in "
                 f"model.context = {self.model.context}: lower the one or raise the other"
+            )
+        if self.run.async_checkpoints and self.trainer.backend == "torch":
+            raise conflict(
+                'run.async_checkpoints = true is for trainer.backend = "megatron": set that, or leave it out'
             )
         wrong = misfit(self.trainer.parallel, self.trainer.processes, getattr(self.model, "sizes", None))
         if wrong:

@@ -5,9 +5,11 @@ shards ──take: bound checked, ledger entry linked──► advantages ► pa
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry
 from relax_hpc.spool.shard import Shard, concatenate
 from relax_hpc.trainers import make_trainer
+from relax_hpc.trainers.base import Saving
 
 
 def body(process: RoleProcess) -> Exit:
@@ -45,6 +48,17 @@ def body(process: RoleProcess) -> Exit:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A checkpoint that is being written, with all that makes it one."""
+
+    saving: Saving
+    folder: Path
+    step: int
+    state: dict[str, Any]
+    keep: int
 
 
 class TrainerRole:
@@ -73,6 +87,7 @@ class TrainerRole:
         self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
         self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.step, self.saved_step, self.save_s = 0, -1, 0.0
+        self.saving: tuple[Begun, float] | None = None
         holdout = recipe.evaluation.holdout if recipe.evaluation else 0.0
         self.context = int(AutoConfig.from_pretrained(process.run.model).max_position_embeddings)
         self.sources = PromptSources(recipe.source, self.tokenizer, self.context, holdout)
@@ -106,10 +121,12 @@ class TrainerRole:
             if self.lead:
                 metrics["masked_tokens"] = masked
                 self.lead.after_step(word.entry, rollouts, metrics, trained - began, time.perf_counter() - trained)
+            self.settle_saving(wait=False)
             if self.step % self.recipe.run.checkpoint_every == 0:
-                self.save(keep=self.recipe.run.keep_checkpoints)
+                self.save(keep=self.recipe.run.keep_checkpoints, wait=not self.recipe.run.async_checkpoints)
         if word.error:
             raise RunError(word.error)
+        self.settle_saving()
         if self.saved_step != self.step:
             self.save(keep=self.recipe.run.keep_checkpoints)
         self.beat("done" if word.exit is Exit.DONE else "stopped")
@@ -202,30 +219,71 @@ class TrainerRole:
             )
         return rollouts, masked
 
-    def save(self, keep: int) -> None:
-        """Checkpoint this step; collective."""
+    def save(self, keep: int, wait: bool = True) -> None:
+        """Checkpoint this step; collective. Without `wait`, training goes on while it is written."""
+        self.settle_saving()
         began = time.perf_counter()
         self.beat("checkpointing")
-        self.process.when_room(lambda: self._save(keep), f"the checkpoint of step {self.step}")
-        self.saved_step, self.save_s = self.step, time.perf_counter() - began
-        if self.lead:
-            self.process.telemetry.metrics(kind="checkpoint", step=self.step, seconds=self.save_s)
+        if wait:
+            self.process.when_room(lambda: self.commit(self.begin_save(keep)), f"the checkpoint of step {self.step}")
+            self.saved(self.step, began)
+        else:
+            self.saving = self.begin_save(keep), began
 
-    def _save(self, keep: int) -> None:
-        folder = checkpoint.begin(self.via, self.step) if self.lead else checkpoint.unfinished(self.via, self.step)
+    def settle_saving(self, wait: bool = True) -> None:
+        """Commit the checkpoint that is being written, once every process has written its part."""
+        if self.saving is None:
+            return
+        begun, began = self.saving
+        if not wait:
+            done = [begun.saving.done()] * self.world
+            if self.world > 1:
+                dist.all_gather_object(done, begun.saving.done())
+            if not all(done):
+                return
+        self.saving = None
+        try:
+            self.commit(begun)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self.save(begun.keep)  # of the step that it is now: that one's state is gone
+            return
+        self.saved(begun.step, began)
+
+    def saved(self, step: int, began: float) -> None:
+        self.saved_step, self.save_s = step, time.perf_counter() - began
+        if self.lead:
+            self.process.telemetry.metrics(kind="checkpoint", step=step, seconds=self.save_s)
+
+    def begin_save(self, keep: int) -> Begun:
+        folder = checkpoint.unfinished(self.via, self.step)
+        if self.lead:
+            checkpoint.begin(self.via, self.step)
+        with self.together():
+            saving = self.trainer.begin_save(folder)
+        return Begun(saving, folder, self.step, self.lead.state_dict() if self.lead else {}, keep)
+
+    def commit(self, begun: Begun) -> None:
+        with self.together():
+            begun.saving.finish()
+            if self.lead:
+                checkpoint.commit(self.run, begun.folder, begun.step, begun.state)
+                self.lead.forget(checkpoint.rotate(self.run, self.via, begun.keep))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A disk that is full for rank 0 is full for every rank, so that all of them try again."""
         full: list[str | None] = [None]
         try:
-            self.trainer.save(folder)
-            if self.lead:
-                checkpoint.commit(self.run, folder, self.step, self.lead.state_dict())
-                self.lead.forget(checkpoint.rotate(self.run, self.via, keep))
+            yield
         except Exception as error:
             if not is_full(error):
                 raise
             full = [str(error)]
         if self.world > 1:
             dist.broadcast_object_list(full, src=0)
-        if full[0] is not None:  # on every rank, so that all of them try again
+        if full[0] is not None:
             raise OSError(errno.ENOSPC, full[0])
 
     def beat(self, state: str) -> None:

@@ -14,6 +14,28 @@ from relax_hpc.algorithms import Algorithm
 from relax_hpc.records import Rollouts
 
 
+class Saving(Protocol):
+    """A checkpoint on its way to the disk."""
+
+    def done(self) -> bool:
+        """Whether this process has written its part."""
+        ...
+
+    def finish(self) -> None:
+        """Wait for it; collective. Raises OSError, on every process, where one had no room."""
+        ...
+
+
+class Saved:
+    """A checkpoint that is written already."""
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        pass
+
+
 class Trainer(Protocol):
     """Fill this to add a backend; the contract suite in tests/contract/test_trainers.py runs over all of them.
 
@@ -53,6 +75,10 @@ class Trainer(Protocol):
 
         No pickle but what load() refuses when it is more than data. Raises OSError on rank 0 where the disk is full.
         """
+        ...
+
+    def begin_save(self, folder: Path) -> Saving:
+        """The same, but training may go on before it is finished: what is written is the state of now."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -30,6 +30,7 @@ from relax_hpc.experts import one_by_one
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
+from relax_hpc.trainers.base import Saved
 from relax_hpc.trainers.build import weights_folder
 from relax_hpc.trainers.forward import check_head, token_logprobs
 from relax_hpc.trainers.optim import FlatGradients, learning_rate
@@ -91,6 +92,10 @@ class TorchTrainer:
                 state_files.write(folder / state_files.REFERENCE, self._weights(self.reference))
         if self.world > 1:
             dist.barrier()
+
+    def begin_save(self, folder: Path) -> Saved:
+        self.save(folder)
+        return Saved()
 
     def load(self, folder: Path) -> None:
         model, optimizer = folder / state_files.MODEL, folder / state_files.OPTIMIZER

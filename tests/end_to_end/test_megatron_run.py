@@ -17,7 +17,7 @@ SHARED = "\n[trainer.parallel]\ntensor = 2\nsequence = true\nexpert_tensor = 2\n
 
 
 def test_a_run_goes_on_under_another_plan_and_its_checkpoint_is_exported(tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path, EXPERTS.replace("steps = 6", "steps = 3") + SHARED)
+    recipe = write_recipe(tmp_path, EXPERTS.replace("steps = 6", "steps = 3\nasync_checkpoints = true") + SHARED)
     relax_hpc("run", recipe)
     run = RunDir(tmp_path / "small")
     plan = ["tensor=1", "sequence=false", "expert_tensor=1", "expert=2"]

@@ -6,6 +6,7 @@ rollouts ──► packed micro-batches ──► Megatron's schedule of forward
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 from relax_hpc.trainers.megatron.cpu import support
@@ -14,6 +15,7 @@ from relax_hpc.trainers.megatron.cpu import support
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+logging.getLogger("megatron").setLevel(logging.WARNING)  # it writes its whole configuration, on every process
 with support(megatron=False):
     from relax_hpc.trainers.megatron.trainer import MegatronTrainer
 

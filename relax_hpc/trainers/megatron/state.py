@@ -16,7 +16,7 @@ import importlib
 import pickle
 import queue
 import re
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import state_files
+from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy
 
 FILES_PER_PROCESS = 2
@@ -53,27 +54,44 @@ def sharded(chunks: list[Policy], groups: ProcessGroupCollection, prefix: str = 
     return dict(extract_matching_values(state, lambda value: isinstance(value, ShardedObject))[1])
 
 
-def save(folder: Path, state: dict[str, Any], steps: int) -> None:
-    """Write `state` into `folder`; collective. `steps`: of the optimizer. Raises OSError on every process where one has no room."""
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=FILES_PER_PROCESS)
-    request = dist_checkpointing.save(
-        {**state, "steps": steps}, str(folder), sharded_strategy=strategy, async_sharded_save=True
-    )
-    error = ""
-    if request.async_fn is not None:
-        _, _, results = request.async_fn_args
-        write = partial(_write, request.async_fn.args[0])
-        with ThreadPoolExecutor(FILES_PER_PROCESS) as pool:
-            written = list(pool.map(write, request.preload_fn()))
-        error = next((str(r) for r in written if isinstance(r, Exception)), "")
-        results.put(dict(enumerate(written)))
-    errors: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    failed = next((e for e in errors if e), "")
-    if failed:  # on every process, so that all of them try again
-        raise OSError(errno.ENOSPC if NO_ROOM.search(failed) else errno.EIO, failed)
-    for finish in request.finalize_fns:
-        finish()
+class Saving:
+    """A checkpoint that threads are writing; see relax_hpc.trainers.base.Saving."""
+
+    def __init__(self, folder: Path, state: dict[str, Any], steps: int) -> None:
+        """Begin to write `state` into `folder`, as it is now; collective. `steps`: of the optimizer."""
+        strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=FILES_PER_PROCESS)
+        self.request = dist_checkpointing.save(
+            {**state, "steps": steps}, str(folder), sharded_strategy=strategy, async_sharded_save=True
+        )
+        self.pool = ThreadPoolExecutor(FILES_PER_PROCESS)
+        self.files: list[Future[Any]] = []
+        if self.request.async_fn is not None:
+            write = partial(_write, self.request.async_fn.args[0])
+            self.files = [self.pool.submit(write, file) for file in map(_copied, self.request.preload_fn())]
+
+    def done(self) -> bool:
+        return all(file.done() for file in self.files)
+
+    @supported
+    def finish(self) -> None:
+        written = [file.result() for file in self.files]
+        self.pool.shutdown()
+        if self.files:
+            self.request.async_fn_args[2].put(dict(enumerate(written)))
+        errors: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, next((str(r) for r in written if isinstance(r, Exception)), ""))
+        failed = next((error for error in errors if error), "")
+        if failed:  # on every process, so that all of them try again
+            raise OSError(errno.ENOSPC if NO_ROOM.search(failed) else errno.EIO, failed)
+        for finalize in self.request.finalize_fns:
+            finalize()
+
+
+def _copied(file: Any) -> Any:
+    """Megatron copies from the GPU; on the CPU, the next step would change what is being written."""
+    path, name, (data, tensors) = file
+    alone = torch.cuda.is_available()
+    return path, name, (data, [(item, tensor if alone else tensor.clone()) for item, tensor in tensors])
 
 
 def _write(transforms: Any, file: Any) -> Any:

@@ -97,16 +97,19 @@ class MegatronTrainer:
 
     @supported
     def save(self, folder: Path) -> None:
+        self.begin_save(folder).finish()
+
+    @supported
+    def begin_save(self, folder: Path) -> state.Saving:
         states = state_files.rng_tensors(self.rank, self.device)
         for other in self._gather(states):
             states |= other
         model = self._sharded()
         moved = moments.gathered(self._optimizers(), model["model"])
-        state.save(folder, {**model, "optimizer": moved}, self.steps)
+        saving = state.Saving(folder, {**model, "optimizer": moved}, self.steps)
         if self.rank == 0:
             state_files.write(folder / state_files.RNG, states)
-        if self.world > 1:
-            dist.barrier()
+        return saving
 
     @supported
     def load(self, folder: Path) -> None:
