@@ -129,9 +129,12 @@ def test_steps_are_those_of_the_plain_formula(backend: str, tmp_path: Path, kl_c
         )  # AdamW's first steps magnify: they are lr · sign
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_agree_with_the_engine(backend: str, tmp_path: Path, temperature: float) -> None:
-    recipe = tiny.recipe(trainer={"backend": backend}, rollout={"temperature": temperature, "device": "cpu"})
+@pytest.mark.parametrize(("temperature", "experts"), [(1.0, 0), (0.7, 0), (0.7, 4)])
+def test_logprobs_agree_with_the_engine(backend: str, tmp_path: Path, temperature: float, experts: int) -> None:
+    model = {"experts": experts, "moe_intermediate_size": 16}
+    recipe = tiny.recipe(
+        model=model, trainer={"backend": backend}, rollout={"temperature": temperature, "device": "cpu"}
+    )
     trainer, engine = trainer_of(recipe, tmp_path), make_engine(recipe, tmp_path)
     engine.load(0, trainer.export())
     asked = tiny.prompts([2, 7, 12])
