@@ -94,6 +94,9 @@ class Rollouts:
     logprobs: NDArray[np.float32]  # [T] the behaviour policy's
     versions: NDArray[np.int32]  # [T] of the weights that made each token
     finish: NDArray[np.uint8]  # [N]
+    routed_experts: NDArray[np.integer[Any]] | None = None
+    """[S, layers, K] the experts that the behaviour policy sent each token to, for all of a sample's tokens, the prompt's
+    too, but its last: S is the sum of lengths() - 1. The megatron trainer routes as they say."""
 
     def __len__(self) -> int:
         return len(self.ids)

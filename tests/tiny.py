@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,10 @@ def random_rollouts(samples: int, group_size: int = 4, seed: int = 0, masked: fl
     asked = prompts(rng.integers(1, 12, samples).tolist(), seed)
     answers = prompts(rng.integers(1, 20, samples).tolist(), seed + 1)
     return rollouts(asked, answers, group_size, seed, masked)
+
+
+def routed(made: Rollouts, layers: int, experts: int, chosen: int, seed: int = 0) -> Rollouts:
+    """The same samples with recorded experts, at random: no router would choose them."""
+    tokens = int((made.lengths() - 1).sum())
+    order = np.random.default_rng(seed).random((tokens, layers, experts)).argsort(-1)
+    return dataclasses.replace(made, routed_experts=order[..., :chosen].astype(np.uint8))

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_trainer
 from tests import tiny
 
@@ -86,6 +87,10 @@ def recipe_of(model: str, **trainer: Any) -> Recipe:
     )
 
 
+def replayed() -> Rollouts:
+    return tiny.routed(tiny.random_rollouts(14, seed=2), LAYERS, MODELS["experts"]["experts"], 2)
+
+
 def work(rank: int, folder: Path, results: Any) -> None:
     """Step 0 of every split, then step 1 from the checkpoint that the split before it wrote between the two."""
     from relax_hpc.trainers.megatron.weights import export
@@ -109,6 +114,8 @@ def work(rank: int, folder: Path, results: Any) -> None:
                 saved.unlink(missing_ok=True)
                 saved.symlink_to(folder / name)
             said.append(trainer.step(tiny.random_rollouts(14, seed=1), algorithm, 1))
+            if model == "experts":
+                said.append(trainer.step(replayed(), algorithm, 2))
             with Live() as live:
                 for _ in export(trainer.parts, trainer.sending, trainer.hf, trainer.dtype, BUCKET_BYTES):
                     pass
@@ -154,14 +161,21 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 def alone(
     splits: tuple[Path, dict[str, Any]],
 ) -> dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]]:
-    """Of each model: the torch trainer's metrics and weights, on one process."""
+    """Of each model, on one process: metrics and weights of the torch trainer; of Megatron where experts are replayed."""
     torch.set_num_threads(1)
     found = {}
     for name in MODELS:
-        recipe = recipe_of(name)
-        trainer, algorithm = make_trainer(recipe, splits[0] / name, 0, 1), make_algorithm(recipe.algorithm)
-        said = [trainer.step(tiny.random_rollouts(14, seed=s), algorithm, s) for s in range(2)]
-        found[name] = (said, dict(trainer.export()))
+        made: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
+        for backend in ("torch", "megatron") if name == "experts" else ("torch",):
+            recipe = recipe_of(name, backend=backend)
+            trainer, algorithm = make_trainer(recipe, splits[0] / name, 0, 1), make_algorithm(recipe.algorithm)
+            said = [trainer.step(tiny.random_rollouts(14, seed=s), algorithm, s) for s in range(2)]
+            if backend == "megatron":
+                said.append(trainer.step(replayed(), algorithm, 2))
+                for mine, one in zip(said, made[0][0], strict=False):
+                    assert mine == pytest.approx(one, rel=5e-5, abs=1e-6)
+            made.append((said, dict(trainer.export())))
+        found[name] = made[-1]
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -101,6 +103,36 @@ def test_logprobs_and_names_are_those_of_transformers(name: str, tmp_path: Path)
     torch.testing.assert_close(heard[1], heard[0], rtol=0, atol=1e-5)
     assert exported[0].keys() == exported[1].keys() == load_file(where / "model.safetensors").keys()
     assert all(torch.equal(tensor, exported[0][n]) for n, tensor in exported[1].items())
+
+
+def test_recorded_experts_are_replayed_to_the_bit_and_others_make_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relax_hpc.trainers.megatron.replay import Replay
+
+    where = folder_of(MODELS["experts"](), tmp_path / "hub")
+    rollouts = tiny.random_rollouts(1, group_size=1)
+    seen: dict[int, NDArray[np.int64]] = {}
+    chosen = Replay.get_replay_topk
+
+    def listen(self: Replay, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        scores, experts = chosen(self, *args, **kwargs)
+        assert self.layer not in seen or np.array_equal(seen[self.layer], experts.numpy())
+        seen[self.layer] = experts.numpy().copy()
+        return scores, experts
+
+    monkeypatch.setattr(Replay, "get_replay_topk", listen)
+    said = []
+    for routes in ("own", "recorded", "others"):
+        trainer, algorithm = trainer_of(where, "megatron"), Listen()
+        if routes == "recorded":
+            rollouts = dataclasses.replace(rollouts, routed_experts=np.stack([seen[0], seen[1]], 1).astype(np.uint8))
+        if routes == "others":
+            rollouts = tiny.routed(rollouts, 2, 4, 2)
+            seen = {layer: rollouts.routed_experts[:, layer].astype(np.int64) for layer in range(2)}
+        trainer.step(rollouts, algorithm, 0)
+        said.append(algorithm.heard)
+    assert said[0] == said[1] != said[2]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "experts in some layers", "qwen2"])

@@ -14,6 +14,7 @@ from relax_hpc.recipe.schema import Trainer
 from relax_hpc.trainers.fit import sparse_layers
 from relax_hpc.trainers.megatron.head import Policy
 from relax_hpc.trainers.megatron.layers import block_spec
+from relax_hpc.trainers.megatron.replay import attach
 
 
 def transformer_engine() -> bool:
@@ -101,7 +102,7 @@ def build(hf: Any, config: TransformerConfig, groups: ProcessGroupCollection) ->
     rank: int = groups.pp.rank()
     virtual: int | None = config.virtual_pipeline_model_parallel_size
     rope = hf.rope_parameters
-    return [
+    chunks = [
         Policy(
             config=config,
             transformer_layer_spec=block_spec(config, transformer_engine(), stage),
@@ -119,6 +120,9 @@ def build(hf: Any, config: TransformerConfig, groups: ProcessGroupCollection) ->
         )
         for stage in ([None] if virtual is None else range(virtual))
     ]
+    for chunk in chunks:
+        attach(chunk.decoder.layers)
+    return chunks
 
 
 def padded_vocabulary(size: int, tensor: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ class Layout:
     context_rank: int
     tensor: int
     """Processes over which sequence parallelism spreads the tokens; 1 without it."""
+    tensor_rank: int
 
     @property
     def unit(self) -> int:
@@ -60,6 +62,9 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
     lengths: NDArray[np.int64] | None = None  # [n] of the filled-up sequences
     layout: Layout | None = None
+    routed: Tensor | None = (
+        None  # [t / tensor, layers, K] experts of the tokens that this process routes; None: the router's
+    )
 
     @cached_property
     def attention(self) -> AttentionLayout:
@@ -108,7 +113,9 @@ def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[lis
 
 def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.device) -> MicroBatch:
     """The arrays of one micro-batch; without samples, some tokens that enter no loss."""
-    sequences, targets, predictors = [], [], []
+    sequences, targets, predictors, routed = [], [], [], []
+    experts = rollouts.routed_experts
+    recorded = np.cumsum([0, *(rollouts.lengths() - 1)])
     at = 0
     for sample in samples:
         first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
@@ -118,6 +125,8 @@ def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.d
         targets.append(chosen + first)
         predictors.append(at + len(prompt) - 1 + chosen)
         sequences.append(_filled(sequence, layout.unit))
+        if experts is not None:
+            routed.append(_routes(experts[recorded[sample] : recorded[sample + 1]], len(sequences[-1])))
         at += len(sequences[-1])
     # padding goes behind the last sequence: causal attention does not see it
     whole = layout.unit * layout.tensor
@@ -126,16 +135,21 @@ def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.d
     sequences.append(_filled(last_sequence, whole, max(1, at + len(last_sequence)) - at, at))
     lengths = np.array([len(s) for s in sequences], np.int64)
     held = _held(lengths, layout, layout.context_rank)
+    mine_only = np.array_split(held, layout.tensor)[layout.tensor_rank]  # equal parts
     here = np.full(int(lengths.sum()), -1)
     here[held] = np.arange(len(held))
     chosen = here[np.concatenate([np.zeros(0, np.int64), *predictors])]
     mine = np.flatnonzero(chosen >= 0)
     positions = np.concatenate([np.arange(n) for n in lengths])
     to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    packed = _packed(lengths, layout, device)
+    if experts is not None:
+        every = np.concatenate([experts[:0], *routed])
+        packed.routed = to(_routes(every, int(lengths.sum()))[mine_only].astype(np.int64))
     return MicroBatch(
         tokens=to(np.concatenate(sequences).astype(np.int64)[held])[None],
         positions=to(positions[held])[None],
-        packed=_packed(lengths, layout, device),
+        packed=packed,
         targets=np.concatenate([np.zeros(0, np.int64), *targets]),
         predictors=to(chosen[mine]),
         mine=to(mine),
@@ -146,6 +160,13 @@ def _filled(sequence: NDArray[np.int64], unit: int, least: int = 1, before: int 
     """`sequence` with zeros behind it, at least `least` long, so that with `before` tokens it is a multiple of `unit`."""
     length = max(len(sequence), least)
     return np.pad(sequence, (0, length + -(before + length) % unit - len(sequence)))
+
+
+def _routes(experts: NDArray[np.integer[Any]], length: int) -> NDArray[np.integer[Any]]:
+    """[length, layers, K]: padding goes to the first experts; nothing depends on it."""
+    layers, chosen = experts.shape[1:]
+    padding = np.broadcast_to(np.arange(chosen, dtype=experts.dtype), (length - len(experts), layers, chosen))
+    return np.concatenate([experts, padding])
 
 
 def _packed(lengths: NDArray[np.int64], layout: Layout, device: torch.device) -> Packed:

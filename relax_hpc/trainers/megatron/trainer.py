@@ -58,7 +58,9 @@ class MegatronTrainer:
         self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
         self.groups = groups.join(parallel, recipe.run.seed)
         torch.manual_seed(recipe.run.seed + rank)
-        self.layout = Layout(self.groups.cp.size(), self.groups.cp.rank(), parallel.tensor if parallel.sequence else 1)
+        spread = parallel.tensor if parallel.sequence else 1
+        tensor_rank = self.groups.tp.rank() if parallel.sequence else 0
+        self.layout = Layout(self.groups.cp.size(), self.groups.cp.rank(), spread, tensor_rank)
         self.config = transformer_config(self.hf, config)
         folder = weights_folder(recipe.model, model_dir)
         self.chunks = build(self.hf, self.config, self.groups)
