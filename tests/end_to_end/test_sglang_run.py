@@ -25,11 +25,11 @@ def test_a_run_with_sglang_swaps_weights_in_mid_generation_and_outlives_its_serv
     recipe, run = write_recipe(tmp_path), RunDir(tmp_path / "small")
     process = start("run", recipe, *(word for pair in SETS for word in ("--set", pair)))
     try:
-        wait_for(lambda: step_now(run) >= 2, timeout=300)
+        wait_for(lambda: step_now(run) >= 2, timeout=240)
         worker = psutil.Process(pid_of(run, "rollout-0"))
         server = next(p for p in worker.children() if "relax_hpc.engines.sglang.serve" in p.cmdline())
         server.kill()
-        assert process.wait(timeout=300) == 0, process.stdout and process.stdout.read()
+        assert process.wait(timeout=240) == 0, process.stdout and process.stdout.read()
     finally:
         process.kill()
     assert outcome(run)["outcome"] == "done"

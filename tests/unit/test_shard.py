@@ -261,3 +261,20 @@ def test_the_documented_datasets_are_those_of_a_shard(tmp_path: Path) -> None:
         assert file["extra/format"].dtype == np.float32
     assert documented == found
     assert fields.items() <= dict(re.findall(r"^\| `(\w+)` \| (\w+) \|", page, re.MULTILINE)).items()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_of_each_sample_come_out(tmp_path: Path, dtype: Any) -> None:
+    """Rows are those of prompt and answer less one, whatever is before; no `extra` is made of them."""
+    rng, made = np.random.default_rng(0), []
+    for length in (1, 4):
+        prompt = Prompt(0, length, "", np.arange(length, dtype=np.int32))
+        routed = lambda t: rng.integers(0, 200, (length + t - 1, 3, 2)).astype(dtype)  # noqa: B023
+        sizes = [1, 5, 2]
+        made.append(Group(prompt, [make_sample([7] * t, [(0, 0)], routed_experts=routed(t)) for t in sizes]))
+    with Shard(write(tmp_path / "x.h5", made)) as shard:
+        shard.validate()
+        read = [sample for g in range(2) for sample in shard.group(g).samples]
+    for sample, expected in zip(read, [s for g in made for s in g.samples], strict=True):
+        assert sample.routed_experts is not None and sample.routed_experts.dtype == dtype and sample.extra == {}
+        assert np.array_equal(sample.routed_experts, expected.routed_experts)

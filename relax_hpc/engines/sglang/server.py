@@ -187,8 +187,10 @@ def installed_versions() -> Mapping[str, str]:
 
 def versions_in_words() -> str:
     """What is installed, and what is known to work."""
-    say = lambda versions: ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"installed: {say(installed_versions())}; known to work together: {say(KNOWN_GOOD)}"
+    found, known = (
+        ", ".join(f"{n} {v}" for n, v in versions.items()) for versions in (installed_versions(), KNOWN_GOOD)
+    )
+    return f"installed: {found}; known to work together: {known}"
 
 
 def check_installed() -> None:
