@@ -130,14 +130,13 @@ def test_a_generation_that_is_given_up_ends_on_the_server_too(setup: Setup) -> N
 
 
 def test_a_server_that_makes_no_tokens_any_more_is_noticed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its HTTP side goes on answering; `generate` would end it and start it again."""
+    """Requests alone would wait for ever; `generate` ends it and starts it again."""
     monkeypatch.setattr("relax_hpc.engines.sglang.engine.SILENCE_S", 0.1)
     monkeypatch.setattr("relax_hpc.engines.sglang.client.PULSE_S", 1.0)
     [scheduler] = [p for p in setup.processes() if "scheduler" in " ".join(p.cmdline())]
     bodies = [setup.engine._body(prompt, [0] * 8, LONG, 200) for prompt in PROMPTS]
     scheduler.suspend()
     try:
-        assert setup.engine.client.healthy()
         with pytest.raises(EngineError, match="did not answer /health_generate"):
             setup.engine._ask(bodies, lambda tokens: None)
     finally:

@@ -50,7 +50,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def healthy(self) -> bool:
-        """Whether the server answers; not whether its scheduler lives."""
+        """Whether the server answers, and its scheduler lives."""
         try:
             self._request("GET", "/health", None, LOOK_S)
         except EngineError:
