@@ -1,4 +1,4 @@
-"""What is SGLang's alone: its process and its key, weights swapped in mid-generation, a server that was there already."""
+"""What is SGLang's alone: its process and its key, weights swapped in mid-generation, experts, a server that was there already."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from relax_hpc.engines import Completion, EngineError, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
-from relax_hpc.engines.sglang.engine import KEY_VARIABLE
+from relax_hpc.engines.sglang.engine import ABORT_S, KEY_VARIABLE
 from relax_hpc.run_dir import RunError
 from tests import tiny
 
@@ -29,20 +29,27 @@ MODEL = {"context": 512}
 
 
 class Setup:
-    """An engine with its server, and two models in transformers' hands: versions 3 and 4."""
+    """An engine whose server splits a model with experts over two processes; transformers has versions 3 and 4 of it."""
 
     def __init__(self, folder: Path) -> None:
-        self.recipe = tiny.recipe(model=MODEL, rollout={"engine": "sglang", "device": "cpu"})
-        self.folder = tiny.folder(self.recipe, folder / "a")
-        other = tiny.folder(self.recipe, folder / "b", seed=1)
-        self.models = {
-            3: AutoModelForCausalLM.from_pretrained(self.folder),
-            4: AutoModelForCausalLM.from_pretrained(other),
-        }
-        self.engine = SglangEngine(self.recipe, self.folder)
+        rollout = {"engine": "sglang", "device": "cpu", "routed_experts": True, "sglang": {"tensor_parallel": 2}}
+        self.recipe = tiny.recipe(model=MODEL, rollout=rollout)
+        self.folder = tiny.folder(self.recipe, folder)
+        config = Qwen3MoeConfig(
+            vocab_size=len(AutoTokenizer.from_pretrained(folder)), hidden_size=32, intermediate_size=64,
+            moe_intermediate_size=16, num_experts=6, num_experts_per_tok=2, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=MODEL["context"], eos_token_id=1, pad_token_id=0,
+            initializer_range=0.2, norm_topk_prob=True,
+        )  # fmt: skip
+        self.models = {}
+        for version in (3, 4):
+            torch.manual_seed(version)
+            self.models[version] = AutoModelForCausalLM.from_config(config).eval()
+        self.models[3].save_pretrained(folder)
+        self.engine = SglangEngine(self.recipe, folder)
 
     def load(self, version: int, engine: SglangEngine | None = None) -> None:
-        (engine or self.engine).load(version, self.models[version].state_dict().items())
+        (engine or self.engine).load(version, weights_of(self.models[version]).items())
 
     def processes(self) -> list[psutil.Process]:
         """The server's."""
@@ -123,7 +130,7 @@ def test_a_generation_that_is_given_up_ends_on_the_server_too(setup: Setup) -> N
     began = time.monotonic()
     with pytest.raises(Enough):
         setup.engine.generate(PROMPTS, 64, LONG, 0, stop)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < ABORT_S
     [load] = setup.engine.client._request("GET", "/v1/loads", None, 5)["loads"]
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == 0
     assert len(setup.engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2), 0)) == 6
@@ -133,14 +140,17 @@ def test_a_server_that_makes_no_tokens_any_more_is_noticed(setup: Setup, monkeyp
     """Requests alone would wait for ever; `generate` ends it and starts it again."""
     monkeypatch.setattr("relax_hpc.engines.sglang.engine.SILENCE_S", 0.1)
     monkeypatch.setattr("relax_hpc.engines.sglang.client.PULSE_S", 1.0)
-    [scheduler] = [p for p in setup.processes() if "scheduler" in " ".join(p.cmdline())]
+    schedulers = [p for p in setup.processes() if "scheduler" in " ".join(p.cmdline())]
+    assert len(schedulers) == 2
     bodies = [setup.engine._body(prompt, [0] * 8, LONG, 200) for prompt in PROMPTS]
-    scheduler.suspend()
+    for scheduler in schedulers:
+        scheduler.suspend()
     try:
         with pytest.raises(EngineError, match="did not answer /health_generate"):
             setup.engine._ask(bodies, lambda tokens: None)
     finally:
-        scheduler.resume()
+        for scheduler in schedulers:
+            scheduler.resume()
     assert len(setup.engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2), 0)) == 6
 
 
@@ -175,29 +185,13 @@ def test_a_tokenizer_of_another_model_is_refused(setup: Setup, tmp_path: Path) -
         SglangEngine(setup.recipe, tmp_path)
 
 
-def test_experts_of_every_token_and_weights_of_a_model_that_is_split_over_two_processes(tmp_path: Path) -> None:
-    """Routed experts are those of transformers' routers."""
-    tiny.folder(tiny.recipe(model=MODEL), tmp_path)
-    config = Qwen3MoeConfig(
-        vocab_size=len(AutoTokenizer.from_pretrained(tmp_path)), hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
-        num_experts=6, num_experts_per_tok=2, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        max_position_embeddings=512, eos_token_id=1, pad_token_id=0, initializer_range=0.2, norm_topk_prob=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(tmp_path)
-    rollout = {"engine": "sglang", "device": "cpu", "routed_experts": True, "sglang": {"tensor_parallel": 2}}
-    engine = SglangEngine(tiny.recipe(model=MODEL, rollout=rollout), tmp_path)
-    try:
-        engine.load(1, weights_of(model).items())
-        for i, done in enumerate(engine.generate(PROMPTS, 3, Sampling(max_new_tokens=20), 0)):
-            prompt = PROMPTS[i // 3]
-            with torch.no_grad():
-                whole = model(torch.tensor([[*prompt, *done.tokens]]), output_router_logits=True)
-            logprobs = whole.logits[0].log_softmax(-1)[len(prompt) - 1 : -1].numpy()
-            np.testing.assert_allclose(done.logprobs, logprobs[np.arange(len(done.tokens)), done.tokens], atol=5e-5)
-            expected = torch.stack([layer.topk(2, -1).indices for layer in whole.router_logits], 1)[:-1]
-            assert done.routed_experts is not None and done.routed_experts.dtype == np.uint8
-            assert np.array_equal(np.sort(done.routed_experts, -1), np.sort(expected.numpy(), -1))
-    finally:
-        engine.close()
+def test_experts_of_every_token_are_those_of_transformers_routers(setup: Setup, tmp_path: Path) -> None:
+    setup.load(4)
+    for i, done in enumerate(setup.engine.generate(PROMPTS, 3, LONG, 0)):
+        with torch.no_grad():
+            whole = setup.models[4](torch.tensor([[*PROMPTS[i // 3], *done.tokens]]), output_router_logits=True)
+        expected = torch.stack([layer.topk(2, -1).indices for layer in whole.router_logits], 1)[:-1]
+        assert done.routed_experts is not None and done.routed_experts.dtype == np.uint8
+        assert np.array_equal(np.sort(done.routed_experts, -1), np.sort(expected.numpy(), -1))
+    with pytest.raises(RunError, match="qwen3 without experts"):
+        SglangEngine(setup.recipe, tiny.folder(setup.recipe, tmp_path))

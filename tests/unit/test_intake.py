@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake
 from relax_hpc.roles.retention import Retention
-from relax_hpc.run_dir import RunDir, publish
+from relax_hpc.roles.trainer import TrainerRole
+from relax_hpc.run_dir import RunDir, RunError, publish
 from relax_hpc.spool.front import Front
-from relax_hpc.spool.ledger import Entry, Ledger
+from relax_hpc.spool.ledger import Entry, Ledger, Taken
 from relax_hpc.spool.orders import Order, OrderBook
 from relax_hpc.spool.queue import Queue, publish_shard
 from relax_hpc.spool.shard import encode
@@ -279,3 +281,31 @@ def test_a_score_that_was_complete_but_not_told_is_told_by_the_successor(run: Ru
     third = evaluations(run)
     third.resume()
     assert third.collect() == [] and in_play(run) == set()
+
+
+@pytest.mark.parametrize("late", ["wait", "mask"])
+def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused_elsewhere(
+    run: RunDir, late: Any
+) -> None:
+    """A sample begun with version 2 and ended with 4, trained at step 5 with a bound of 1: what the trainer's role takes."""
+    trainer = Trainer(run, 1)
+    assert trainer.entry() is None
+    claim = Queue(run).claim(WORKER, 4)
+    assert claim is not None
+    spans = [(0, 2), (2, 3), (3, 4)]
+    sample = Sample(
+        np.arange(5, dtype=np.int32), np.array([1, 1, 1, 1, 0], np.uint8), np.zeros(5, np.float32), spans, Finish.STOP
+    )
+    group = Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), [sample, sample])
+    publish_shard(run, claim, encode(claim.order.id, [group], {"version": 2}), WORKER)
+    entry = Entry(5, 1, 0, (Taken(claim.order.id, 2),), {}, ())
+    engine = {"engine": "sglang"} if late == "mask" else {}
+    role = SimpleNamespace(
+        front=trainer.intake.front, bound=1, recipe=tiny.recipe(rollout=engine, **{"async": {"late": late}})
+    )
+    if late == "wait":
+        with pytest.raises(RunError, match="1 to 3 versions old, the bound is 1"):
+            TrainerRole.take(role, entry)  # type: ignore[arg-type]
+        return
+    rollouts, masked = TrainerRole.take(role, entry)  # type: ignore[arg-type]
+    assert rollouts.loss_mask.tolist() == [0, 0, 0, 1, 0] * 2 and masked == 6

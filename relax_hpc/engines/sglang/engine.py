@@ -37,6 +37,8 @@ from relax_hpc.run_dir import RunError
 PROGRESS_EVERY_S = 0.2
 SILENCE_S = 30.0
 """Without an answer for this long, the server is asked whether it still makes tokens."""
+ABORT_S = 5.0
+"""What a worker that is asked to stop gives the server to end requests."""
 MOST_REQUESTS = 256
 """In flight at once; SGLang queues what it cannot run yet."""
 KEY_VARIABLE = "RELAX_HPC_SGLANG_KEY"
@@ -178,12 +180,20 @@ class SglangEngine:
         except EngineError:
             raise
         except BaseException:
-            with contextlib.suppress(EngineError):
-                self.client.abort()
+            self._abort(waiting)
             raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # a server that hangs would never let them end
         return [answer for future in futures for answer in future.result()]
+
+    def _abort(self, waiting: set[Future[Any]]) -> None:
+        """End requests on the server; it is told again while some that were on their way to it arrive."""
+        waiting = {future for future in waiting if not future.cancel()}
+        until = time.monotonic() + ABORT_S
+        with contextlib.suppress(EngineError):
+            while waiting and time.monotonic() < until:
+                self.client.abort()
+                _, waiting = wait(waiting, PROGRESS_EVERY_S)
 
     def _lost(self) -> bool:
         """Whether our own server's process is gone."""
