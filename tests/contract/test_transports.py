@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,18 +21,19 @@ from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights import (
+    MEETINGS,
     CollectivePublisher,
     CollectiveReceiver,
     DamagedWeights,
     FilePublisher,
     FileReceiver,
-    GlooMeeting,
     Publisher,
     Receiver,
     Version,
     WeightsError,
 )
 from relax_hpc.weights.versions import tensors_path
+from tests.contract.far_receiver import Process
 from tests.runs import wait_for
 
 torch.set_num_threads(1)
@@ -100,12 +103,23 @@ def file_with_changes(run: RunDir) -> Transport:
     return Transport(run, publisher, receiver)
 
 
-def collective_transport(run: RunDir) -> Transport:
-    """One worker is there from the beginning; others that look for a version come late."""
-    receiver = CollectiveReceiver(run, f"worker-{uuid.uuid4().hex}", GlooMeeting(run, LIMIT_S))
+@functools.cache
+def far_process() -> Process:
+    """MPI connects no process with itself."""
+    return Process(Path(tempfile.mkdtemp()) / "far.log")
+
+
+def by_group(run: RunDir, transport: str) -> Transport:
+    """One worker, there from the beginning, in a group with the trainer."""
+    meeting = MEETINGS[transport]
+    receiver: Receiver
+    if transport == "mpi":
+        receiver = far_process().open(run, transport, LIMIT_S)
+    else:
+        receiver = CollectiveReceiver(run, f"worker-{uuid.uuid4().hex}", meeting(run, LIMIT_S))
 
     def publisher(via: Path, number: int) -> Publisher:
-        return CollectivePublisher(run, via, number, GlooMeeting(run, LIMIT_S, via), bucket_bytes=256)
+        return CollectivePublisher(run, via, number, meeting(run, LIMIT_S, via), bucket_bytes=256)
 
     def settle(publisher: Publisher) -> None:
         assert isinstance(publisher, CollectivePublisher)
@@ -115,15 +129,23 @@ def collective_transport(run: RunDir) -> Transport:
 
 
 FILES = ["file", "file, changes"]
-TRANSPORTS = {"file": file_transport, "file, changes": file_with_changes, "collective": collective_transport}
+TRANSPORTS = {
+    "file": file_transport,
+    "file, changes": file_with_changes,
+    **{t: functools.partial(by_group, transport=t) for t in MEETINGS},
+}
 
 
 @pytest.fixture(params=TRANSPORTS)
-def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Transport:
+def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Transport]:
     run = RunDir(tmp_path)
     run.create()
     run.identity.write_text('{"id": "contract"}')
-    return TRANSPORTS[request.param](run)
+    made = TRANSPORTS[request.param](run)
+    yield made
+    if made.now is not None:
+        made.now.publisher.close()
+    made.receiver().close()
 
 
 def weights(seed: int) -> dict[str, Tensor]:
