@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.weights import CollectiveWeights, MpiWeights
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights.base import DamagedWeights, Export, Publisher, Receiver, Version, WeightsError
-from relax_hpc.weights.collective import CollectivePublisher, CollectiveReceiver
+from relax_hpc.weights.collective import CollectivePublisher, CollectiveReceiver, Meeting
 from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.gloo import GlooMeeting
 from relax_hpc.weights.mpi import MpiMeeting
 
 __all__ = [
+    "MEETINGS",
     "CollectivePublisher",
     "CollectiveReceiver",
     "DamagedWeights",
@@ -30,7 +32,7 @@ __all__ = [
     "make_receiver",
 ]
 
-MEETINGS = {"collective": GlooMeeting, "mpi": MpiMeeting}
+MEETINGS: dict[str, Callable[..., Meeting]] = {"collective": GlooMeeting, "mpi": MpiMeeting}
 
 
 def make_publisher(recipe: Recipe, run: RunDir, via: Path, incarnation: int) -> Publisher:

@@ -8,15 +8,17 @@ forged, for its checksum is in the manifest.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
@@ -24,12 +26,14 @@ from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
 from relax_hpc.weights.wire import GroupError
 
 POLL_S = 0.02
+dist: Any = torch.distributed
+"""Process groups that are made by hand have no types."""
 
 
 class GlooGroup:
     """Rank 0 sends. See relax_hpc.weights.wire.Group."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout_s: float, local: bool) -> None:
+    def __init__(self, store: Any, rank: int, world: int, timeout_s: float, local: bool) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         options = dist.ProcessGroupGloo._Options()
         options._timeout = self._timeout
@@ -47,11 +51,9 @@ class GlooGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
-        try:
+        with _as_group_errors():
             for work in [self._group.broadcast([tensor], options) for tensor in tensors if tensor.numel()]:
                 work.wait()
-        except RuntimeError as error:
-            raise GroupError(str(error)) from error
 
     def close(self) -> None:
         """Its connections go with it."""
@@ -65,6 +67,14 @@ class GlooMeeting:
         self._run, self._timeout_s, self._via = run, timeout_s, via
 
     def form(self, names: frozenset[str]) -> tuple[GlooGroup, frozenset[str]]:
+        with _as_group_errors():
+            return self._form(names)
+
+    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> GlooGroup:
+        with _as_group_errors():
+            return self._join(group, name, given_up)
+
+    def _form(self, names: frozenset[str]) -> tuple[GlooGroup, frozenset[str]]:
         assert self._via is not None
         group_id = uuid.uuid4().hex
         store = self._store(group_id)
@@ -84,7 +94,7 @@ class GlooMeeting:
             raise GroupError(f"nobody answered within {CHECK_IN_S:.0f} s")
         return self._connected(store, 0, len(order), group), here
 
-    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> GlooGroup:
+    def _join(self, group: Called, name: str, given_up: Callable[[], bool]) -> GlooGroup:
         store = self._store(group.id)
         store.set(f"here/{name}", "")
         while not store.check(["go"]):
@@ -96,13 +106,19 @@ class GlooMeeting:
             raise GroupError("answered too late, and was left out")
         return self._connected(store, 1 + order.index(name), len(order), group)
 
-    def _connected(self, store: dist.Store, rank: int, workers: int, group: Called) -> GlooGroup:
-        try:
-            return GlooGroup(dist.PrefixStore("gloo", store), rank, 1 + workers, self._timeout_s, group.local)
-        except RuntimeError as error:
-            raise GroupError(str(error)) from error
+    def _connected(self, store: Any, rank: int, workers: int, group: Called) -> GlooGroup:
+        return GlooGroup(dist.PrefixStore("gloo", store), rank, 1 + workers, self._timeout_s, group.local)
 
-    def _store(self, group_id: str) -> dist.Store:
+    def _store(self, group_id: str) -> Any:
         store = dist.FileStore(str(self._run.weights / f"group-{group_id}"))
         store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
         return store
+
+
+@contextlib.contextmanager
+def _as_group_errors() -> Iterator[None]:
+    """What torch raises: a store whose file is gone, a member that does not connect."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupError(str(error)) from error

@@ -56,16 +56,20 @@ class Versions:
         about = {**asdict(version), "tensors": to_plain(contents)}
         text = (json.dumps(about, separators=(",", ":")) + "\n").encode()
         publish(manifest_path(self.run, version.number, version.lineage), text, via=self.via)
-        replace(self.run.weights / "latest.json", to_json(asdict(version)), via=self.via)
+        self._say_newest(version)
         self.lineage = version.lineage
 
     def catch_up(self, published: Manifest) -> Version:
         """Take up a version that was published before. A trainer may have died before anybody could learn of it."""
         version, newest = published.version, latest(self.run)
         if newest is None or (newest.lineage, newest.number) < (version.lineage, version.number):
-            replace(self.run.weights / "latest.json", to_json(asdict(version)), via=self.via)
+            self._say_newest(version)
         self.lineage = version.lineage
         return version
+
+    def _say_newest(self, version: Version) -> None:
+        """Not onto the disk: after a loss of power the trainer's restart says it again."""
+        replace(self.run.weights / "latest.json", to_json(asdict(version)), via=self.via, durable=False)
 
     def stage(self) -> Path:
         """An empty folder to write tensors into."""

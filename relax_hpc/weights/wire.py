@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.weights.base import Export, Progress
-from relax_hpc.weights.contents import DTYPES, NAMES, Contents, as_bytes, entry
+from relax_hpc.weights.contents import DTYPES, NAMES, Contents, Entry, as_bytes, entry
 from relax_hpc.weights.parts import Named, in_threads
 
 SEGMENT_BYTES = 4 << 20
@@ -47,15 +48,19 @@ def send(group: Group, export: Export, bucket_bytes: int, progress: Progress) ->
     contents: Contents = {}
     broken: list[GroupError] = []
 
+    def described() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in export():
+            contents[name] = entry(tensor)  # here, while the part before is on its way
+            yield name, tensor
+
     def work(_: int, part: Named) -> None:
-        contents.update({name: entry(tensor) for name, tensor in part})
         if not broken:
             try:
                 _send_part(group, part)
             except GroupError as error:
                 broken.append(error)
 
-    in_threads(export(), work, bucket_bytes, progress, threads=1)
+    in_threads(described(), work, bucket_bytes, progress, threads=1)
     try:
         if not broken:
             group.broadcast([torch.tensor([END])])
@@ -101,17 +106,22 @@ def receive(group: Group, room: Room, begun: Callable[[], None]) -> Received | N
     """The next version; None when the group is given up. `begun`: called when its first part comes. Raises GroupError."""
     received = Received()
     size = torch.empty(1, dtype=torch.int64)
-    try:
-        while True:
-            group.broadcast([size], None if received.segments else IDLE_S)
-            if int(size) in (END, OVER):
-                return received if int(size) == END else None
-            begun()
-            for name, tensor in _receive_part(group, int(size), room, received.segments):
-                received.contents[name], received.tensors[name] = entry(tensor), tensor
-    except GroupError:
-        room.give_back(received)
-        raise
+    with ThreadPoolExecutor(1, "checksums") as pool:  # while the next part is on its way
+        entries: dict[str, Future[Entry]] = {}
+        try:
+            while True:
+                group.broadcast([size], None if received.segments else IDLE_S)
+                if int(size) in (END, OVER):
+                    break
+                begun()
+                for name, tensor in _receive_part(group, int(size), room, received.segments):
+                    received.tensors[name], entries[name] = tensor, pool.submit(entry, tensor)
+        except GroupError:
+            pool.shutdown()
+            room.give_back(received)
+            raise
+        received.contents = {name: future.result() for name, future in entries.items()}
+    return received if int(size) == END else None
 
 
 def _send_part(group: Group, part: Named) -> None:

@@ -22,6 +22,7 @@ from relax_hpc.weights.versions import latest, tensors_path
 from relax_hpc.weights.wire import GroupError
 from tests.runs import wait_for
 
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 3.0
 SLACK_S = 5.0
 TENSORS, ELEMENTS = 8, 2_000_000
@@ -203,7 +204,7 @@ def test_a_group_that_loses_members_and_gets_new_ones(
     for worker in (b, c):
         worker.says("groups 0")
     with subprocess.Popen(
-        [sys.executable, "-c", SENDER, str(run.root), transport], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", SENDER, str(run.root), transport], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as sender:
         assert sender.stdout is not None and sender.stdout.readline() == "sends\n"
         assert sender.wait(60) == -signal.SIGKILL

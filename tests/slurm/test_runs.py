@@ -20,11 +20,14 @@ from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, sound, submit
 from tools.bench.common import SIDES
 
 
-@pytest.mark.parametrize("shape", ["split", "het", "single"])
-def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str) -> None:
-    ours = submit(cluster, shape, f"slurm.shape={shape}", slurm=SLURM + ("" if shape == "single" else GROUPS))
+@pytest.mark.parametrize(("shape", "transport"), [("split", "collective"), ("het", "mpi"), ("single", "file")])
+def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str, transport: str) -> None:
+    sets = (f"slurm.shape={shape}", f"weights.transport={transport}", "run.steps=20")
+    ours = submit(cluster, shape, *sets, slurm=SLURM + ("" if shape == "single" else GROUPS))
     assert ours.wait_for_end()["outcome"] == "done"
-    sound(ours, 6)
+    sound(ours, 20)
+    broadcast = "weights are broadcast to ['rollout-" in (ours.run.logs / "trainer-0.0000.log").read_text()
+    assert broadcast == (transport != "file"), "between nodes, each with a host name and an address of its own"
     assert cluster.state(ours.leaders()[0]) == "COMPLETED"
     assert cluster.state(ours.leaders()[1]) == "CANCELLED", "the successor of a finished run was not cancelled"
 

@@ -13,7 +13,7 @@ from tools.bench import common, memory, runs, spool
 from tools.bench.sides import payload
 from tools.bench.sides.child import Child, ChildError
 
-BENCHMARKS = ("spool", "memory", "trl", "quickstart", "staleness")
+BENCHMARKS = ("spool", "memory", "trl", "quickstart", "staleness", "weights")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -1,6 +1,7 @@
 """How fast versions of the weights travel, against the raw thing with the same library, in interleaved rounds.
 
     collective   trainer and one worker, gloo over loopback       raw: one broadcast of the same bytes, flat already
+    mpi          the same, two MPI jobs connected by a port     raw: one MPI_Isend and MPI_Irecv of the same bytes
     file         trainer writes, worker reads, on a disk          raw: the same bytes into one file, fsync, read back
 
 Ours ends when the worker can give the version to its engine, every checksum compared; it is made of 217 tensors with a language
@@ -42,6 +43,7 @@ from tools.bench.common import (
 )
 from tools.bench.sides.child import Child
 
+TRANSPORTS = ("collective", "mpi", "file")
 SIZES_MB = (100, 500)
 MEMORY = Path("/dev/shm/relax_hpc-bench-weights")
 BUCKET = 128 << 20
@@ -87,7 +89,7 @@ class Pair:
         self.stalls.append(free - began)
         return float(self.worker.receive()) - began
 
-    def raw_collective(self) -> float:
+    def raw_broadcast(self) -> float:
         self.worker.send("raw_broadcast")
         began, _ = self.trainer.call("raw_broadcast")
         return float(self.worker.receive()[1]) - began
@@ -102,11 +104,11 @@ class Pair:
 def compare(pair: Pair, transport: str, rounds: int, done: Any) -> tuple[Ratio, float]:
     """Ours against raw, and the trainer's stall."""
     pair.open(transport)
-    raw = {"collective": pair.raw_collective, "file": pair.raw_file}[transport]
-    if transport == "collective":
-        store = str(pair.root / "raw-store")
-        pair.worker.send("raw_group", rank=1, store=store)
-        pair.trainer.call("raw_group", rank=0, store=store)
+    raw = pair.raw_file if transport == "file" else pair.raw_broadcast
+    if transport != "file":
+        method, store = {"collective": "raw_gloo", "mpi": "raw_mpi"}[transport], str(pair.root / f"raw-{transport}")
+        pair.worker.send(method, rank=1, store=store)
+        pair.trainer.call(method, rank=0, store=store)
         pair.worker.receive()
     seen = interleave({"ours": lambda _: pair.ours(), "raw": lambda _: raw()}, rounds, 1, done)
     stall = statistics.median(pair.stalls[1:])
@@ -159,15 +161,14 @@ def main() -> None:
     root = disk_directory("weights")
     shutil.rmtree(root)
     root.mkdir()
-    transports = ("collective", "file")
-    found: dict[str, dict[int, Ratio]] = {name: {} for name in transports}
+    found: dict[str, dict[int, Ratio]] = {name: {} for name in TRANSPORTS}
     stall_s: dict[str, float] = {}
     try:
-        with progress("weights: rounds", len(SIZES_MB) * len(transports) * (given.rounds + 1) + 2) as done:
+        with progress("weights: rounds", len(SIZES_MB) * len(TRANSPORTS) * (given.rounds + 1) + 2) as done:
             for megabytes in SIZES_MB:
                 with ExitStack() as stack:
                     pair = Pair(stack, root, megabytes)
-                    for name in transports:
+                    for name in TRANSPORTS:
                         found[name][megabytes], stall_s[name] = compare(pair, name, given.rounds, done)
                         console.print(
                             f"{name}, {megabytes} MB: {found[name][megabytes]} of raw, stall {stall_s[name]:.3f} s"

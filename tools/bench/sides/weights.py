@@ -15,19 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, replace
 from relax_hpc.weights import (
+    MEETINGS,
     CollectivePublisher,
     CollectiveReceiver,
     FilePublisher,
     FileReceiver,
-    GlooMeeting,
     Publisher,
     Receiver,
     WeightsError,
 )
 from relax_hpc.weights.contents import as_bytes
 from relax_hpc.weights.gloo import GlooGroup
+from relax_hpc.weights.mpi import MpiGroup, mpi
 
 LIMIT_S = 30.0
 LAYERS, EMBEDDING = 24, 0.2
@@ -62,8 +63,9 @@ class Side:
     def open_trainer(self, transport: str, options: dict[str, Any]) -> None:
         (via := self.run.root / f"via-{transport}").mkdir(exist_ok=True)
         front = Path(options.pop("front")) if "front" in options else None
-        if transport == "collective":
-            publisher = CollectivePublisher(self.run, via, 1, GlooMeeting(self.run, LIMIT_S, via), **options)
+        if transport in MEETINGS:
+            meeting = MEETINGS[transport](self.run, LIMIT_S, via)
+            publisher = CollectivePublisher(self.run, via, 1, meeting, **options)
             while publisher.group is None:
                 publisher.wanted()
                 time.sleep(POLL_S)
@@ -72,8 +74,8 @@ class Side:
             self.publisher = FilePublisher(self.run, via, 1, front=front, **options)
 
     def open_worker(self, transport: str, front: str | None = None) -> None:
-        if transport == "collective":
-            self.receiver = CollectiveReceiver(self.run, self.name, GlooMeeting(self.run, LIMIT_S))
+        if transport in MEETINGS:
+            self.receiver = CollectiveReceiver(self.run, self.name, MEETINGS[transport](self.run, LIMIT_S))
         else:
             self.receiver = FileReceiver(self.run, Path(front) if front else None)
 
@@ -111,8 +113,20 @@ class Side:
                 return there
             time.sleep(POLL_S)
 
-    def raw_group(self, rank: int, store: str) -> None:
+    def raw_gloo(self, rank: int, store: str) -> None:
         self.raw = GlooGroup(dist.FileStore(store, 2), rank, 2, LIMIT_S, True)
+
+    def raw_mpi(self, rank: int, store: str) -> None:
+        """Connected by a port, like ours: the worker accepts."""
+        port = Path(store)
+        if rank:
+            replace(port, (name := mpi().Open_port()).encode())
+            peer = mpi().COMM_SELF.Accept(name)
+        else:
+            while not port.exists():
+                time.sleep(POLL_S)
+            peer = mpi().COMM_SELF.Connect(port.read_text())
+        self.raw = MpiGroup([peer], rank == 0, LIMIT_S, lambda: False)
 
     def raw_broadcast(self) -> tuple[float, float]:
         """The same bytes, flat already, in one call."""
