@@ -21,7 +21,7 @@ from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.launch.supervisor import ENDED, outcome_of
-from relax_hpc.launch.workers import GRACE_S, LocalWorkers
+from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_memory
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles import gpus
 from relax_hpc.run_dir import RunDir, open_existing, publish, to_json
@@ -83,6 +83,7 @@ class Agent:
         self.workers.ask_to_stop()
         self.say()
         self.workers.end(GRACE_S)
+        clear_memory(self.run, self.recipe)
         self.say(ended=True)
 
     def over(self) -> bool:

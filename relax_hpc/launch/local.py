@@ -16,11 +16,10 @@ from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
 from relax_hpc.launch.trainers import LocalTrainers
 from relax_hpc.launch.view import live, render
-from relax_hpc.launch.workers import LocalWorkers
+from relax_hpc.launch.workers import LocalWorkers, clear_memory
 from relax_hpc.recipe import load_recipe, site_file
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.queue import Queue
 from relax_hpc.telemetry import Telemetry
 
@@ -92,7 +91,7 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
             outcome = supervisor.supervise()
     finally:
         lease.release()
-    Front(run, recipe.spool.front).clear()
+    clear_memory(run, recipe)
     console.print(render(Status.of(run)))
     return outcome
 

@@ -11,14 +11,23 @@ from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attemp
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles import gpus
+from relax_hpc.recipe.weights import FileWeights
 from relax_hpc.roles.process import Exit
 from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.front import Front
 from relax_hpc.telemetry import read_beat
 
 LOOKS_SHARE = 40
 """Workers' heartbeats are read this often within the time after which one counts as lost: a file each."""
 GRACE_S = 5.0
 """How long a worker may take to leave when it is asked to; what it played is played again."""
+
+
+def clear_memory(run: RunDir, recipe: Recipe) -> None:
+    """Remove what the run keeps in the memory of this node."""
+    kept = [recipe.spool.front, recipe.weights.front if isinstance(recipe.weights, FileWeights) else None]
+    for folder in filter(None, kept):
+        Front(run, folder).clear()
 
 
 class Workers(Protocol):

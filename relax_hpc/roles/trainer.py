@@ -129,6 +129,8 @@ class TrainerRole:
         self.settle_saving()
         if self.saved_step != self.step:
             self.save(keep=self.recipe.run.keep_checkpoints)
+        if self.lead:
+            self.lead.publisher.close()
         self.beat("done" if word.exit is Exit.DONE else "stopped")
         return word.exit
 

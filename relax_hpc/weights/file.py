@@ -73,7 +73,9 @@ class FilePublisher:
         self._versions.forget(oldest_step)
 
     def close(self) -> None:
-        pass
+        """The run goes on elsewhere, or not at all: this node's memory is free again."""
+        if self._copies:
+            self._copies.clear()
 
     def _bring(self, number: int, export: Export, replayed: Manifest | None, progress: Progress) -> Version:
         """A version that was not there before: its bytes first, then its manifest."""

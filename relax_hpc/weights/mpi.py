@@ -73,7 +73,7 @@ def _begin_job() -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if name not in PMI}
         # On this node, whatever a scheduler gave us.
         job = subprocess.Popen(
-            [mpiexec, "-launcher", "fork", "-host", "localhost", "-pmi-port", "-n", "1", sys.executable, "-S", "-c", SAY],
+            [mpiexec, "-launcher", "fork", "-host", os.uname().nodename, "-pmi-port", "-n", "1", sys.executable, "-S", "-c", SAY],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         assert job.stdout is not None

@@ -155,6 +155,7 @@ class NodeCopies:
     @contextlib.contextmanager
     def lock(self, progress: Progress = lambda: None) -> Iterator[None]:
         """One process of the node at a time; a dead one's lock is gone with it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             while True:
@@ -169,7 +170,7 @@ class NodeCopies:
 
     def stage(self) -> Path:
         folder = self.folder / f".{uuid.uuid4().hex}"
-        folder.mkdir()
+        folder.mkdir(parents=True)  # another process of the run may have left this node, and cleared its memory
         return folder
 
     def name(self, staged: Path, version: Version) -> None:

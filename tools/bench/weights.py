@@ -51,7 +51,7 @@ BUCKET = 128 << 20
 CHANGED = 0.005
 RATES = (1e-6, 4e-4)
 """What is usual in RL, and the quickstart's own."""
-STEPS = 12
+STEPS, WARMUP_STEPS = 12, 60
 
 
 class Pair:
@@ -133,7 +133,7 @@ def fraction(root: Path, rate: float) -> dict[str, float]:
     name = f"quickstart-{rate:g}"
     sets = [
         f"run.root={root}", f"run.name={name}", f"run.steps={STEPS}", "trainer.dtype=bfloat16", f"trainer.learning_rate={rate}",
-        "trainer.schedule=constant", "trainer.lr_warmup_steps=0", f"weights.front={front}", f"weights.full_every={10 * STEPS}",
+        "trainer.schedule=constant", "trainer.lr_warmup_steps=0", f"warmup.steps={WARMUP_STEPS}", f"weights.front={front}", f"weights.full_every={10 * STEPS}",
     ]  # fmt: skip
     words = [word for value in sets for word in ("--set", value)]
     command = [sys.executable, "-m", "relax_hpc", "run", str(ROOT / "recipes" / "quickstart.toml"), *words]
