@@ -206,7 +206,7 @@ def test_two_buckets_are_the_most_that_is_held() -> None:
             del tensor
 
     def work(number: int, part: list[tuple[str, Tensor]]) -> int:
-        time.sleep(0.003)
+        time.sleep(0.02)
         return len(part)
 
     assert sum(in_threads(tensors(), work, 2 * MIB)) == 100
