@@ -49,9 +49,9 @@ def backoff(first_s: float = 0.002, last_s: float = 0.02, watchers: int = 1) -> 
     """Waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing comes.
 
     watchers: how many wait for the same; each polls the more rarely in the end, so that all together poll as often as one,
-    and one of them sees what comes as soon.
+    and one of them sees what comes as soon. Nobody sleeps for much more than a tenth of the time that it has waited.
     """
-    wait, last_s = first_s, min(last_s * watchers, max(last_s, LONGEST_PAUSE_S))
+    wait, longest_s = first_s, min(last_s * watchers, max(last_s, LONGEST_PAUSE_S))
     while True:
         yield wait
-        wait = min(wait * 1.5, last_s)
+        wait = min(wait * 1.5, last_s) if wait < last_s else min(wait * 1.1, longest_s)

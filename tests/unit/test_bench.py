@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import common, memory, runs, spool
+from tools.bench import common, file_ops, memory, runs, spool
 from tools.bench.sides import payload
 from tools.bench.sides.child import Child, ChildError
 
-BENCHMARKS = ("spool", "memory", "trl", "quickstart", "staleness", "weights")
+BENCHMARKS = ("spool", "memory", "trl", "quickstart", "staleness", "weights", "file_ops")
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -107,6 +107,20 @@ def test_system_calls_are_counted_between_the_markers_only() -> None:
 12 unlink("/d/.x") = 0
 """
     assert spool.count_calls(log) == {"openat": 1, "write": 1, "fsync": 1, "close": 1}
+
+
+def test_calls_of_a_whole_run_are_those_below_its_directory_in_a_stretch_of_time() -> None:
+    log = """12 99.9 newfstatat(AT_FDCWD</home>, "/r/w2/orders/open", {}, 0) = 0
+12 100.0 newfstatat(AT_FDCWD</home>, "/r/w2/orders/open", {}, 0) = 0
+13 100.1 openat(AT_FDCWD</home>, "/r/w2", O_RDONLY) = 3</r/w2>
+13 100.2 write(3</r/w2/heartbeats/.x>, ""..., 9 <unfinished ...>
+12 100.3 newfstatat(AT_FDCWD</home>, "/r/w20/orders/open", {}, 0) = 0
+13 100.4 <... write resumed>) = 9
+13 100.5 mmap(NULL, 9, PROT_READ, MAP_SHARED, 3</r/w2/weights/x>, 0) = 0x7f
+13 100.6 read(4</etc/hosts>, ""..., 9) = 9
+13 101.0 close(3</r/w2/heartbeats/.x>) = 0
+"""
+    assert file_ops.count(log, Path("/r/w2"), 100.0, 101.0) == {"newfstatat": 1, "openat": 1, "write": 1}
 
 
 def test_real_publishing_is_traced(tmp_path: Path) -> None:

@@ -30,23 +30,22 @@ from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat, read_metrics
 from tools.bench import common, runs
 from tools.bench.chaos import RECIPE
+from tools.bench.spool import NO_FILE
 
 WORKERS = (2, 8, 32)
 START_S = 900.0
 """Workers begin one after the other on few cores."""
 LEAD_S = 2.0
 """strace takes its time to attach; workers theirs to finish what was ordered."""
-_CALL = re.compile(r"^\d+ (?P<time>\d+\.\d+) (?P<name>[a-z]\w*)\(", re.MULTILINE)
+_CALL = re.compile(r"^\d+ (?P<time>\d+\.\d+) (?P<name>[a-z]\w*)\(")
 
 
 def count(log: str, root: Path, since: float, until: float) -> Counter[str]:
     """Calls by name between two moments that name something below `root` (strace -f -ttt -y)."""
-    found: Counter[str] = Counter()
-    for line in log.splitlines():
-        call = _CALL.match(line)
-        if call is not None and since <= float(call["time"]) < until and f"{root}" in line:
-            found[call["name"]] += 1
-    return found
+    below = re.compile(re.escape(str(root)) + r'[/">]')
+    calls = [(_CALL.match(line), line) for line in log.splitlines()]
+    timed = [(call["name"], line) for call, line in calls if call and since <= float(call["time"]) < until]
+    return Counter(name for name, line in timed if name not in NO_FILE and below.search(line))
 
 
 @contextlib.contextmanager
