@@ -35,8 +35,9 @@ from tools.bench.spool import NO_FILE
 WORKERS = (2, 8, 32)
 START_S = 900.0
 """Workers begin one after the other on few cores."""
-LEAD_S = 2.0
-"""strace takes its time to attach; workers theirs to finish what was ordered."""
+LEAD_S = 5.0
+"""Workers take their time to finish what was ordered."""
+ATTACH_S = 120.0
 _CALL = re.compile(r"^\d+ (?P<time>\d+\.\d+) (?P<name>[a-z]\w*)\(")
 
 
@@ -90,6 +91,12 @@ def orders(run: RunDir, since: float, until: float = float("inf")) -> int:
     return sum(record["kind"] == "order" and since <= record["time"] < until for record in records)
 
 
+def attached(log: Path, pids: list[int]) -> bool:
+    """Whether strace has seen a call of each process: it attaches to one after the other."""
+    seen = {line.partition(" ")[0] for line in log.read_text(errors="replace").splitlines()} if log.exists() else set()
+    return {str(pid) for pid in pids} <= seen
+
+
 def watch(root: Path, pids: list[int], log: Path, window_s: float) -> tuple[Counter[str], float, float]:
     """The calls of these processes for a while, and from when to when."""
     strace = shutil.which("strace")
@@ -98,7 +105,11 @@ def watch(root: Path, pids: list[int], log: Path, window_s: float) -> tuple[Coun
     attach = [word for pid in pids for word in ("-p", str(pid))]
     options = ["-f", "-qq", "-ttt", "-y", "-s", "0", "-e", "trace=%file,%desc", "-e", "signal=none", "-o", str(log)]
     tracer = subprocess.Popen([strace, *options, *attach])
-    time.sleep(LEAD_S)
+    deadline = time.monotonic() + ATTACH_S
+    while not attached(log, pids):
+        if tracer.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"strace did not attach to all of {len(pids)} processes: see {log}")
+        time.sleep(0.5)
     since = time.time()
     time.sleep(window_s)
     until = time.time()
@@ -115,7 +126,7 @@ def measure(folder: Path, workers: int, pace_s: float, window_s: float) -> tuple
         os.kill(pids[0], signal.SIGSTOP)
         try:
             time.sleep(LEAD_S)
-            idle, *_ = watch(run.root, pids, folder / f"w{workers}.idle", window_s)
+            idle, *_ = watch(run.root, pids[1:], folder / f"w{workers}.idle", window_s)
         finally:
             os.kill(pids[0], signal.SIGCONT)
     for what, counted in (("busy", calls), ("idle", idle)):
