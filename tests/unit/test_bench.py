@@ -110,9 +110,9 @@ def test_system_calls_are_counted_between_the_markers_only() -> None:
 
 
 def test_calls_of_a_whole_run_are_those_below_its_directory_in_a_stretch_of_time() -> None:
-    log = """12 99.9 newfstatat(AT_FDCWD</home>, "/r/w2/orders/open", {}, 0) = 0
+    log = """12    99.9 newfstatat(AT_FDCWD</home>, "/r/w2/orders/open", {}, 0) = 0
 12 100.0 newfstatat(AT_FDCWD</home>, "/r/w2/orders/open", {}, 0) = 0
-13 100.1 openat(AT_FDCWD</home>, "/r/w2", O_RDONLY) = 3</r/w2>
+13   100.1 openat(AT_FDCWD</home>, "/r/w2", O_RDONLY) = 3</r/w2>
 13 100.2 write(3</r/w2/heartbeats/.x>, ""..., 9 <unfinished ...>
 12 100.3 newfstatat(AT_FDCWD</home>, "/r/w20/orders/open", {}, 0) = 0
 13 100.4 <... write resumed>) = 9

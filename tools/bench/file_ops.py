@@ -38,7 +38,7 @@ START_S = 900.0
 LEAD_S = 5.0
 """Workers take their time to finish what was ordered."""
 ATTACH_S = 120.0
-_CALL = re.compile(r"^\d+ (?P<time>\d+\.\d+) (?P<name>[a-z]\w*)\(")
+_CALL = re.compile(r"^\d+ +(?P<time>\d+\.\d+) (?P<name>[a-z]\w*)\(")
 
 
 def count(log: str, root: Path, since: float, until: float) -> Counter[str]:
