@@ -41,7 +41,7 @@ class Caches:
         self._folder: Path | None = None
 
     def warm(self) -> None:
-        """Point the compilers to this node's disk, with what the run has; before torch is imported."""
+        """Point the compilers to this node's disk, with what the run has; before anything is compiled."""
         if "SLURM_JOB_ID" not in os.environ:
             return
         try:

@@ -49,7 +49,7 @@ class RolloutWorker:
 
     def __init__(self, process: RoleProcess, workplace: str) -> None:
         self.process, self.workplace, self.recipe = process, workplace, process.recipe
-        process.telemetry.beat("starting", orders=0)
+        process.telemetry.beat("starting", orders=0, gpus=gpus.visible() or None)
         torch.set_num_threads(self.recipe.rollout.threads)
         gpus.computes_on_gpu(self.recipe.rollout.device, "rollout")
         self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)

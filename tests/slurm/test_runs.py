@@ -13,8 +13,8 @@ import pytest
 
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.run_dir import read_json
-from relax_hpc.telemetry import read_metrics
-from tests.runs import SMALL, pid_of, step_now, steps_of, wait_for
+from relax_hpc.telemetry import read_beat, read_metrics
+from tests.runs import SMALL, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, sound, submit
 from tools.bench.common import SIDES
@@ -163,11 +163,8 @@ def test_each_rank_has_a_gpu_of_its_own_and_one_that_has_not_is_named(cluster: S
     ours.relax_hpc("submit", ours.run.root, "--local-root-ok", "--set", own)
     taken = wait_for(lambda: len(found := [p.name for p in ours.run.lease.glob("*/i*/gpu-*")]) == 2 and found)
     assert sorted(taken) == ["gpu-t1-0", "gpu-t1-1"]
-    pids = wait_for(lambda: all(found := [pid_of(ours.run, f"rollout-{i}") for i in range(2)]) and found)
-    seen = [cluster.exec("cat", f"/proc/{pid}/environ", node="r1").stdout.split("\0") for pid in pids]
-    assert [[w for w in words if w.startswith("CUDA_V")] for words in seen] == [
-        [f"CUDA_VISIBLE_DEVICES={i}"] for i in range(2)
-    ]
+    beats = wait_for(lambda: all(found := [read_beat(ours.run, f"rollout-{i}") for i in range(2)]) and found)
+    assert [beat["gpus"] for beat in beats] == [["0"], ["1"]]
     assert ours.wait_for_end()["outcome"] == "done"
 
 
@@ -182,14 +179,11 @@ def test_processes_run_from_an_environment_on_the_nodes_own_disk(cluster: SlurmC
     ours = submit(
         cluster, "staged", f"slurm.stage_environment={packed}", f"slurm.environment.TMPDIR={disk}", "run.steps=20"
     )
-    for role, node in (("trainer-0", "t1"), ("rollout-0", "r1")):
-        pid = wait_for(lambda: pid_of(ours.run, role))  # noqa: B023
-        words = cluster.exec("cat", f"/proc/{pid}/cmdline", node=node).stdout.split("\0")
-        assert Path(words[0]).relative_to(disk).parts[1:] == (
-            *next(disk.glob("*/environment-*")).parts[-1:],
-            "bin",
-            "python",
-        )
+    agent = wait_for(lambda: next((path.stem for path in ours.run.heartbeats.glob("agent-*.json")), None))
+    for role in ("trainer-0", agent):
+        beat = wait_for(lambda: read_beat(ours.run, role))  # noqa: B023
+        words = cluster.exec("cat", f"/proc/{beat['pid']}/cmdline", node=beat["host"]).stdout.split("\0")
+        assert Path(words[0]) == next(disk.glob("*/environment-*")) / "bin" / "python"
     assert ours.wait_for_end()["outcome"] == "done"
     kept = {path.name.partition("-")[0] for path in disk.glob(f"*/{read_json(ours.run.identity)['id']}/[!.]*")}
     assert kept == {"trainer", "rollout"}, "no caches on the node's disk"
