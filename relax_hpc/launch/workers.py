@@ -10,8 +10,8 @@ from typing import Protocol
 from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attempt
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.roles import gpus
 from relax_hpc.recipe.weights import FileWeights
+from relax_hpc.roles import gpus
 from relax_hpc.roles.process import Exit
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.front import Front
