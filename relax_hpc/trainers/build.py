@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -60,7 +61,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     tokenizer = character_tokenizer(model.alphabet)
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": model.hidden_size,
         "intermediate_size": model.intermediate_size,
@@ -77,7 +78,7 @@ def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "dtype": "float32",
     }
-    experts = {
+    experts: dict[str, Any] = {
         "num_experts": model.experts,
         "num_experts_per_tok": model.experts_per_token,
         "moe_intermediate_size": model.moe_intermediate_size,

@@ -35,8 +35,7 @@ MASTER = moments.name_of("param", "")
 def to_megatron(source: Path, output: Path) -> None:
     """Write the Hugging Face model in `source` as a distributed checkpoint in `output`, an empty folder. Raises RunError."""
     hf = _config(source)
-    dtype = str(_dtype(source)).removeprefix("torch.")
-    trainer = Trainer(backend="megatron", dtype=dtype)  # type: ignore[arg-type]
+    trainer = _trainer(_dtype(source), source)
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)
     weights.fill(chunks, source, hf, own)
@@ -50,8 +49,7 @@ def to_hugging(source: Path, model: Path, output: Path) -> None:
     hf, index = _config(model), state.read_index(source)
     master = any(name.startswith(MASTER) for name in index)
     kept = next(about for name, about in index.items() if name.startswith(MASTER) or not master)
-    dtype = str(kept.properties.dtype).removeprefix("torch.")
-    trainer = Trainer(backend="megatron", dtype=dtype)
+    trainer = _trainer(kept.properties.dtype, source)
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)
     wanted = state.sharded(chunks, own)
@@ -63,7 +61,14 @@ def to_hugging(source: Path, model: Path, output: Path) -> None:
         chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
     _copy_small_files(model, output)
     held = weights.parts(chunks, own)
-    _write(weights.export(held, weights.plan_export(held, own), hf, getattr(torch, dtype)), output)
+    _write(weights.export(held, weights.plan_export(held, own), hf, kept.properties.dtype), output)
+
+
+def _trainer(dtype: torch.dtype, source: Path) -> Trainer:
+    """One process with weights of this type."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise RunError(f"the weights in '{source}' are {dtype}: float32 and bfloat16 are known; convert them first")
+    return Trainer.model_validate({"backend": "megatron", "dtype": str(dtype).removeprefix("torch.")})
 
 
 def _write(tensors: Any, output: Path) -> None:

@@ -124,7 +124,8 @@ def _uneven_scatter(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return even(x, group, input_split_sizes, use_global_buffer)
         x = x.contiguous().clone()
         dist.all_reduce(x, group=group)
-        return x.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
+        parts: list[Tensor] = list(torch.split(x, [int(size) for size in input_split_sizes]))
+        return parts[group.rank()].contiguous()
 
     return scatter
 

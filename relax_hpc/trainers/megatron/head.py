@@ -5,6 +5,7 @@ hidden [t / tensor, 1, H] ──gather──► [m] positions that predict ─�
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def token_logprobs(
     logprobs, entropies = (torch.cat([part[i] for part in parts]) for i in range(2))
     if groups.cp.size() == 1:
         return logprobs, entropies
-    return tuple(_Everywhere.apply(x, batch.mine, len(targets), groups.cp) for x in (logprobs, entropies))  # type: ignore[return-value]
+    everywhere = partial(_Everywhere.apply, batch.mine, len(targets), groups.cp)
+    return everywhere(logprobs), everywhere(entropies)
 
 
 def _head(model: Policy, hidden: Tensor, targets: Tensor, real: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -107,7 +109,7 @@ class _Everywhere(torch.autograd.Function):
     """The [m] values of each context-parallel process, as [M] on all of them. Each computes the same loss from them."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, mine: Tensor, count: int, group: Any) -> Tensor:
+    def forward(ctx: Any, mine: Tensor, count: int, group: Any, values: Tensor) -> Tensor:
         ctx.save_for_backward(mine)
         everywhere = values.new_zeros(count)
         everywhere[mine] = values
@@ -115,8 +117,8 @@ class _Everywhere(torch.autograd.Function):
         return everywhere
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return grads[0][ctx.saved_tensors[0]], None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, Tensor]:
+        return None, None, None, grads[0][ctx.saved_tensors[0]]
 
 
 def _reduce(tensor: Tensor, group: Any, how: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -141,7 +141,7 @@ def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.d
     chosen = here[np.concatenate([np.zeros(0, np.int64), *predictors])]
     mine = np.flatnonzero(chosen >= 0)
     positions = np.concatenate([np.arange(n) for n in lengths])
-    to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    to = partial(_tensor, device=device)
     packed = _packed(lengths, layout, device)
     if experts is not None:
         every = np.concatenate([experts[:0], *routed])
@@ -154,6 +154,10 @@ def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.d
         predictors=to(chosen[mine]),
         mine=to(mine),
     )
+
+
+def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
 
 def _filled(sequence: NDArray[np.int64], unit: int, least: int = 1, before: int = 0) -> NDArray[np.int64]:
@@ -204,7 +208,7 @@ def _attention_layout(lengths: NDArray[np.int64], layout: Layout, device: torch.
     classes: dict[int, list[int]] = {}
     for i, length in enumerate(lengths.tolist()):
         classes.setdefault((length - 1).bit_length(), []).append(i)
-    to = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    to = partial(_tensor, device=device)
     blocks, taken = [], []
     for members in classes.values():
         n, q, k = np.array(members), int(share[members].max()), int(lengths[members].max())
