@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from relax_hpc.engines import Completion, EngineError, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
+from relax_hpc.engines.sglang.client import EngineRefused
 from relax_hpc.engines.sglang.engine import ABORT_S, KEY_VARIABLE
+from relax_hpc.engines.sglang.server import _free_port
 from relax_hpc.run_dir import RunError
 from tests import tiny
 
@@ -105,6 +108,31 @@ def test_weights_swapped_in_mid_generation_make_the_tokens_from_there_on(setup: 
     assert 2 in check(setup, done, 8)
     assert {version for c in done for _, version in c.spans} == {3, 4}
     assert check(setup, setup.engine.generate(PROMPTS, 2, LONG, 0), 2) == {1}
+
+
+def test_a_version_comes_through_a_group_of_processes(setup: Setup) -> None:
+    """We are rank 0, the server's two processes are 1 and 2; what is not announced is refused before anything is sent."""
+    from sglang.srt.utils.common import init_custom_process_group
+
+    setup.load(3)
+    client, weights = setup.engine.client, setup.engine._as_saved(setup.models[4].state_dict())
+    what = list(weights), ["float32"] * len(weights), [list(tensor.shape) for tensor in weights.values()], "g"
+    with pytest.raises(EngineRefused, match="begin_weight_update"):
+        client.receive(*what, flattened=False)
+    port = _free_port()
+    with ThreadPoolExecutor(1) as threads:
+        joined = threads.submit(client.join_group, "127.0.0.1", port, 1, 3, "g", "gloo")
+        group = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=3, rank=0, group_name="g")
+        joined.result()
+        setup.engine.begin_update()
+        received = threads.submit(client.receive, *what, flattened=False)
+        for tensor in weights.values():
+            torch.distributed.broadcast(tensor.contiguous(), src=0, group=group)
+        received.result()
+        setup.engine.end_update(4)
+        client.leave_group("g")
+    done = setup.engine.generate(PROMPTS, 2, LONG, 0)
+    assert check(setup, done, 2) == {1} and {version for c in done for _, version in c.spans} == {4}
 
 
 def test_the_server_listens_on_loopback_and_wants_its_key_which_nobody_sees(setup: Setup) -> None:

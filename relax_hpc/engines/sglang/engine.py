@@ -119,6 +119,18 @@ class SglangEngine:
                 self._take(str(files.folder), version)
         self.version = version
 
+    def begin_update(self) -> None:
+        """For a transport that brings weights past `load`, by `client.receive`: nothing is generated until `end_update`."""
+        self.version = -1
+        self.client.pause()
+        self.client.begin_update()
+
+    def end_update(self, version: int) -> None:
+        """What came since `begin_update` is the whole of `version`."""
+        self.client.end_update(str(version))
+        self.client.resume()
+        self.version = version
+
     def _take(self, folder: str, version: int) -> None:
         self.client.pause()
         self.client.update_from_disk(folder, str(version))
