@@ -20,7 +20,7 @@ from relax_hpc.weights.base import Export, Progress
 from relax_hpc.weights.contents import DTYPES, NAMES, Contents, Entry, as_bytes, entry
 from relax_hpc.weights.parts import Named, in_threads
 
-SEGMENT_BYTES = 4 << 20
+SEGMENT_BYTES = 1 << 20
 """Smaller tensors are put together to so many bytes; larger ones are sent from where they are, and received where they stay."""
 END, OVER = 0, -1
 """In place of a size: the version is whole; the group is given up."""
@@ -130,7 +130,7 @@ def _send_part(group: Group, part: Named) -> None:
     pieces = [torch.from_numpy(as_bytes(tensor)) for _, tensor in part]
     segments = []
     for run in _segments([len(piece) for piece in pieces]):
-        if len(run) == 1 and len(pieces[run[0]]) >= SEGMENT_BYTES:
+        if len(run) == 1:
             segments.append(pieces[run[0]])
             continue
         flat = torch.zeros(sum(_padded(len(pieces[i])) for i in run), dtype=torch.uint8)
@@ -148,11 +148,7 @@ def _receive_part(group: Group, about_size: int, room: Room, kept: list[Tensor])
     about = [(name, DTYPES[dtype], shape) for name, dtype, shape in json.loads(bytes(told.numpy()))]
     sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in about]
     runs = _segments(sizes)
-    lone = [len(run) == 1 and sizes[run[0]] >= SEGMENT_BYTES for run in runs]
-    segments = [
-        room.take(sizes[run[0]] if alone else sum(_padded(sizes[i]) for i in run))
-        for run, alone in zip(runs, lone, strict=True)
-    ]
+    segments = [room.take(sizes[run[0]] if len(run) == 1 else sum(_padded(sizes[i]) for i in run)) for run in runs]
     kept += segments
     group.broadcast(segments)
     part: Named = []

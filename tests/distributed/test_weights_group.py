@@ -219,6 +219,7 @@ def test_a_group_that_loses_members_and_gets_new_ones(
     assert not on_disk(version) and version.incarnation == 3
 
 
+@pytest.mark.parametrize("transport", ["collective"], indirect=True)
 def test_nobody_answers(run: RunDir, transport: str) -> None:
     """Names of the dead cost some seconds of a thread, once; the trainer publishes by files meanwhile."""
     (run.weights / "members").mkdir()
