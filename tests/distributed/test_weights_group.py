@@ -152,6 +152,7 @@ def start(run: RunDir, transport: str) -> Iterator[Callable[[str], Worker]]:
 def test_a_group_that_loses_members_and_gets_new_ones(
     run: RunDir, start: Callable[[str], Worker], transport: str
 ) -> None:
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
     a, b, trainer = start("a"), start("b"), Trainer(run, 1, transport)
     on_disk = lambda version: tensors_path(run, version).exists()
     trainer.gather({"a", "b"})
@@ -217,6 +218,7 @@ def test_a_group_that_loses_members_and_gets_new_ones(
     for worker in (b, c):
         worker.says("holds 6 6.0")
     assert not on_disk(version) and version.incarnation == 3
+    assert set(Path("/dev/shm").glob("mpich_shm_*")) <= before, "the dead left memory behind"
 
 
 @pytest.mark.parametrize("transport", ["collective"], indirect=True)
