@@ -14,7 +14,7 @@ python=${PYTHON:-python3}
 stamp=".venv/.relax-$extras-$(cat "$lock" setup.cfg tools/setup.sh tools/torchvision_cpu.py | sha256sum | cut -c1-16)"
 [ -e "$stamp" ] && exit 0
 
-echo "== relax_hpc: environment in .venv (1.5 GB and two minutes with a CPU build of torch, 6 GB with a CUDA build)"
+echo "== relax_hpc: environment in .venv (1.5 GB and two minutes with a CPU build of torch, 6 GB with a CUDA build; 2 GB more with sglang-cpu)"
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location)
 # torch first and by its exact version: a plain `torch` may bring gigabytes of CUDA packages.
