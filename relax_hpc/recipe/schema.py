@@ -232,7 +232,8 @@ class Rollout(Table):
     stop: list[str] = Key([], "Strings that end an answer, besides the end-of-sequence token.")
     routed_experts: bool = Key(
         False,
-        "Keep which experts each token was routed to (mixture-of-experts models, engine `sglang`): a column of the shard.",
+        "Keep which experts each token was routed to (mixture-of-experts models, engine `sglang`): a column of the shard, "
+        "which the trainer `megatron` routes by again (rollout routing replay); the trainer `torch` does not read it.",
     )
     reward_time_limit_s: PositiveFloat = Key(
         30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True

@@ -205,11 +205,11 @@ class TrainerRole:
 
         And how many tokens it kept out of the loss, where async.late = "mask".
         """
-        parts = []
+        parts, replay = [], self.recipe.rollout.routed_experts and self.recipe.trainer.backend == "megatron"
         for taken in entry.take:
             with Shard(self.front.path(taken.order)) as shard:
                 out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
-                parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out))))
+                parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out)), replay))
         rollouts, masked = concatenate(parts), 0
         if self.recipe.async_.late == "mask":
             rollouts, masked = mask_old(rollouts, entry.step - self.bound)

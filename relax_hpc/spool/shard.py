@@ -242,8 +242,11 @@ class Shard:
         edges = np.clip(np.append(starts, np.int64(self.offsets[-1])), begin, end)
         return cast("NDArray[np.int32]", np.repeat(versions, np.diff(edges)))
 
-    def rollouts(self, which: NDArray[np.int64] | None = None) -> Rollouts:
-        """The samples `which` (ascending indices; all by default), reading no others: memory peaks at what is returned."""
+    def rollouts(self, which: NDArray[np.int64] | None = None, routed: bool = False) -> Rollouts:
+        """The samples `which` (ascending indices; all by default), reading no others: memory peaks at what is returned.
+
+        `routed`: with the experts that each token was routed to. Raises RunError where those were not kept.
+        """
         picked = np.arange(len(self.samples)) if which is None else np.asarray(which, np.int64)
         runs = [r for r in np.split(picked, np.flatnonzero(np.diff(picked) > 1) + 1) if len(r)]
         pieces = [(int(self.offsets[r[0]]), int(self.offsets[r[-1] + 1])) for r in runs]
@@ -273,8 +276,19 @@ class Shard:
             prompt_offsets=_offsets([int(prompt_offsets[g + 1] - prompt_offsets[g]) for g in of_group]),
             offsets=_offsets(np.diff(self.offsets)[picked].tolist()),
             finish=self.samples["finish"][picked],
+            routed_experts=self._routed(picked) if routed else None,
             **flat,
         )
+
+    def _routed(self, picked: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]] | None:
+        """[sum of P + T - 1, layers, k] of the samples, one after the other."""
+        parts = [part for i in picked.tolist() if (part := self.routed_experts(i)) is not None]
+        if len(parts) < len(picked):
+            raise RunError(
+                f"'{self.path}' does not say which experts its tokens were routed to: it was generated without "
+                "rollout.routed_experts = true; set that to false, or start a new run"
+            )
+        return np.concatenate(parts) if parts else None
 
     def group(self, index: int) -> Group:
         """One group as a record, as its worker made it (the prompt's text is to be decoded)."""
@@ -341,6 +355,7 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
     join: Callable[[str, Any], NDArray[Any]] = lambda name, dtype: _concatenate(
         [getattr(r, name) for r in rollouts], dtype
     )
+    routed = [r.routed_experts for r in rollouts if r.routed_experts is not None]
     return Rollouts(
         ids=[i for r in rollouts for i in r.ids],
         group=_concatenate(groups, np.int64),
@@ -354,6 +369,7 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         logprobs=join("logprobs", np.float32),
         versions=join("versions", np.int32),
         finish=join("finish", np.uint8),
+        routed_experts=np.concatenate(routed) if routed else None,
     )
 
 

@@ -275,6 +275,18 @@ def test_routed_experts_of_each_sample_come_out(tmp_path: Path, dtype: Any) -> N
     with Shard(write(tmp_path / "x.h5", made)) as shard:
         shard.validate()
         read = [sample for g in range(2) for sample in shard.group(g).samples]
+        some = concatenate([shard.rollouts(np.array([1, 4]), routed=True), shard.rollouts(np.array([5]), routed=True)])
+    wanted = [made[0].samples[1], *made[1].samples[1:]]
+    assert some.routed_experts is not None and some.routed_experts.dtype == dtype
+    assert np.array_equal(some.routed_experts, np.concatenate([s.routed_experts for s in wanted]))
+    assert len(some.routed_experts) == (some.lengths() - 1).sum()
     for sample, expected in zip(read, [s for g in made for s in g.samples], strict=True):
         assert sample.routed_experts is not None and sample.routed_experts.dtype == dtype and sample.extra == {}
         assert np.array_equal(sample.routed_experts, expected.routed_experts)
+
+
+def test_experts_that_were_not_kept_are_not_made_up(tmp_path: Path) -> None:
+    with Shard(write(tmp_path / "x.h5", three_groups())) as shard:
+        assert shard.rollouts().routed_experts is None
+        with pytest.raises(RunError, match="generated without rollout.routed_experts"):
+            shard.rollouts(routed=True)
