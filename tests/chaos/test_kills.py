@@ -71,7 +71,8 @@ def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_sa
     assert final_weights(killed.run, 24) == final_weights(calm.run, 24)
     logs = "".join(path.read_text() for path in killed.run.logs.glob("trainer-0.*.log"))
     assert "weights are broadcast to ['rollout-" in logs
-    assert len(list(killed.run.weights.glob("v????????.l*.json"))) > 2 * len(list(killed.run.weights.glob("v*.i*")))
+    manifests, written = killed.run.weights.glob("v????????.l*.json"), killed.run.weights.glob("v*.i*")
+    assert len(list(manifests)) > len(list(written)), "the others came by broadcast alone"
 
 
 @pytest.fixture

@@ -115,7 +115,7 @@ def test_a_version_comes_through_a_group_of_processes(setup: Setup) -> None:
     from sglang.srt.utils.common import init_custom_process_group
 
     setup.load(3)
-    client, weights = setup.engine.client, setup.engine._as_saved(setup.models[4].state_dict())
+    client, weights = setup.engine.client, weights_of(setup.models[4])
     what = list(weights), ["float32"] * len(weights), [list(tensor.shape) for tensor in weights.values()], "g"
     with pytest.raises(EngineRefused, match="begin_weight_update"):
         client.receive(*what, flattened=False)

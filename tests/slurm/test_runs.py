@@ -172,7 +172,9 @@ def test_processes_run_from_an_environment_on_the_nodes_own_disk(cluster: SlurmC
     """A small one, that finds the packages of ours where they are."""
     made, packed, disk = (cluster.shared / name for name in ("made", "env.tar", "disk"))
     venv.create(made, symlinks=True)
-    (made / f"lib/python3.{sys.version_info.minor}/site-packages/ours.pth").write_text(sysconfig.get_path("purelib"))
+    (made / f"lib/python3.{sys.version_info.minor}/site-packages/ours.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"
+    )
     subprocess.run(["tar", "-cf", packed, "-C", made, "."], check=True)
     shutil.rmtree(made)
     disk.mkdir()
