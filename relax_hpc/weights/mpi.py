@@ -86,6 +86,8 @@ def _begin_job() -> subprocess.Popen[str]:
     for name in PMI:
         os.environ.pop(name, None)
     os.environ.update(json.loads(said.replace("'", '"')))
+    # UCX crashes on the memory that it shares with a process which dies; without, such a peer is one that does not answer.
+    os.environ.setdefault("UCX_TLS", "^shm")
     mpi4py.rc.finalize = False  # it would wait for the dead
     from mpi4py import MPI
 

@@ -51,14 +51,13 @@ while True:
 """
 
 SENDER = """
-import os, sys
-from pathlib import Path
+import os, sys, time
 import tests.distributed.test_weights_group as t
 from relax_hpc.run_dir import RunDir
 trainer = t.Trainer(RunDir(sys.argv[1]), 2, sys.argv[2])
 trainer.gather({"b", "c"})
 print("sends", flush=True)
-trainer.publish(6, at_half=lambda: os.kill(os.getpid(), 9))
+trainer.publish(6, at_half=lambda: (time.sleep(1), os.kill(os.getpid(), 9)))  # when the first half has come
 """
 
 
