@@ -88,13 +88,13 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_for(what: Callable[[], Any], timeout: float = 90) -> Any:
-    """The first true value of `what()`; fails when none comes in time."""
+def wait_for(what: Callable[[], Any], timeout: float = 180) -> Any:
+    """The first true value of `what()`; fails when none comes in time. Looking takes a fifth of the time at most."""
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
+    while (began := time.monotonic()) < deadline:
         if value := what():
             return value
-        time.sleep(0.01)
+        time.sleep(max(0.01, 4 * (time.monotonic() - began)))
     raise AssertionError(f"nothing came in {timeout} s")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from tests.runs import wait_for
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "slurm-cluster"
 COMMAND_TIMEOUT_S = 60.0
-POLL_S = 0.2
 
 
 class SlurmCluster:
@@ -65,7 +63,7 @@ class SlurmCluster:
         """RUNNING, PENDING, COMPLETED, NODE_FAIL, … also for an hour after the job's end."""
         return self.fields(job)["JobState"]
 
-    def wait_for_state(self, job: str, *states: str, timeout: float = 30) -> str:
+    def wait_for_state(self, job: str, *states: str, timeout: float = 120) -> str:
         """The first of these states that is seen."""
         return self._wait(f"job {job}", lambda: self.state(job), states, timeout)
 
@@ -78,13 +76,13 @@ class SlurmCluster:
             return
         self.exec("scancel", "--state=PENDING", "--me")
         self.exec("scancel", "--state=RUNNING", "--me")
-        wait_for(lambda: not self.exec("squeue", "--noheader").stdout, 30)
+        wait_for(lambda: not self.exec("squeue", "--noheader").stdout)
 
     def node_state(self, node: str) -> str:
         """As sinfo says it in short: idle, mix, alloc, down*, …"""
         return self.exec("sinfo", "--noheader", f"--nodes={node}", "--format=%t").stdout.split()[0]
 
-    def wait_for_node(self, node: str, *states: str, timeout: float = 30) -> str:
+    def wait_for_node(self, node: str, *states: str, timeout: float = 120) -> str:
         return self._wait(node, lambda: self.node_state(node), states, timeout)
 
     def node_kill(self, node: str) -> None:
@@ -105,11 +103,10 @@ class SlurmCluster:
         return "\n".join(path.read_text().splitlines()[-30:]) if path.exists() else "no log"
 
     def _wait(self, what: str, look: Callable[[], str], states: tuple[str, ...], timeout: float) -> str:
-        deadline = time.monotonic() + timeout
-        while (state := look()) not in states:
-            assert time.monotonic() < deadline, f"{what} is {state} after {timeout} s, not {states}\n{self.logs()}"
-            time.sleep(POLL_S)
-        return state
+        try:
+            return str(wait_for(lambda: (state := look()) in states and state, timeout))
+        except AssertionError as error:
+            raise AssertionError(f"{what} is {look()}, not {states}: {error}\n{self.logs()}") from None
 
     def _run(
         self, arguments: list[str], stdin: str = "", check: bool = True, timeout: float = COMMAND_TIMEOUT_S

@@ -56,10 +56,10 @@ class ClusterRun:
     def node_of(self, job: str) -> str:
         return self.cluster.fields(job)["BatchHost"]
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout: float = 180) -> None:
         wait_for(lambda: step_now(self.run) >= step, timeout)
 
-    def wait_for_end(self, timeout: float = 150) -> dict[str, object]:
+    def wait_for_end(self, timeout: float = 240) -> dict[str, object]:
         """The outcome, when all of the run's jobs have left too."""
         try:
             wait_for(
@@ -100,7 +100,7 @@ def submit(
 def preempted(ours: ClusterRun) -> None:
     leader = ours.job_of("leader")
     ours.cluster.sbatch(SLEEP.format(ours.node_of(leader), 3))
-    wait_for(lambda: ours.cluster.state(leader) != "RUNNING", 30)
+    wait_for(lambda: ours.cluster.state(leader) != "RUNNING")
 
 
 def sound(ours: ClusterRun, steps: int) -> None:

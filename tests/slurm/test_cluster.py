@@ -87,7 +87,7 @@ def test_a_preempted_job_gets_the_signal_that_it_named(cluster):
         "--signal=B:USR2@1",
         "--no-requeue",
     )
-    wait_for(lambda: cluster.output(low) == "ready\n", 10)
+    wait_for(lambda: cluster.output(low) == "ready\n")
     high = cluster.sbatch("date +%s.%N", "--partition=high", "--nodes=4", "--exclusive")
     assert cluster.wait_for_state(low, "PREEMPTED", "CANCELLED", "COMPLETED") == "PREEMPTED"
     cluster.wait_for_state(high, "COMPLETED")
@@ -104,7 +104,7 @@ def test_a_lost_node_ends_its_jobs_while_on_one_that_is_cut_off_they_write_on(cl
     requeued = cluster.sbatch("echo began; sleep 100", "--nodelist=r2", "--partition=rollout", "--requeue")
     zombie = cluster.sbatch(WRITER.format("zombie"), "--nodelist=r1", "--partition=rollout", "--no-requeue")
     of_lost, of_zombie = cluster.shared / "lost", cluster.shared / "zombie"
-    wait_for(lambda: of_lost.exists() and of_zombie.exists() and cluster.output(requeued), 10)
+    wait_for(lambda: of_lost.exists() and of_zombie.exists() and cluster.output(requeued))
     assert cluster.exec(*DIAL, node="r1", check=False).returncode == 0
 
     cluster.node_kill("r2")
@@ -116,7 +116,7 @@ def test_a_lost_node_ends_its_jobs_while_on_one_that_is_cut_off_they_write_on(cl
     cluster.wait_for_state(requeued, "PENDING", timeout=5)
     assert of_lost.read_text() == written_by_lost
     written_by_zombie = of_zombie.stat().st_size
-    wait_for(lambda: of_zombie.stat().st_size > written_by_zombie, 5)
+    wait_for(lambda: of_zombie.stat().st_size > written_by_zombie)
 
     cluster.node_start("r2")
     cluster.link_up("r1")
@@ -167,7 +167,7 @@ def test_down_leaves_no_process_no_file_no_interface_no_mount(short_path, mode):
         orphan = "setsid sleep 1000 & sleep 1000"
         for options in (["--export=ALL"], ["--export=NONE"]):
             job = second.sbatch(f"echo began; {orphan}", "--partition=low", *options)
-            wait_for(lambda job=job: second.output(job), 10)
+            wait_for(lambda job=job: second.output(job))
         pids = processes_of(second)
         names = [(Path("/proc") / str(pid) / "comm").read_text().strip() for pid in pids]
         assert (names.count("slurmctld"), names.count("slurmd")) == (1, 4)
@@ -183,7 +183,7 @@ def test_down_leaves_no_process_no_file_no_interface_no_mount(short_path, mode):
 def test_down_clears_away_what_an_up_left_that_was_killed_half_way(short_path):
     broken = SlurmCluster(short_path / "c")
     starting = subprocess.Popen([sys.executable, TOOL, "up", broken.folder], stdout=subprocess.DEVNULL)
-    wait_for((broken.folder / "run" / "slurmctld.pid").exists, 10)
+    wait_for((broken.folder / "run" / "slurmctld.pid").exists)
     starting.kill()
     starting.wait()
     pids = processes_of(broken)
