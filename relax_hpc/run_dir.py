@@ -13,7 +13,8 @@
       checkpoints/
       heartbeats/  metrics/  logs/          one writer each
       caches/                               compiled kernels, packed once for nodes that have none
-      slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job
+      slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job;
+                                            slurm/places/GROUP-INDEX.json, the agent that a node of a group has now
       stop  outcome.json                    how it shall end, how it ended
 
 Publishing is always: unique temporary name, write, fsync, link or rename, fsync of the directory. A trainer's temporary

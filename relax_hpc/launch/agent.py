@@ -24,7 +24,7 @@ from relax_hpc.launch.supervisor import ENDED, outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_memory
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles import gpus
-from relax_hpc.run_dir import RunDir, open_existing, publish, to_json
+from relax_hpc.run_dir import RunDir, open_existing, publish, read_json, replace, to_json
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
 POLL_S = 0.05
@@ -53,12 +53,14 @@ class Agent:
         )
         self.workers.failure = gpus.check_node(self.recipe, len(names))
         self.workers.fatal = bool(self.workers.failure)
+        self._place = run.slurm / "places" / f"{about['group']}-{about['index']}.json"
+        """Names the agent that was started last for this node of the group."""
         self._state, self._asked_at, self._followed_at = "starting", 0.0, 0.0
         self._orders = 0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}
         """Workplaces that are not in use any more, and whether their worker died; until the supervisor took them over."""
-        self.leaving = False
+        self.leaving = self.replaced = False
         self.leader = Holder(run)
 
     def gone(self, workplace: str, lost: bool) -> list[str]:
@@ -70,21 +72,36 @@ class Agent:
         looked_at = 0.0
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, self._leave)
+        self._take_place()
         while not self.leaving and not self.workers.failure:
-            self.workers.look_after()
-            self.say()
             if time.time() - looked_at > LOOK_S:
                 looked_at = time.time()
                 self.workers.look_for_silence()
                 self.left = {w: lost for w, lost in self.left.items() if (self.run.claimed_orders / w).exists()}
                 self._state = self.state()
-                self.leaving = self.leaving or self.over()
+                if self.over() or self._is_replaced():
+                    self.leaving = True  # never set back: a signal may have set it meanwhile
+                continue
+            self.workers.look_after()
+            self.say()
             time.sleep(POLL_S)
         self.workers.ask_to_stop()
         self.say()
         self.workers.end(GRACE_S)
-        clear_memory(self.run, self.recipe)
+        if not self.replaced:  # else the memory may be the other's, on this node
+            clear_memory(self.run, self.recipe)
         self.say(ended=True)
+
+    def _take_place(self) -> None:
+        self._place.parent.mkdir(exist_ok=True)
+        replace(self._place, to_json({"step": self.about["step"]}), durable=False)
+
+    def _is_replaced(self) -> bool:
+        """Whether we were thought lost, as on a node that was cut off, and another took our place."""
+        self.replaced = (read_json(self._place) or self.about)["step"] != self.about["step"]
+        if self.replaced:
+            self.telemetry.log.warning("another agent took this one's place: it was not heard of for too long")
+        return self.replaced
 
     def over(self) -> bool:
         """Whether there is nothing to wait for; a leader that is lost is ended here, so that its successor can begin."""

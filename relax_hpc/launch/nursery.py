@@ -84,10 +84,16 @@ class Nursery:
             said, timeout_s = json.loads(data), 0.0
             if descriptors:
                 child = self._unborn.pop(0)
-                child.pid, child.handle = said["pid"], descriptors[0]
                 self._children[said["pid"]] = child
+                child.born(said["pid"], descriptors[0])
             else:
                 self._children.pop(said["pid"]).ended(said["code"])
+
+    def give_up(self) -> None:
+        """End it, and what is unborn: it takes too long, or nobody wants to wait."""
+        if self._process is not None and self._socket is not None:
+            self._process.kill()
+            self._lost()
 
     def _lost(self) -> None:
         """It died, and its children with it."""
@@ -111,6 +117,8 @@ class Child:
         self.pid = 0
         self.handle = -1
         """A pidfd: it means this process even when its number is another's."""
+        self._waiting: signal.Signals | None = None
+        """For a process that is not born yet."""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
@@ -131,14 +139,25 @@ class Child:
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
-        while self.returncode is None and self.handle < 0:
-            self._nursery.listen(60.0)  # it is being born
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.handle, number)
+        """At once, or at its birth: whoever sends it has heartbeats to write, and does not wait for seconds of import."""
+        self._nursery.listen()
+        if self.returncode is not None:
+            return
+        if self.handle < 0:
+            self._waiting = number
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+        if self.returncode is None and self.handle < 0:
+            self._nursery.give_up()
+
+    def born(self, pid: int, handle: int) -> None:
+        self.pid, self.handle = pid, handle
+        if self._waiting is not None:
+            self.send_signal(self._waiting)
 
     def ended(self, code: int) -> None:
         self.returncode = code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,3 +65,19 @@ def test_its_end_is_told_truly_and_it_ends_with_the_nursery(nursery: Nursery, ru
     nursery._process.kill()
     assert second.wait(30) == -signal.SIGKILL
     assert bear(nursery, run.logs / "log", "--help").wait(120) == 0  # of another nursery
+
+
+def test_nobody_waits_for_an_unborn_one(run: RunDir) -> None:
+    nursery, log = Nursery(role_environment(run)), run.logs / "log"
+    waiting = ["rollout", str(run.root), "--workplace", "w", "--name", "rollout-7"]
+    began = time.monotonic()
+    unborn, sibling = bear(nursery, log, *waiting), bear(nursery, log, *waiting)
+    unborn.send_signal(signal.SIGTERM)
+    assert time.monotonic() - began < 1 and unborn.poll() is None, "it takes seconds to import torch"
+    assert unborn.wait(120) == -signal.SIGTERM and sibling.poll() is None
+    sibling.kill()
+    nursery._process.kill()
+    assert sibling.wait(30) == -signal.SIGKILL
+    unborn = bear(nursery, log, *waiting)
+    unborn.kill()
+    assert unborn.wait(1) == -signal.SIGKILL
