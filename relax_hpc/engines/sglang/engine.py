@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Sampling
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
@@ -43,6 +43,8 @@ MOST_REQUESTS = 256
 """In flight at once; SGLang queues what it cannot run yet."""
 KEY_VARIABLE = "RELAX_HPC_SGLANG_KEY"
 """The api key of an outside server: secrets are in no recipe."""
+OWN_HEAD = {"qwen2_moe", "qwen3_moe"}
+"""Model types whose output layer SGLang keeps apart from the embedding even where the model ties them."""
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
@@ -85,6 +87,7 @@ class SglangEngine:
             model = AutoModelForCausalLM.from_config(config)
         self._expected = {name: tensor.shape for name, tensor in weights_of(model).items()}
         self._aliases = aliases(model)
+        self._heads = _own_heads(model, self._aliases)
         self._ends = end_tokens(model_dir, config, tokenizer)
         self._settings = recipe.rollout.sglang
         self._experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
@@ -107,7 +110,7 @@ class SglangEngine:
         self, version: int, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None] = lambda: None
     ) -> None:
         with WeightsFiles(self._settings.folder) as files:
-            files.write(tensors, leave_out=self._aliases)
+            files.write(self._with_heads(tensors), leave_out=self._aliases - set(self._heads.values()))
             check_whole(version, files.shapes, self._expected, self._aliases)
             self.version = -1
             try:
@@ -135,6 +138,14 @@ class SglangEngine:
         self.client.pause()
         self.client.update_from_disk(folder, str(version))
         self.client.resume()
+
+    def _with_heads(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """The tensors, and tied output layers by their own names where SGLang has them apart."""
+        for name, tensor in tensors:
+            if name not in self._heads.values():
+                yield name, tensor
+            if name in self._heads:
+                yield self._heads[name], tensor.clone()  # safetensors writes no memory twice
 
     def generate(
         self,
@@ -246,6 +257,13 @@ class SglangEngine:
             finish=FINISHES[kind],
             routed_experts=self._experts.decode(about["routed_experts"]) if self._experts else None,
         )
+
+
+def _own_heads(model: PreTrainedModel, tied: set[str]) -> dict[str, str]:
+    """The embedding's name, and by what name SGLang wants it once more as the output layer; empty for most models."""
+    if model.config.get_text_config().model_type not in OWN_HEAD or "lm_head.weight" not in tied:
+        return {}
+    return {"model.embed_tokens.weight": "lm_head.weight"}
 
 
 def _seed(seed: int, row: int) -> int:
