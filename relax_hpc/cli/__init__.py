@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import doctor, report, run, scale, shards, status, submit
+from relax_hpc.cli import doctor, plan, report, run, scale, shards, status, submit
 
 app = typer.Typer(
     name="relax-hpc",
@@ -40,6 +40,7 @@ def main(
 app.command("run")(run.run)
 app.command("submit")(submit.submit)
 app.command("render")(submit.render)
+app.command("plan")(plan.plan)
 app.command("scale")(scale.scale)
 app.command("doctor")(doctor.doctor)
 app.command("status")(status.status)

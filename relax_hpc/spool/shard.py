@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
 from relax_hpc.run_dir import Data, RunError
 from relax_hpc.spool import hdf5
+from relax_hpc.spool.columns import COLUMNS, GROUP, ROUTED, SAMPLE, TOKEN_COLUMNS
 
 FORMAT = "relax_hpc.shard"
 SCHEMA = 1
@@ -35,18 +36,6 @@ ATTRIBUTES = ("format", "schema", "meta_checksum")
 """HDF5 keeps checksums of its own metadata, attributes included: what vouches for the rest stands there."""
 Compression = Literal["none", "lz4", "zstd"]
 
-SAMPLE = np.dtype([("group", "<i4"), ("reward", "<f4"), ("raw_reward", "<f4"), ("finish", "u1"), ("turns", "<i2")])
-GROUP = np.dtype([("source", "<i2"), ("index", "<i8"), ("failed", "u1")])
-COLUMNS: dict[str, np.dtype[Any]] = {
-    "prompt_tokens": np.dtype("<i4"), "prompt_offsets": np.dtype("<i8"), "tokens": np.dtype("<i4"), "offsets": np.dtype("<i8"),
-    "loss_mask": np.dtype("u1"), "logprobs": np.dtype("<f4"), "span_start": np.dtype("<i8"), "span_version": np.dtype("<i4"),
-    "samples": SAMPLE, "groups": GROUP, "meta": np.dtype("u1"),
-}  # fmt: skip
-"""Every shard has these; `extra/NAME` (float32, [N]) may follow."""
-ROUTED = "routed_experts"
-"""An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
-TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
-"""Columns of length T: the ones worth compressing, and read by slices."""
 READ_WHOLE_BYTES = 2 << 20
 """Up to this size a shard is read in one piece; larger ones are read by slices, so that a reader peaks at its slice."""
 

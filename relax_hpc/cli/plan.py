@@ -1,0 +1,82 @@
+"""`relax-hpc plan`: how large a run is, and whether it fits, before anything is sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.run import Sets, Site
+
+if TYPE_CHECKING:
+    from relax_hpc.launch.sizing.estimate import Estimate
+
+DOES_NOT_FIT = 1
+
+
+def plan(
+    path: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe (TOML).", show_default=False)],
+    sets: Sets = [],  # noqa: B006
+    site: Site = None,
+    config: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="The model's config.json, where model.path is on another machine. [dim]default: models/NAME/config.json beside the recipe[/dim]",
+            show_default=False,
+        ),
+    ] = None,
+    device_memory: Annotated[float, typer.Option(metavar="GIB", help="Memory of a device.", min=0.1)] = 80.0,
+    bandwidth: Annotated[
+        float,
+        typer.Option(
+            metavar="GB/S",
+            help="How fast the trainer's process 0 sends weights, or the file system takes and gives them.",
+            min=0.001,
+        ),
+    ] = 2.0,
+    prompt_tokens: Annotated[
+        Optional[int],
+        typer.Option(help="Tokens of a prompt. [dim]default: 256, or what the context has room for[/dim]", min=1, show_default=False),
+    ] = None,
+    answer_tokens: Annotated[
+        Optional[int],
+        typer.Option(help="Tokens of an answer. [dim]default: the longest there can be[/dim]", min=1, show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON: bytes, tokens, seconds.")] = False,
+) -> None:
+    """Say what a run takes: processes, nodes and GPUs, memory of each, bytes a step; from the recipe and the model's config.json alone.
+
+    Nothing is made, loaded or asked for. The exit code is 1 when something does not fit, and what would help is said.
+
+    [dim]relax-hpc plan recipes/qwen3-4b-grpo.toml[/dim]
+    [dim]relax-hpc plan recipe.toml --set trainer.parallel.tensor=4 --device-memory 40[/dim]
+    """  # fmt: skip
+    import json
+
+    from relax_hpc.launch.sizing.estimate import GIB, Asked, estimate
+    from relax_hpc.launch.sizing.model import shape_of
+    from relax_hpc.recipe import load_recipe, site_file
+
+    with friendly():
+        recipe = load_recipe(path, sets, site_file(site))
+        shape, where = shape_of(recipe.model, path, config)
+        made = estimate(recipe, shape, Asked(device_memory * GIB, bandwidth * 1e9, prompt_tokens, answer_tokens))
+    if as_json:
+        typer.echo(json.dumps({"config": where, **made.to_json()}, indent=1))
+    else:
+        _print(made, where)
+    if made.problems:
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _print(made: Estimate, where: str) -> None:
+    from rich.console import Console
+
+    from relax_hpc.cli.plan_tables import show
+
+    console = Console()
+    if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
+        console = Console(width=140)
+    show(made, where, console)

@@ -1,0 +1,100 @@
+"""What a step writes, reads and sends: tokens, bytes of shards, bytes and seconds of a version of the weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from relax_hpc.launch.sizing.model import Shape, parameters
+from relax_hpc.launch.sizing.trainer import ELEMENT, Step
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.weights import CollectiveWeights, FileWeights
+from relax_hpc.spool.columns import COLUMNS, TOKEN_COLUMNS
+
+FILE_BYTES = 3500
+"""HDF5's own, and what `meta` says of the order."""
+PROMPT_META_BYTES = 100
+"""Answer and metadata of a prompt in `meta`; sources that say much take more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Of one training step, unless it says otherwise."""
+
+    samples: int
+    prompt_tokens: int
+    """Of a prompt."""
+    answer_tokens: int
+    """Of an answer, over all its turns."""
+    trained_tokens: int
+    """Generated ones, of all samples."""
+    spool_bytes: int
+    routed_bytes: int
+    """The part of it that says which experts tokens were routed to."""
+    run_spool_bytes: int
+    """Of all steps, where spool.keep = "all"; of what may be there at a time, where it is "needed"."""
+    weights_bytes: int
+    """Of a version."""
+    copies: int
+    """How often a version goes over the slowest link."""
+    sync_s: float
+
+
+def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: float) -> Traffic:
+    """`prompt`, `answer`: tokens of a sample. `bandwidth`: bytes a second of a process's link, or of the file system."""
+    groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
+    samples = groups * size
+    routed = _routed_bytes(shape, prompt, answer) * samples if recipe.rollout.routed_experts else 0
+    spooled = _shard_bytes(groups, samples, prompt, answer) + FILE_BYTES * recipe.orders_per_step + routed
+    weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
+    copies = _copies(recipe)
+    steps = recipe.run.steps
+    if recipe.spool.keep == "needed":  # what the oldest checkpoint replays, and what is on its way
+        steps = min(steps, recipe.run.checkpoint_every * recipe.run.keep_checkpoints + recipe.async_.max_staleness + 1)
+    return Traffic(
+        samples=samples,
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+        trained_tokens=samples * answer,
+        spool_bytes=spooled,
+        routed_bytes=routed,
+        run_spool_bytes=spooled * steps,
+        weights_bytes=weights,
+        copies=copies,
+        sync_s=weights * copies / bandwidth,
+    )
+
+
+def step_of(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> Step:
+    """What the trainer reads in a step."""
+    samples = recipe.trainer.prompts_per_step * recipe.algorithm.group_size
+    longest = min(prompt + recipe.rollout.max_new_tokens * recipe.rollout.max_turns, shape.context)
+    return Step(samples, longest, samples * (prompt + answer))
+
+
+def _shard_bytes(groups: int, samples: int, prompt: int, answer: int) -> int:
+    """The columns of so many groups, of one span a sample."""
+    of = {name: dtype.itemsize for name, dtype in COLUMNS.items()}
+    a_token = sum(of[name] for name in TOKEN_COLUMNS)
+    a_sample = sum(of[name] for name in ("samples", "offsets", "span_start", "span_version"))
+    a_group = prompt * of["prompt_tokens"] + of["prompt_offsets"] + of["groups"] + PROMPT_META_BYTES
+    return samples * (answer * a_token + a_sample) + groups * a_group
+
+
+def _routed_bytes(shape: Shape, prompt: int, answer: int) -> int:
+    """Of a sample."""
+    if not shape.experts:
+        return 0
+    one = np.min_scalar_type(shape.experts - 1).itemsize
+    return (prompt + answer - 1) * shape.layers * shape.chosen * one
+
+
+def _copies(recipe: Recipe) -> int:
+    """Files: written once, read by each worker, or once on a node that has a copy in memory. MPI sends to one worker after
+    the other; a broadcast leaves process 0 as a tree."""
+    workers = recipe.rollout.workers
+    if isinstance(recipe.weights, FileWeights):
+        return 1 + (recipe.rollout.nodes if recipe.weights.front else workers)
+    return math.ceil(math.log2(workers + 1)) if isinstance(recipe.weights, CollectiveWeights) else workers

@@ -1,0 +1,20 @@
+"""The columns of a shard and their types: what a shard is made of, and how large one will be. Imports no HDF5."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+SAMPLE = np.dtype([("group", "<i4"), ("reward", "<f4"), ("raw_reward", "<f4"), ("finish", "u1"), ("turns", "<i2")])
+GROUP = np.dtype([("source", "<i2"), ("index", "<i8"), ("failed", "u1")])
+COLUMNS: dict[str, np.dtype[Any]] = {
+    "prompt_tokens": np.dtype("<i4"), "prompt_offsets": np.dtype("<i8"), "tokens": np.dtype("<i4"), "offsets": np.dtype("<i8"),
+    "loss_mask": np.dtype("u1"), "logprobs": np.dtype("<f4"), "span_start": np.dtype("<i8"), "span_version": np.dtype("<i4"),
+    "samples": SAMPLE, "groups": GROUP, "meta": np.dtype("u1"),
+}  # fmt: skip
+"""Every shard has these; `extra/NAME` (float32, [N]) may follow."""
+ROUTED = "routed_experts"
+"""An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
+TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
+"""Columns of length T: the ones worth compressing, and read by slices."""
