@@ -38,11 +38,17 @@ def plan(
     ] = 2.0,
     prompt_tokens: Annotated[
         Optional[int],
-        typer.Option(help="Tokens of a prompt. [dim]default: 256, or what the context has room for[/dim]", min=1, show_default=False),
+        typer.Option(
+            help="Tokens of a prompt. [dim]default: 256, or what the context has room for[/dim]",
+            min=1,
+            show_default=False,
+        ),
     ] = None,
     answer_tokens: Annotated[
         Optional[int],
-        typer.Option(help="Tokens of an answer. [dim]default: the longest there can be[/dim]", min=1, show_default=False),
+        typer.Option(
+            help="Tokens of an answer. [dim]default: the longest there can be[/dim]", min=1, show_default=False
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON: bytes, tokens, seconds.")] = False,
 ) -> None:

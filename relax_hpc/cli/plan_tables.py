@@ -78,7 +78,9 @@ def _trainer(made: Estimate, console: Console) -> None:
 
 def _engine(made: Estimate, console: Console) -> None:
     engine = made.engine
-    table = _table("An engine", "GPUs", "weights, each", "cache, each", "tokens it holds", "an order's, at most", "host memory")
+    table = _table(
+        "An engine", "GPUs", "weights, each", "cache, each", "tokens it holds", "an order's, at most", "host memory"
+    )
     numbers = (f"{engine.room:,}", f"{engine.wanted:,}", gib(engine.host))
     table.add_row(str(engine.devices), gib(engine.weights), gib(max(engine.cache, 0)), *numbers)
     console.print(table)

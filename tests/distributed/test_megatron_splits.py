@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from relax_hpc.algorithms import make_algorithm
+from relax_hpc.launch.sizing.model import shape_of
+from relax_hpc.launch.sizing.trainer import Step, trainer_memory
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_trainer
@@ -91,6 +93,33 @@ def replayed() -> Rollouts:
     return tiny.routed(tiny.random_rollouts(14, seed=2), LAYERS, MODELS["experts"]["experts"], 2)
 
 
+def planned(recipe: Recipe, stage: int) -> dict[str, float]:
+    """Bytes of weights, gradients, AdamW's state and reference, as `relax-hpc plan` says them."""
+    shape, _ = shape_of(recipe.model, Path("recipe.toml"))
+    memory = trainer_memory(recipe, shape, Step(14, 40, 14 * 40))[stage]
+    return {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "reference")}
+
+
+def held(trainer: Any) -> dict[str, float]:
+    """The same, of this process's tensors; AdamW's is the mean over the processes of the stage."""
+
+    def size(tensors: Any) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
+
+    weights, reference = (
+        size(p for c in chunks for p in c.parameters()) for chunks in (trainer.chunks, trainer.reference)
+    )
+    gradients = size(b.grad_data for c in trainer.reduced for b in c.buffers + c.expert_parallel_buffers)
+    states = (state for o in trainer._optimizers() for state in o.optimizer.state.values())
+    mine = torch.tensor(float(size(t for state in states for t in (state["exp_avg"], state["exp_avg_sq"]))))
+    stage = trainer.groups.pp.rank()
+    every = [torch.zeros(2) for _ in range(WORLD)]
+    dist.all_gather(every, torch.tensor([mine, stage]))
+    of_stage = [float(other) for other, where in every if where == stage]
+    optimizer = sum(of_stage) / len(of_stage)
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "reference": reference}
+
+
 def work(rank: int, folder: Path, results: Any) -> None:
     """Step 0 of every split, then step 1 from the checkpoint that the split before it wrote between the two."""
     from relax_hpc.trainers.megatron.weights import export
@@ -101,6 +130,11 @@ def work(rank: int, folder: Path, results: Any) -> None:
         for name, (model, parallel) in SPLITS.items():
             recipe = recipe_of(model, backend="megatron", processes=WORLD, parallel=parallel)
             trainer, algorithm = make_trainer(recipe, folder / model, rank, WORLD), make_algorithm(recipe.algorithm)
+            mine, said_before = held(trainer), planned(recipe, trainer.groups.pp.rank())
+            assert mine.pop("gradients") == pytest.approx(
+                said_before.pop("gradients"), rel=0.1
+            )  # Megatron-core pads them
+            assert mine == pytest.approx(said_before)
             said = [trainer.step(tiny.random_rollouts(14, seed=0), algorithm, 0)]
             saved = folder / f"{model}-checkpoint"
             if rank == 0:

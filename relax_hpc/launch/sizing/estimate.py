@@ -164,7 +164,10 @@ def _misfits(recipe: Recipe, shape: Shape, asked: Asked) -> Iterator[tuple[Role,
         )
     engine = engine_memory(recipe, shape, asked.device_bytes, prompt, answer)
     if recipe.rollout.engine == "torch" and engine.total > room:
-        yield "rollout", f"an engine needs {gib(engine.total)} and {gib(RESERVE)} in reserve, a device has {gib(asked.device_bytes)}"
+        yield (
+            "rollout",
+            f"an engine needs {gib(engine.total)} and {gib(RESERVE)} in reserve, a device has {gib(asked.device_bytes)}",
+        )
     if recipe.rollout.engine == "sglang" and engine.room < engine.longest:
         yield (
             "rollout",

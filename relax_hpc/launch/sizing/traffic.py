@@ -13,7 +13,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.weights import CollectiveWeights, FileWeights
 from relax_hpc.spool.columns import COLUMNS, TOKEN_COLUMNS
 
-FILE_BYTES = 3500
+FILE_BYTES = 5000
 """HDF5's own, and what `meta` says of the order."""
 PROMPT_META_BYTES = 100
 """Answer and metadata of a prompt in `meta`; sources that say much take more."""

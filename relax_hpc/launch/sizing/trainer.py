@@ -1,8 +1,8 @@
 """Memory of a trainer process: weights, gradients, AdamW, what the forward pass keeps for the backward, the output layer.
 
-    megatron   weights in trainer.dtype, gradients in float32; AdamW's moments (and, in bfloat16, master weights) are shared
-               by the data-parallel processes: of dense parameters by all that hold them, of experts by all that hold those
-    torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides
+megatron   weights in trainer.dtype, gradients in float32; AdamW's moments (and, in bfloat16, master weights) are shared
+           by the data-parallel processes: of dense parameters by all that hold them, of experts by all that hold those
+torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides
 """
 
 from __future__ import annotations
@@ -142,7 +142,10 @@ def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMe
     plan, dtype, processes = recipe.trainer.parallel, recipe.trainer.dtype, recipe.trainer.processes
     count = stage_parameters(shape, plan, stage)
     states = FLOAT * (2 if dtype == "float32" else 3)
-    sharing = processes // (plan.tensor * plan.pipeline), processes // (plan.expert * plan.expert_tensor * plan.pipeline)
+    sharing = (
+        processes // (plan.tensor * plan.pipeline),
+        processes // (plan.expert * plan.expert_tensor * plan.pipeline),
+    )
     tokens = micro_batch_tokens(recipe, step)
     last = stage == plan.pipeline - 1
     return TrainerMemory(

@@ -1,0 +1,215 @@
+"""`relax-hpc plan`: its numbers are those of the models, tensors and shards that a run really has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from relax_hpc.algorithms import make_algorithm
+from relax_hpc.cli import app
+from relax_hpc.launch.sizing import trainer as sizing
+from relax_hpc.launch.sizing.estimate import Asked, estimate
+from relax_hpc.launch.sizing.model import from_config, parameters, shape_of
+from relax_hpc.launch.sizing.traffic import step_of
+from relax_hpc.launch.sizing.trainer import trainer_memory
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Group, Prompt, Sample
+from relax_hpc.run_dir import RunError
+from relax_hpc.spool.shard import encode
+from relax_hpc.trainers import forward, make_trainer
+from tests import tiny
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+SHAPE = {"vocab_size": 51, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "qwen3, own head": Qwen3Config(**SHAPE, tie_word_embeddings=False),
+    "experts": Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    "experts in some layers": Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[0], decoder_sparse_step=2),
+    "qwen2": Qwen2Config(**SHAPE),
+    "llama": LlamaConfig(**SHAPE, head_dim=8),
+}
+
+
+def of_transformers(folder: Path) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    CONFIGS[name].save_pretrained(tmp_path)
+    shape = from_config(json.loads((tmp_path / "config.json").read_text()), name)
+    assert parameters(shape).all == of_transformers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "count"),
+    [("Qwen3-0.6B", 596_049_920), ("Qwen3-4B", 4_022_468_096), ("Qwen3-30B-A3B", 30_532_122_624)],
+)
+def test_shipped_configs_are_those_models(folder: str, count: int) -> None:
+    where = RECIPES / "models" / folder
+    assert parameters(from_config(json.loads((where / "config.json").read_text()), folder)).all == count
+    assert of_transformers(where) == count
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_a_tiny_model_has_the_parameters_that_are_built(experts: int, tmp_path: Path) -> None:
+    made = tiny.recipe(model={"experts": experts})
+    tiny.folder(made, tmp_path)
+    assert parameters(shape_of(made.model, tmp_path)[0]).all == of_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+@pytest.mark.parametrize(("dtype", "experts"), [("float32", 0), ("bfloat16", 4)])
+def test_activations_are_what_autograd_keeps(backend: str, dtype: str, experts: int, tmp_path: Path) -> None:
+    model = {"hidden_size": 64, "intermediate_size": 160, "layers": 4, "experts": experts, "context": 256}
+    made = tiny.recipe(
+        model=model, trainer={"backend": backend, "dtype": dtype, "tokens_per_micro_batch": 4096},
+        rollout={"max_new_tokens": 150},
+    )  # fmt: skip
+    trainer: Any = make_trainer(made, tiny.folder(made, tmp_path), 0, 1)
+    chunks = trainer.chunks if backend == "megatron" else [trainer.model]
+    own = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        # one answer for each prompt: those that share a prompt are trained on behind one copy of it
+        rollouts = tiny.rollouts(tiny.prompts([40] * 8), tiny.prompts([150] * 8, 1), 1)
+        trainer.step(rollouts, make_algorithm(made.algorithm), 0)
+    shape, _ = shape_of(made.model, tmp_path)
+    memory = trainer_memory(made, shape, sizing.Step(8, 190, 8 * 190))[0]
+    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert memory.activations + memory.head == pytest.approx(measured, rel=0.15)
+    assert sizing.LOGITS_PER_CHUNK == forward.LOGITS_PER_CHUNK
+
+
+def test_recomputing_all_keeps_the_inputs_of_layers() -> None:
+    def activations(**parallel: Any) -> float:
+        made = tiny.recipe(model={"layers": 8}, trainer={"backend": "megatron", "processes": 2, "parallel": parallel})
+        shape, _ = shape_of(made.model, Path())
+        return trainer_memory(made, shape, step_of(made, shape, 40, 16))[0].activations
+
+    assert activations(recompute="full") < activations() / 3
+    assert activations(pipeline=2) == pytest.approx(activations(), rel=0.1), "two in flight of half the layers each"
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_bytes_of_a_step_are_those_of_its_shards(routed: bool) -> None:
+    rollout = {"max_new_tokens": 90, "groups_per_order": 8, "engine": "sglang", "routed_experts": routed}
+    made = tiny.recipe(
+        model={"experts": 8, "layers": 3, "context": 256},
+        rollout=rollout,
+        trainer={"prompts_per_step": 16},
+        algorithm={"group_size": 4},
+    )
+    shape, _ = shape_of(made.model, Path())
+    experts = np.zeros((120 + 90 - 1, 3, 2), np.uint8) if routed else None
+    sample = Sample(
+        tokens=np.zeros(90, np.int32), logprobs=np.zeros(90, np.float32), loss_mask=np.ones(90, np.uint8), spans=[(0, 1)],
+        reward=1.0, raw_reward=1.0, finish=0, turns=1, routed_experts=experts,
+    )  # fmt: skip
+    groups = [Group(Prompt(0, i, "", np.zeros(120, np.int32), "42", {"of": "a task"}), [sample] * 4) for i in range(8)]
+    meta = {"version": 1, "lineage": 0, "attempt": 0, "worker": "rollout-0", "seed": 1, "copies": 4, "created": 1.5}
+    order = sum(len(piece) for piece in encode("o000000-000", groups, meta))
+    said = estimate(made, shape, Asked(prompt_tokens=120)).traffic
+    assert said.spool_bytes == pytest.approx(2 * order, rel=0.03)
+    assert said.routed_bytes == (2 * 8 * 4 * experts.size if experts is not None else 0)
+
+
+def run(*words: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["plan", *map(str, words)])
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda p: p.name)
+def test_every_shipped_recipe_fits(path: Path) -> None:
+    code, out, _ = run(path, "--json")
+    about = json.loads(out)
+    assert (code, about["problems"]) == (0, [])
+    for group in about["groups"]:
+        assert group["given"] in (0, group["devices"]), "GPUs that nobody uses, or too few"
+
+
+def test_what_does_not_fit_is_said_with_what_would() -> None:
+    path = RECIPES / "qwen3-30b-a3b-grpo-r3.toml"
+    code, out, _ = run(path, "--device-memory", 40)
+    assert code == 1 and "does not fit: a trainer process of stage 0 needs" in out and "a device has 40.0 GiB" in out
+    remedies = re.findall(r"would fit: (.*)", out)
+    assert len(remedies) == 3
+    for remedy in remedies:
+        assert "a trainer process of stage" not in run(path, "--device-memory", 40, *shlex.split(remedy))[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("rollout.sglang.tensor_parallel=8", "4 workers of 8 GPUs each"),
+        ("rollout.sglang.mem_fraction=0.1", "room for 0 tokens, one sequence may have 8448"),
+    ],
+)
+def test_engines_that_do_not_fit(change: str, said: str) -> None:
+    code, out, _ = run(RECIPES / "qwen3-30b-a3b-grpo-r3.toml", "--set", change)
+    assert code == 1 and said in out
+
+
+def test_a_model_that_is_elsewhere_needs_its_config(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text('[model]\npath = "/nowhere/Mine-7B"\n[[source]]\ntask = "chain_sum"\n')
+    code, _, said = run(recipe)
+    assert code == 2 and "/nowhere/Mine-7B" in said and "--config FILE" in said
+    config = RECIPES / "models" / "Qwen3-4B" / "config.json"
+    assert "4.02 B" in run(recipe, "--config", config, "--set", "rollout.max_new_tokens=64")[1]
+    (tmp_path / "models" / "Mine-7B").mkdir(parents=True)
+    (tmp_path / "models" / "Mine-7B" / "config.json").write_text('{"model_type": "mamba"}')
+    assert "model_type 'mamba'" in run(recipe)[2]
+
+
+def test_a_split_that_does_not_divide_the_model_is_refused() -> None:
+    code, _, said = run(
+        RECIPES / "qwen3-4b-grpo.toml",
+        "--set",
+        "trainer.parallel.pipeline=8",
+        "--set",
+        "trainer.parallel.tensor=1",
+        "--set",
+        "trainer.parallel.sequence=false",
+    )
+    assert code == 2 and "pipeline x virtual_pipeline = 8 must divide the model's 36 layers" in said
+
+
+def test_lengths_beyond_the_context_are_refused() -> None:
+    made = Recipe.model_validate(
+        {"model": {"name": "tiny"}, "source": [{"task": "chain_sum"}], "rollout": {"max_new_tokens": 64}}
+    )
+    with pytest.raises(RunError, match="context of 256"):
+        estimate(made, shape_of(made.model, Path())[0], Asked(prompt_tokens=250))
+
+
+def test_it_imports_no_torch() -> None:
+    code = (
+        f"import sys; sys.argv = ['relax-hpc', 'plan', {str(RECIPES / 'qwen3-4b-grpo.toml')!r}]\nfrom relax_hpc.cli import app\n"
+        "try: app()\nexcept SystemExit as e: assert not e.code\n"
+        "assert not {'torch', 'transformers', 'h5py', 'pandas'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
