@@ -1,8 +1,8 @@
 """The rollout role: claims orders, plays their episodes, publishes each as a shard.
 
-newest weights ──fetch, verify──► engine          loop:  claim ► play ► score ► claim …      (new weights are taken
-open orders ────claim by rename─► this worker                             └► publish           between orders, or in
-                                                                               mid-generation where async.late = "mask")
+open orders ────claim by rename─► this worker     loop:  claim ► sync ► play ► score ► claim …      (new weights are taken
+newest weights ──fetch, verify──► engine                                         └► publish         with an order, or in
+                                                                                 mid-generation where async.late = "mask")
 """
 
 from __future__ import annotations
@@ -85,28 +85,47 @@ class RolloutWorker:
             time.sleep(pause_s)
 
     def wait_for_claim(self) -> tuple[Claim, float]:
-        """Wait for an order, taking new weights meanwhile; it and the seconds waited. Raises Stop when asked to stop."""
+        """Wait for an order, and hold the newest weights for it; both and the seconds waited. Raises Stop when asked to stop.
+
+        New versions are taken with an order, not before: a worker that has nothing to do would read them for nothing.
+        """
         began = time.perf_counter()
         for pause_s in backoff(watchers=self.recipe.rollout.workers):
             self.progress("idle" if self.held else "syncing")
             self.report_published()
-            self.take_newest()
-            if self.held is not None:
-                claim = self.queue.claim(self.workplace, self.held.number)
+            if self.held is None:
+                self.take_newest()
+            elif self.queue.has_open():
+                newest = self.receiver.newest()
+                claim = self.queue.claim(self.workplace, newest.number) if newest else None
                 if claim is not None:
+                    self.catch_up(claim)
                     return claim, time.perf_counter() - began
             time.sleep(pause_s)
         raise AssertionError("backoff ends never")
 
-    def take_newest(self) -> None:
-        """Load the newest version unless it is held: verified whole before any of it is served."""
+    def catch_up(self, claim: Claim) -> None:
+        """Take the newest weights, which `claim` is to be played with; where they cannot be had, others get it."""
+        try:
+            for pause_s in backoff():
+                if self.take_newest():
+                    return
+                self.progress("syncing")
+                time.sleep(pause_s)
+        except BaseException:
+            self.queue.put_back(claim)
+            raise
+
+    def take_newest(self) -> bool:
+        """Load the newest version unless it is held: verified whole before any of it is served. Whether it is held now."""
         newest = self.receiver.newest()
         if newest is None or newest == self.held:
-            return
+            return newest is not None
         try:
             with self.receiver.fetch(newest, lambda: self.progress("syncing")) as tensors:
                 self.engine.load(newest.number, tensors, functools.partial(self.process.telemetry.beat, "syncing"))
             self.held = newest
+            return True
         except DamagedWeights as error:
             raise RunError(
                 f"{error}; resume with `relax-hpc run {self.process.run.root}`: the trainer publishes it again"
@@ -114,6 +133,7 @@ class RolloutWorker:
         except WeightsError as error:
             # Retired while we looked, or damaged: what is held stays valid for its orders, the next look sees a newer one.
             self.process.log.warning("%s", error)
+            return False
 
     def play(self, claim: Claim, waited_s: float) -> None:
         """Play the claimed order and publish its shard."""

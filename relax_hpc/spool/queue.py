@@ -107,6 +107,10 @@ class Queue:
 
     # a worker's side
 
+    def has_open(self) -> bool:
+        """Whether there is an order that nobody has claimed; most often one stat."""
+        return bool(self._open.names())
+
     def claim(self, worker: str, version: int) -> Claim | None:
         """Claim the first order that weights `version` may start, evaluations first; None when there is none.
 
@@ -130,6 +134,10 @@ class Queue:
                     f"'{folder}' is gone: this worker counted as lost, its orders were given to others"
                 )
         return None
+
+    def put_back(self, claim: Claim) -> None:
+        """Open a claim again that was not begun: no worker died on it."""
+        _moved(claim.path, self._run.open_orders / claim.ticket.name)
 
     def open_workplace(self, worker: str) -> None:
         (self._run.claimed_orders / worker).mkdir(exist_ok=True)
