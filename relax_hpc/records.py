@@ -97,6 +97,8 @@ class Rollouts:
     routed_experts: NDArray[np.integer[Any]] | None = None
     """[S, layers, K] the experts that the behaviour policy sent each token to, for all of a sample's tokens, the prompt's
     too, but its last: S is the sum of lengths() - 1. The megatron trainer routes as they say."""
+    columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """[T] each: other policies' logprobs of the tokens in the loss, by policy ("reference", "recomputed")."""
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -45,7 +45,7 @@ def page() -> str:
 def _section(name: str, field: FieldInfo) -> str:
     header = f"[[{name}]]" if get_origin(field.annotation) is list else f"[{name}]"
     parts = [_table(f"`{header}`", table) for table in tables(field.annotation)]
-    parts += [inner for table in tables(field.annotation) for inner in _inner(name, table)]
+    parts += dict.fromkeys(inner for table in tables(field.annotation) for inner in _inner(name, table))
     if field.is_required():
         parts.append(f"`{header}` must be given.\n")
     elif field.default is None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from relax_hpc.algorithms.base import Algorithm, LossInputs
-from relax_hpc.algorithms.grpo import GrpoAlgorithm
-from relax_hpc.recipe.schema import AnyAlgorithm, Grpo
+from relax_hpc.algorithms.base import NEEDS, Algorithm, LossInputs, Totals
+from relax_hpc.algorithms.policy import PolicyAlgorithm
+from relax_hpc.recipe.algorithm import AnyAlgorithm, OwnAlgorithm
 from relax_hpc.registry import RegistryError, check_call, resolve
 
-__all__ = ["COLUMNS", "Algorithm", "LossInputs", "make_algorithm"]
-
-COLUMNS = frozenset({"reference"})
-"""What an algorithm may ask for in `needs`."""
+__all__ = ["NEEDS", "Algorithm", "LossInputs", "Totals", "make_algorithm"]
 
 
 def make_algorithm(config: AnyAlgorithm) -> Algorithm:
     """The recipe's algorithm. Raises RegistryError for one of the user's own that cannot fill the protocol."""
-    if isinstance(config, Grpo):
-        return GrpoAlgorithm(clip=config.clip, normalise_std=config.normalise_std, kl_coef=config.kl_coef)
+    if not isinstance(config, OwnAlgorithm):
+        return PolicyAlgorithm(config)
     factory = resolve("algorithm", config.factory, {})
     check_call("algorithm", config.factory, factory, **config.options)
     algorithm: Algorithm = factory(**config.options)
@@ -28,7 +25,7 @@ def make_algorithm(config: AnyAlgorithm) -> Algorithm:
         )
     check_call("algorithm", f"{config.factory}.advantages", algorithm.advantages, "rollouts")
     check_call("algorithm", f"{config.factory}.loss", algorithm.loss, "inputs")
-    unknown = sorted(set(algorithm.needs) - COLUMNS)
+    unknown = sorted(set(algorithm.needs) - NEEDS)
     if unknown:
-        raise RegistryError(f"algorithm '{config.factory}' needs columns {unknown}; there are {sorted(COLUMNS)}")
+        raise RegistryError(f"algorithm '{config.factory}' needs {unknown}; there are {sorted(NEEDS)}")
     return algorithm

@@ -1,7 +1,9 @@
-"""What an algorithm is: two pure functions of tensors, and the columns they need.
+"""What an algorithm is: two pure functions of tensors, and what they need besides.
 
 rewards, groups ──advantages()──► one number a token
 logprobs now, logprobs then, advantages ──loss()──► one number a token, summed and divided by ONE global token count
+
+Another mean than that over tokens is a weight on each of them, so that every split makes the same sums.
 """
 
 from __future__ import annotations
@@ -13,15 +15,35 @@ from torch import Tensor
 
 from relax_hpc.records import Rollouts
 
+NEEDS = frozenset({"reference", "recomputed", "entropy"})
+"""What an algorithm may ask for: the reference's logprobs, the trainer's own of before the step's first update, entropies
+with gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of all that one optimizer step trains on, whatever the micro-batch."""
+
+    tokens: int
+    """In the loss: what the sum of the losses is divided by."""
+    samples: int
+    """With a token in the loss."""
+    budget: int
+    """Tokens that the model may generate for a sample at most."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """A micro-batch's tokens that enter the loss, flat: M tokens, all with loss mask 1."""
+    """A micro-batch's tokens that enter the loss, flat: M tokens, all with loss mask 1, of S whole samples, one after another."""
 
     logprobs: Tensor  # [M] of the policy being trained, with gradient
-    behaviour: Tensor  # [M] of the policy that sampled, from the shard
+    entropies: Tensor  # [M] of its distributions; with gradient when the algorithm's needs say "entropy"
+    behaviour: Tensor  # [M] of the policy that sampled, as the engine reported them: from the shard
     advantages: Tensor  # [M]
-    reference: Tensor | None  # [M] of the reference policy; there when the algorithm's needs say "reference"
+    reference: Tensor | None  # [M] of the reference policy; there when the needs say "reference"
+    recomputed: Tensor | None  # [M] of the policy before the step's first update; there when the needs say so
+    lengths: Tensor  # [S] int64, tokens of each sample, at least 1
+    totals: Totals
 
 
 class Algorithm(Protocol):
@@ -29,11 +51,14 @@ class Algorithm(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Columns beyond the shard's own: "reference" for the reference policy's logprobs. A plain attribute will do."""
+        """Which of NEEDS. A plain attribute will do."""
         ...
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        """[T] one advantage a token, in the order of `rollouts.tokens`; float32, 0 where the loss mask is 0."""
+        """[T] one advantage a token, in the order of `rollouts.tokens`; float32, 0 where the loss mask is 0.
+
+        With the need "reference", `rollouts.columns["reference"]` has the reference's logprobs.
+        """
         ...
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

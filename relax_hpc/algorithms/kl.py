@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LIMIT = 20.0
+"""In k3, d is held within ± this, where exp is finite."""
+
 
 def k1(logprobs: Tensor, other: Tensor) -> Tensor:
     """[M] d: unbiased, of high variance, negative at times."""
@@ -21,5 +24,8 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
     """[M] exp(-d) - 1 + d: unbiased and never negative; the one of GRPO (arXiv 2402.03300, eq. 4)."""
-    difference = logprobs - other
+    difference = (logprobs - other).clamp(-LIMIT, LIMIT)
     return torch.expm1(-difference) + difference
+
+
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}

@@ -1,20 +1,75 @@
-"""Policy-gradient losses of single tokens; the trainer sums them and divides by one global token count."""
+"""Policy-gradient losses of single tokens, from log ρ, the log of how much likelier they have become, and advantages."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from relax_hpc.algorithms.sequences import means, spread
+
+LOG_RATIO_LIMIT = 20.0
+"""Logs of ratios are held within ± this: beyond it there is nothing to learn, and exp would soon be infinite."""
+
+
+def exp_ratio(log_ratio: Tensor) -> Tensor:
+    """[M] exp within limits."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
 
 def clipped_surrogate(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, low: float, high: float
-) -> tuple[Tensor, Tensor]:
-    """([M] loss, [M] bool: the clip is active, no gradient flows), all inputs [M].
+    log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """([M] loss, metrics: where a clip is active, so that no gradient flows), all inputs [M].
 
-    max(-ρA, -clip(ρ, 1 - low, 1 + high)·A) with ρ = exp(logprobs - behaviour): PPO (arXiv 1707.06347, eq. 7), with
-    bounds of their own as in DAPO's clip-higher (arXiv 2503.14476, eq. 10).
+    max(-ρA, -clip(ρ, 1 - low, 1 + high)·A): PPO (arXiv 1707.06347, eq. 7), with bounds of their own as in DAPO's
+    clip-higher (arXiv 2503.14476, eq. 10). `dual`: and at most -dual·A where A < 0 (arXiv 1912.09729, eq. 5).
     """
-    ratio = torch.exp(logprobs - behaviour)
+    ratio = exp_ratio(log_ratio)
     free = -ratio * advantages
     bounded = -ratio.clamp(1 - low, 1 + high) * advantages
-    return torch.maximum(free, bounded), (bounded > free).detach()
+    active = (bounded > free).detach()
+    loss = torch.maximum(free, bounded)
+    metrics = {"clip_fraction": active, "clip_low": active & (advantages < 0), "clip_high": active & (advantages > 0)}
+    if dual is not None:
+        most = -dual * advantages
+        capped = ((advantages < 0) & (loss > most)).detach()
+        loss = torch.where(capped, most, loss)
+        metrics["clip_dual"] = capped
+        metrics["clip_fraction"] = active | capped
+    return loss, {name: where.float() for name, where in metrics.items()}
+
+
+def sequence_log_ratio(logprobs: Tensor, old: Tensor, lengths: Tensor, level: str) -> Tensor:
+    """[M] GSPO's log ratio (arXiv 2507.18071): the mean over each sample's tokens, at all of them (eq. 7).
+
+    With level "token" (eq. 14) the same in value, but the gradient of each is that of its own token.
+    """
+    if level == "sequence":
+        return spread(means(logprobs - old, lengths), lengths)
+    fixed = logprobs.detach()
+    return spread(means(fixed - old, lengths), lengths) + logprobs - fixed
+
+
+def soft_gate(
+    log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-(4 / τ)·σ(τ(ρ - 1))·A (SAPO, arXiv 2511.20347, eq. 6); the metric is how much of the gradient the gate lets pass."""
+    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio)
+    gate = torch.sigmoid(tau * (exp_ratio(log_ratio) - 1))
+    return -4 / tau * gate * advantages, {"gate": (4 * gate * (1 - gate)).detach()}
+
+
+def weighted_logprobs(
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, low: float, high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-clip(ρ, 1 - low, 1 + high)·A·log π, the clipped ratio without gradient (CISPO, arXiv 2506.13585, eq. 4)."""
+    ratio = exp_ratio(log_ratio.detach())
+    below, above = ratio < 1 - low, ratio > 1 + high
+    metrics = {"clip_fraction": below | above, "clip_low": below, "clip_high": above}
+    loss = -ratio.clamp(1 - low, 1 + high) * advantages * logprobs
+    return loss, {name: where.float() for name, where in metrics.items()}
+
+
+def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A·log π: REINFORCE."""
+    return -advantages * logprobs, {}

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
+from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, Rloo
 from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
@@ -98,57 +99,6 @@ class Warmup(Table):
     )
 
 
-class Algorithm(Table):
-    """What all algorithms have: the size of a group and filters."""
-
-    group_size: PositiveInt = Key(8, "Samples drawn for each prompt.")
-    filters: list[str] = Key(
-        [],
-        "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
-        looked_up=True,
-    )
-
-
-class Grpo(Algorithm):
-    """GRPO (arXiv 2402.03300) with clip-higher (arXiv 2503.14476)."""
-
-    name: Literal["grpo"] = Key("grpo", "Group-relative policy optimisation.")
-    clip: tuple[float, float] = Key((0.2, 0.28), "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]].")
-    normalise_std: bool = Key(True, "Divide the advantage by the group's standard deviation of rewards.")
-    kl_coef: float = Key(
-        0.0, "Weight of the KL to the reference (version 0), estimator k3, in the loss; 0 holds no reference.", ge=0
-    )
-
-    @model_validator(mode="after")
-    def _group(self) -> Grpo:
-        if self.group_size < 2:
-            raise conflict(
-                f"algorithm.group_size = {self.group_size}: grpo compares samples of one prompt, use 2 or more"
-            )
-        if not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
-            raise conflict(
-                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0"
-            )
-        return self
-
-
-class OwnAlgorithm(Algorithm):
-    """An algorithm of the user's own."""
-
-    name: Literal["own"] = Key("own", "An algorithm of your own.")
-    factory: str = Key(
-        help="MODULE:FUNCTION or FILE.py:FUNCTION, called with `options`; returns a relax_hpc.algorithms.Algorithm.",
-        looked_up=True,
-    )
-    options: dict[str, Any] = Key({}, "Keyword arguments for the factory.")
-
-
-AnyAlgorithm = Annotated[
-    Union[Annotated[Grpo, Tag("grpo")], Annotated[OwnAlgorithm, Tag("own")]],
-    named(default=lambda v: "own" if "factory" in v else "grpo"),
-]
-
-
 class Async(Table):
     """How far generation may run ahead of training."""
 
@@ -179,6 +129,14 @@ class Trainer(Table):
         "auto", "Where the model lives; `auto` takes a GPU where there is one."
     )
     prompts_per_step: PositiveInt = Key(32, "Prompts (groups) a training step consumes.")
+    updates_per_step: PositiveInt = Key(
+        1, "Optimizer steps that a training step makes, each on its share of the groups; with 1 all are in one."
+    )
+    max_skipped_steps: PositiveInt = Key(
+        20,
+        "Steps in a row with an update skipped, since loss or gradient were not finite, before the run stops and says why.",
+        resume=True,
+    )
     learning_rate: PositiveFloat = Key(1e-6, "Peak learning rate of AdamW.")
     betas: tuple[float, float] = Key((0.9, 0.95), "AdamW's moment decays.")
     eps: PositiveFloat = Key(1e-8, "AdamW's epsilon.")
@@ -413,6 +371,16 @@ class Recipe(Table):
             raise conflict(
                 f"rollout.max_new_tokens = {self.rollout.max_new_tokens} leaves no room for a prompt in "
                 f"model.context = {self.model.context}: lower the one or raise the other"
+            )
+        updates = self.trainer.updates_per_step
+        if updates > prompts:
+            raise conflict(
+                f"trainer.updates_per_step = {updates} share the groups of trainer.prompts_per_step = {prompts}: use at most that"
+            )
+        if isinstance(self.algorithm, Rloo) and (self.async_.max_staleness or updates > 1):
+            raise conflict(
+                f"algorithm.name = 'rloo' is on-policy only, but async.max_staleness = {self.async_.max_staleness} and "
+                f"trainer.updates_per_step = {updates}: set them to 0 and 1, or use an algorithm with a ratio, such as 'grpo'"
             )
         if self.run.async_checkpoints and self.trainer.backend == "torch":
             raise conflict(

@@ -17,6 +17,7 @@ from relax_hpc.roles.intake import Intake, Replay, check_failures
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.retention import Retention
 from relax_hpc.roles.step_metrics import describe
+from relax_hpc.roles.untrained import Untrained
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import OrderBook
 from relax_hpc.spool.queue import Queue
@@ -60,6 +61,7 @@ class Lead:
         self.publisher = make_publisher(recipe, run, via, self.incarnation)
         held_out = role.sources.held_out(recipe.evaluation.prompts) if recipe.evaluation else []
         self.evaluations = Evaluations(run, recipe, queue, held_out)
+        self.untrained = Untrained(recipe.trainer.max_skipped_steps, self.process.log)
         self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
 
     def begin(self, state: dict[str, Any] | None) -> None:
@@ -93,6 +95,7 @@ class Lead:
         """What all ranks do next."""
         role, steps = self.role, self.recipe.run.steps
         self.report_scores()
+        self.untrained.check()
         if self.process.stopping or role.run.stop.exists() or self.out_of_time():
             return Word("end", exit=Exit.STOPPED)
         if self.publisher.wanted():  # by a worker that could not take it when it was published
@@ -142,6 +145,7 @@ class Lead:
         """Settle the books, say what happened."""
         replayed = not self.intake.live
         self.intake.settle(entry, self.role.step)
+        self.untrained.note(entry, rollouts, metrics)
         now = time.perf_counter()
         values = describe(entry, rollouts, self.recipe) | metrics
         values |= {

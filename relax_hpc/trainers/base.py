@@ -1,4 +1,4 @@
-"""What a trainer backend is: it holds the policy and its optimizer, and makes one step from a step's rollouts."""
+"""What a trainer backend is: it holds the policy and its optimizer, and makes its updates from a step's rollouts."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class Trainer(Protocol):
     ) -> dict[str, float]:
         """One optimizer step on all of `rollouts` (every process is given all of them and works on its share).
 
-        The loss is the sum over tokens divided by one global token count: the same under any number of processes and
-        micro-batches. Returns metrics, equal on every process: loss, grad_norm, learning_rate, tokens, kl (behaviour to
-        current), clip_fraction, entropy where cheap, and what the algorithm adds.
+        Or trainer.updates_per_step of them, each on its share of the groups. The loss is the sum over tokens divided by
+        one global token count: the same under any number of processes and micro-batches. Returns metrics, equal on every
+        process: loss, grad_norm, learning_rate, tokens, skipped (updates, for loss or gradient were not finite), kl
+        (behaviour to current), entropy, and what the algorithm adds.
         """
         ...
 

@@ -23,8 +23,9 @@ def token_logprobs(
     targets: Tensor,
     temperature: float,
     logits_per_chunk: int = LOGITS_PER_CHUNK,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """([M] logprobs of `targets` under logits / temperature, [M] entropies without gradient), float32.
+    """([M] logprobs of `targets` under logits / temperature, [M] entropies, with gradient where asked for), float32.
 
     targets: [M] int64, the token ids at batch.predictors. Where more than one chunk is needed, a chunk's logits are
     computed again in the backward pass.
@@ -42,17 +43,19 @@ def token_logprobs(
     head = model.get_output_embeddings()
     tokens_per_chunk = max(1, logits_per_chunk // head.weight.shape[0])
     if len(chosen) <= tokens_per_chunk:
-        return _head_logprobs(head, chosen, targets, temperature)
+        return _head_logprobs(head, chosen, targets, temperature, entropy_gradient)
     parts = [
-        checkpoint(_head_logprobs, head, rows, wanted, temperature, use_reentrant=False)
+        checkpoint(_head_logprobs, head, rows, wanted, temperature, entropy_gradient, use_reentrant=False)
         for rows, wanted in zip(chosen.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
-def _head_logprobs(head: torch.nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _head_logprobs(
+    head: torch.nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
     distribution = torch.log_softmax(head(hidden).float() / temperature, -1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = -(distribution.exp() * distribution).sum(-1)
     return distribution.gather(-1, targets[:, None]).squeeze(-1), entropies
 

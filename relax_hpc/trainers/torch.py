@@ -1,5 +1,6 @@
-"""The torch trainer: a Hugging Face causal model, data parallel, one optimizer step from a step's rollouts.
+"""The torch trainer: a Hugging Face causal model, data parallel, one optimizer step or more from a step's rollouts.
 
+    rollouts ──forward of the reference, where one is needed──► columns ──updates──► for each, most often one:
     rollouts ──plan──► this rank's micro-batches ──forward, algorithm.loss, backward──► gradients (sums over tokens)
     gradients ──all-reduce──► norm ──finite?──► AdamW        metrics ──summed over ranks──► means over tokens
 
@@ -10,6 +11,7 @@ ranks may have different numbers of micro-batches, and the sums are the same und
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +36,7 @@ from relax_hpc.trainers.base import Saved
 from relax_hpc.trainers.build import weights_folder
 from relax_hpc.trainers.forward import check_head, token_logprobs
 from relax_hpc.trainers.optim import FlatGradients, learning_rate
-from relax_hpc.trainers.token_loss import PolicyLoss, TokenLoss, add, as_rollouts
+from relax_hpc.trainers.token_loss import TokenLoss, add, as_rollouts, columns_before, together, updates
 
 T = TypeVar("T")
 
@@ -59,9 +61,12 @@ class TorchTrainer:
     def step(
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        loss = PolicyLoss(rollouts, algorithm, self.device)
         rate = learning_rate(self.recipe.trainer, step, self.recipe.run.steps)
-        return self._optimise(rollouts, loss, self.recipe.rollout.temperature, rate, progress)
+        temperature = self.recipe.rollout.temperature
+        names = columns_before(algorithm, self.recipe)
+        columns = {name: self._column(name, rollouts, temperature, progress) for name in names}
+        parts = updates(dataclasses.replace(rollouts, columns=columns), algorithm, self.recipe, self.device)
+        return together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
 
     def supervised_step(
         self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
@@ -142,27 +147,42 @@ class TorchTrainer:
         sums: dict[str, float] = {}
         for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
             batch = pack(rollouts, rows)
-            logprobs, entropies = self._logprobs(self.model, rollouts, batch, temperature)
-            needed = token_loss.needs_reference
-            reference = self._reference_logprobs(rollouts, batch, temperature) if needed else None
-            loss, said = token_loss(batch.targets, logprobs, entropies, reference)
+            found = self._logprobs(self.model, rollouts, batch, temperature, token_loss.entropy_gradient)
+            loss, said = token_loss(batch.targets, *found)
             (loss / tokens).backward()
             sums = add([sums, said])
             progress()
         return sums
 
     def _logprobs(
-        self, model: PreTrainedModel, rollouts: Rollouts, batch: MicroBatch, temperature: float
+        self,
+        model: PreTrainedModel,
+        rollouts: Rollouts,
+        batch: MicroBatch,
+        temperature: float,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return token_logprobs(model, batch, targets, temperature)
+            return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy_gradient)
 
-    def _reference_logprobs(self, rollouts: Rollouts, batch: MicroBatch, temperature: float) -> Tensor:
-        if self.reference is None:
+    @torch.no_grad()
+    def _column(
+        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        """[T] logprobs of the tokens in the loss by the reference, or by the policy of now; on every rank."""
+        model = self.model if name == "recomputed" else self.reference
+        if model is None:
             raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
-        with torch.no_grad():
-            return self._logprobs(self.reference, rollouts, batch, temperature)[0]
+        column = torch.zeros(len(rollouts.tokens), device=self.device)
+        for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
+            batch = pack(rollouts, rows)
+            where = torch.from_numpy(batch.targets).to(self.device)
+            column[where] = self._logprobs(model, rollouts, batch, temperature)[0]
+            progress()
+        if self.world > 1:
+            dist.all_reduce(column)  # each rank has its share, zeros elsewhere
+        return column.cpu().numpy()
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         config = self.recipe.trainer

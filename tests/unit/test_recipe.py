@@ -18,8 +18,9 @@ from relax_hpc.recipe import (
     resumable,
     sources,
 )
+from relax_hpc.recipe.algorithm import Grpo
 from relax_hpc.recipe.describe import keys, tables
-from relax_hpc.recipe.schema import FileSource, Grpo, ReasoningGymSource, TinyModel
+from relax_hpc.recipe.schema import FileSource, ReasoningGymSource, TinyModel
 from relax_hpc.recipe.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -41,7 +41,7 @@ class Policy(GPTModel):  # type: ignore[misc]
 def token_logprobs(
     model: Policy, hidden: Tensor, batch: MicroBatch, targets: Tensor, temperature: float, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """([M] logprobs of `targets` under logits / temperature, [M] entropies without gradient), float32, on every process.
+    """([M] logprobs of `targets` under logits / temperature, [M] entropies), float32, on every process.
 
     hidden: what the last stage gave; targets: [M] int64. Tokens beyond `vocabulary` only fill up the embedding.
     """
@@ -91,17 +91,22 @@ class _SplitLogprobs(torch.autograd.Function):
         sums = torch.stack([exponentials.sum(-1), (exponentials * (logits - top[:, None])).sum(-1), chosen])
         _reduce(sums, group, dist.ReduceOp.SUM)
         total, weighted, chosen = sums
-        ctx.save_for_backward(exponentials / total[:, None], index, here)
         entropies = total.log() - weighted / total
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(exponentials / total[:, None], index, here, entropies)
+        ctx.set_materialize_grads(False)
         return chosen - top - total.log(), entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, index, here = ctx.saved_tensors
-        gradient = -probabilities * grads[0][:, None]
-        if gradient.shape[1]:
-            gradient.scatter_add_(-1, index[:, None], (grads[0] * here)[:, None])
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+        probabilities, index, here, entropies = ctx.saved_tensors
+        gradient = torch.zeros_like(probabilities)
+        if grads[0] is not None:
+            gradient = -probabilities * grads[0][:, None]
+            if gradient.shape[1]:
+                gradient.scatter_add_(-1, index[:, None], (grads[0] * here)[:, None])
+        if grads[1] is not None:  # of the entropies: -p·(log p + H)
+            own = torch.xlogy(probabilities, probabilities) + probabilities * entropies[:, None]
+            gradient -= own * grads[1][:, None]
         return gradient, None, None
 
 

@@ -1,6 +1,7 @@
 """One process of a Megatron-core trainer: tensor, sequence, pipeline, context, expert and data parallel.
 
-    rollouts ──plan──► this data-parallel rank's micro-batches ──reference forward, where one is needed──►
+    rollouts ──forward of the reference, where one is needed──► columns ──updates──► for each, most often one:
+    rollouts ──plan──► this data-parallel rank's micro-batches
     ──Megatron's schedule: forward, token_logprobs, algorithm.loss, backward──► gradients ──► norm ──finite?──► AdamW
 
 Each loss is divided by one global token count before its backward, and gradients are summed over all processes that hold
@@ -9,6 +10,7 @@ other tokens: the sums are the same under every plan.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -38,7 +40,7 @@ from relax_hpc.trainers.megatron.head import Policy, token_logprobs
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
 from relax_hpc.trainers.optim import learning_rate
-from relax_hpc.trainers.token_loss import PolicyLoss, TokenLoss, add, as_rollouts
+from relax_hpc.trainers.token_loss import TokenLoss, add, as_rollouts, columns_before, together, updates
 
 T = TypeVar("T")
 LOADED_BYTES = 2**30
@@ -79,9 +81,12 @@ class MegatronTrainer:
     def step(
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        loss = PolicyLoss(rollouts, algorithm, self.device)
         rate = learning_rate(self.recipe.trainer, step, self.recipe.run.steps)
-        return self._optimise(rollouts, loss, self.recipe.rollout.temperature, rate, progress)
+        temperature = self.recipe.rollout.temperature
+        names = columns_before(algorithm, self.recipe)
+        columns = {name: self._column(name, rollouts, temperature, progress) for name in names}
+        parts = updates(dataclasses.replace(rollouts, columns=columns), algorithm, self.recipe, self.device)
+        return together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
 
     @supported
     def supervised_step(
@@ -155,22 +160,17 @@ class MegatronTrainer:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         batches = self._batches(rollouts)
-        reference: dict[int, Tensor] = {}
-        if token_loss.needs_reference:
-            reference = self._reference_logprobs(rollouts, batches, temperature)
         sums: dict[str, float] = {}
 
         def loss_of(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
             nonlocal sums
             progress()
-            loss, said = token_loss(batches[number].targets, logprobs, entropies, reference.get(number))
+            loss, said = token_loss(batches[number].targets, logprobs, entropies)
             sums = add([sums, said])
             return loss / tokens
 
         self._run(self.reduced, rollouts, batches, temperature, loss_of)
-        # processes that share sequences or matrices computed the same numbers: one of them speaks
-        alone = self.groups.tp.rank() == self.groups.cp.rank() == 0
-        metrics |= {name: value / tokens for name, value in add(self._gather(sums if alone else {})).items()}
+        metrics |= {name: value / tokens for name, value in add(self._gather(sums if self._speaks() else {})).items()}
         self.optimizer.prepare_grads()
         metrics["grad_norm"] = norm = float(self.optimizer.get_grad_norm())
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
@@ -220,21 +220,31 @@ class MegatronTrainer:
             forward_only=forward_only,
         )
 
-    def _reference_logprobs(
-        self, rollouts: Rollouts, batches: list[MicroBatch], temperature: float
-    ) -> dict[int, Tensor]:
-        """[M] of each micro-batch, on the last stage."""
-        if not self.reference:
+    @torch.no_grad()
+    def _column(
+        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        """[T] logprobs of the tokens in the loss by the reference, or by the policy of now; on every process."""
+        models = self.chunks if name == "recomputed" else self.reference
+        if not models:
             raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
-        found: dict[int, Tensor] = {}
+        column = torch.zeros(len(rollouts.tokens), device=self.device)
+        batches = self._batches(rollouts)
 
         def keep(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
-            found[number] = logprobs.detach()
+            progress()
+            if self._speaks():
+                column[torch.from_numpy(batches[number].targets).to(self.device)] = logprobs
             return logprobs.sum()
 
-        with torch.no_grad():
-            self._run(self.reference, rollouts, batches, temperature, keep, forward_only=True)
-        return found
+        self._run(models, rollouts, batches, temperature, keep, forward_only=True)
+        if self.world > 1:
+            dist.all_reduce(column)  # each token's logprob is on one process, zeros elsewhere
+        return column.cpu().numpy()
+
+    def _speaks(self) -> bool:
+        """Processes that share sequences or matrices compute the same numbers: one of them says so."""
+        return bool(self.groups.tp.rank() == self.groups.cp.rank() == 0)
 
     def _batches(self, rollouts: Rollouts) -> list[MicroBatch]:
         parallel = self.recipe.trainer.parallel

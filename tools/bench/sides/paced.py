@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from torch import Tensor
 
-from relax_hpc.algorithms.grpo import GrpoAlgorithm
+from relax_hpc.algorithms.policy import PolicyAlgorithm
+from relax_hpc.recipe.algorithm import Grpo
 from relax_hpc.records import Rollouts
 
 
-@dataclass(frozen=True)
-class Paced(GrpoAlgorithm):
+class Paced(PolicyAlgorithm):
     """Sleeps where the step begins; a replayed step too."""
 
-    seconds: float = 0.0
+    def __init__(self, seconds: float) -> None:
+        super().__init__(Grpo())
+        self.seconds = seconds
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         time.sleep(self.seconds)
@@ -23,4 +24,4 @@ class Paced(GrpoAlgorithm):
 
 
 def paced(seconds: float) -> Paced:
-    return Paced(seconds=seconds)
+    return Paced(seconds)

@@ -1,0 +1,44 @@
+"""Off-policy correction: what the policy's loss of a token weighs, since another policy than the trainer's own sampled it.
+
+A token's weight is w = exp(recomputed - behaviour): the trainer's logprob of before the step's first update against the
+engine's, which sampled with other kernels and perhaps older weights. No gradient flows through it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relax_hpc.algorithms.base import LossInputs
+from relax_hpc.algorithms.losses import exp_ratio
+from relax_hpc.algorithms.sequences import means, spread, sums
+from relax_hpc.recipe.algorithm import Correction, Mis, Tis
+
+
+def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """([M] weights, metrics: the weights, and where they were below and above the bounds, with what became of those).
+
+    tis: w, truncated to the bounds. icepop: w, 0 outside of them. mis: the product, or the geometric mean, of a sample's w
+    at all of its tokens, 0 outside.
+    """
+    assert inputs.recomputed is not None
+    log_weights = inputs.recomputed - inputs.behaviour
+    if isinstance(config, Mis):
+        over = sums if config.weight == "product" else means
+        log_weights = spread(over(log_weights, inputs.lengths), inputs.lengths)
+    raw = exp_ratio(log_weights)
+    below, above = raw < config.low, raw > config.high
+    out = {"correction_low": below.float(), "correction_high": above.float()}
+    if isinstance(config, Tis):
+        weights = raw.clamp(config.low, config.high)
+    else:
+        weights = raw.where(~(below | above), 0)
+        out["correction_masked"] = (below | above).float()
+    return weights, {"correction_weight": weights, **out}
+
+
+def sequence_mask(threshold: float, inputs: LossInputs) -> Tensor:
+    """[M] 0.0 where the advantage is negative and the mean of behaviour - current over the sample's tokens is above
+    `threshold`, else 1.0 (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
+    drift = spread(means(inputs.behaviour - inputs.logprobs.detach(), inputs.lengths), inputs.lengths)
+    return 1 - ((inputs.advantages < 0) & (drift > threshold)).to(torch.float32)

@@ -1,0 +1,132 @@
+"""The built-in algorithms: an estimate of advantages, a surrogate loss, and the terms that all of them may have.
+
+rewards - overlong - KL in the reward ──estimate──► advantages
+log ρ, advantages ──surrogate──► × correction × opsm ──► + KL to the reference - entropy ──► × weight in the mean
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relax_hpc.algorithms import advantages as estimates
+from relax_hpc.algorithms import losses
+from relax_hpc.algorithms.base import LossInputs
+from relax_hpc.algorithms.correction import importance_weights, sequence_mask
+from relax_hpc.algorithms.kl import ESTIMATORS
+from relax_hpc.algorithms.sequences import weights
+from relax_hpc.recipe.algorithm import (
+    Cispo,
+    Clipped,
+    DrGrpo,
+    Grpo,
+    Gspo,
+    PolicyGradient,
+    Ratio,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Rloo,
+    Sapo,
+)
+from relax_hpc.records import Rollouts
+
+Said = tuple[Tensor, dict[str, Tensor]]
+"""([M] values, metrics)"""
+
+
+class PolicyAlgorithm:
+    """What a recipe's [algorithm] says; see relax_hpc.algorithms.base.Algorithm."""
+
+    def __init__(self, config: PolicyGradient) -> None:
+        self.config = config
+        self.decoupled = isinstance(config, Ratio) and config.behaviour == "recomputed"
+        asked = {
+            "reference": config.kl_coef > 0,
+            "recomputed": self.decoupled or config.correction is not None,
+            "entropy": config.entropy_coef > 0,
+        }
+        self.needs = frozenset(name for name, wanted in asked.items() if wanted)
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        config = self.config
+        rewards, penalties = torch.from_numpy(rollouts.rewards).double(), self._penalties(rollouts)
+        mask, group = torch.from_numpy(rollouts.loss_mask), torch.from_numpy(rollouts.group)
+        if config.overlong is not None:
+            rewards = rewards - estimates.overlong_penalty(rollouts, *config.overlong)
+        if isinstance(config, ReinforcePlusPlus):
+            return estimates.whiten(estimates.returns(rewards, penalties, rollouts), mask).float()
+        rewards = rewards - estimates.sample_sums(penalties, rollouts)
+        if isinstance(config, Rloo):
+            return estimates.over_tokens(estimates.leave_one_out(rewards, group), rollouts)
+        plain = isinstance(config, (DrGrpo, ReinforcePlusPlusBaseline))
+        normalise = config.normalise_std if isinstance(config, Grpo) else not plain
+        relative = estimates.group_relative(rewards, group, normalise_std=normalise)
+        spread = estimates.over_tokens(relative, rollouts)
+        return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
+
+    def loss(self, inputs: LossInputs) -> Said:
+        missing = [name for name in self.needs & {"reference", "recomputed"} if getattr(inputs, name) is None]
+        if missing:
+            raise ValueError(f"{self.config!r} needs the logprobs of {missing} and got none")
+        old = inputs.recomputed if self.decoupled and inputs.recomputed is not None else inputs.behaviour
+        loss, metrics = self._surrogate(inputs, old)
+        loss, said = self._corrected(loss, inputs)
+        metrics |= said
+        terms, said = self._terms(inputs, old)
+        if said:
+            metrics |= {"pg_loss": loss.detach(), **said}
+            loss = loss + terms
+        scale = weights(self.config.aggregate, inputs)
+        return loss if scale is None else loss * scale, metrics
+
+    def _penalties(self, rollouts: Rollouts) -> Tensor:
+        """[T] float64: what the KL to the reference takes from the reward at each token in the loss."""
+        config = self.config
+        if not (config.kl_coef > 0 and config.kl_in == "reward"):
+            return torch.zeros(len(rollouts.tokens), dtype=torch.float64)
+        behaviour, reference = (
+            torch.from_numpy(x).double() for x in (rollouts.logprobs, rollouts.columns["reference"])
+        )
+        kl = config.kl_coef * ESTIMATORS[config.kl_estimator](behaviour, reference)
+        return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
+
+    def _surrogate(self, inputs: LossInputs, old: Tensor) -> Said:
+        """The policy's loss, and what its clip or gate did."""
+        config, logprobs, advantages = self.config, inputs.logprobs, inputs.advantages
+        if isinstance(config, Rloo):
+            return losses.policy_gradient(logprobs, advantages)
+        if isinstance(config, Gspo):
+            log_ratio = losses.sequence_log_ratio(logprobs, old, inputs.lengths, config.level)
+        else:
+            log_ratio = logprobs - old
+        if isinstance(config, Sapo):
+            return losses.soft_gate(log_ratio, advantages, config.tau_positive, config.tau_negative)
+        if isinstance(config, Cispo):
+            return losses.weighted_logprobs(logprobs, log_ratio, advantages, *config.clip)
+        assert isinstance(config, Clipped)
+        return losses.clipped_surrogate(log_ratio, advantages, *config.clip, config.dual_clip)
+
+    def _corrected(self, loss: Tensor, inputs: LossInputs) -> Said:
+        """`loss` as far as it was the trainer's own policy that sampled."""
+        metrics: dict[str, Tensor] = {}
+        if self.config.correction is not None:
+            weight, metrics = importance_weights(self.config.correction, inputs)
+            loss = loss * weight
+        if self.config.opsm is not None:
+            kept = sequence_mask(self.config.opsm, inputs)
+            loss, metrics = loss * kept, metrics | {"opsm_masked": 1 - kept}
+        return loss, metrics
+
+    def _terms(self, inputs: LossInputs, old: Tensor) -> Said:
+        """What is added to the policy's loss."""
+        config, metrics, terms = self.config, {}, torch.zeros_like(inputs.logprobs)
+        if config.kl_coef > 0 and inputs.reference is not None:
+            kl = ESTIMATORS[config.kl_estimator](inputs.logprobs, inputs.reference)
+            metrics["reference_kl"] = kl.detach()
+            if config.kl_in == "loss":
+                scale = losses.exp_ratio(inputs.logprobs - old) if config.kl_unbiased else 1.0
+                terms = terms + config.kl_coef * kl * scale
+        if config.entropy_coef > 0:
+            terms = terms - config.entropy_coef * inputs.entropies
+            metrics["entropy_bonus"] = config.entropy_coef * inputs.entropies.detach()
+        return terms, metrics

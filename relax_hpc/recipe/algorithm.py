@@ -1,0 +1,296 @@
+"""The algorithms of a recipe: what each of them reads, with its paper's defaults."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
+
+from relax_hpc.recipe.table import Key, Table, conflict, named
+
+AGGREGATE = (
+    "What the loss is a mean of: `token`, all tokens of the step; `sequence`, each sample's mean over its tokens; "
+    "`constant`, each sample's sum over rollout.max_new_tokens · max_turns."
+)
+CLIP = "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]]."
+
+
+class Algorithm(Table):
+    """What all algorithms have: the size of a group and filters."""
+
+    group_size: PositiveInt = Key(8, "Samples drawn for each prompt.")
+    filters: list[str] = Key(
+        [],
+        "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
+        looked_up=True,
+    )
+
+    @model_validator(mode="after")
+    def _filters(self) -> Algorithm:
+        if self.group_size == 1 and "zero_std" in self.filters:
+            raise conflict(
+                "algorithm.filters: 'zero_std' keeps every group of one sample out of training, but "
+                "algorithm.group_size = 1: raise it or leave the filter out"
+            )
+        return self
+
+
+class Correction(Table):
+    """Bounds of an importance weight."""
+
+    low: float = Key(0.0, "The least weight.", ge=0)
+    high: PositiveFloat = Key(2.0, "The greatest weight.")
+
+    @model_validator(mode="after")
+    def _order(self) -> Correction:
+        if self.low >= self.high:
+            raise conflict(
+                f"algorithm.correction.low = {self.low} must be below algorithm.correction.high = {self.high}"
+            )
+        return self
+
+
+class Tis(Correction):
+    """Truncated importance sampling (Yao et al. 2025): a token's loss times its weight, held within bounds."""
+
+    name: Literal["tis"] = Key("tis", "Truncate the weights of tokens.")
+
+
+class IcePop(Correction):
+    """IcePop (arXiv 2510.18855): a token's loss times its weight, and 0 where the weight is out of bounds."""
+
+    name: Literal["icepop"] = Key("icepop", "Mask tokens by their weights.")
+    low: float = Key(0.5, "The least weight.", ge=0)
+    high: PositiveFloat = Key(5.0, "The greatest weight.")
+
+
+class Mis(Correction):
+    """Masked importance sampling (Liu et al. 2025): a sample's loss times its weight, and 0 where that is out of bounds."""
+
+    name: Literal["mis"] = Key("mis", "Mask samples by their weights.")
+    weight: Literal["product", "geometric"] = Key(
+        "product",
+        "Of the weights of a sample's tokens: their product (exact, of great variance where answers are long) or their "
+        "geometric mean.",
+    )
+
+
+AnyCorrection = Annotated[
+    Union[Annotated[Tis, Tag("tis")], Annotated[IcePop, Tag("icepop")], Annotated[Mis, Tag("mis")]],
+    named(default=lambda v: "?"),
+]
+
+
+class PolicyGradient(Algorithm):
+    """What the built-in algorithms share."""
+
+    aggregate: Literal["token", "sequence", "constant"] = Key("token", AGGREGATE)
+    overlong: tuple[int, PositiveInt] | None = Key(
+        None,
+        "[from, to] tokens of an answer over which a penalty on its reward rises from 0 to 1 (soft overlong punishment, "
+        "arXiv 2503.14476); DAPO's is [max_new_tokens - 4096, max_new_tokens].",
+    )
+    kl_coef: float = Key(0.0, "Weight of the KL to the reference (version 0); 0 holds no reference.", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = Key("k3", "How the KL is estimated at a token.")
+    kl_in: Literal["loss", "reward"] = Key(
+        "loss",
+        "`loss`: added to each token's loss. `reward`: taken from the reward, as the behaviour policy's KL (a sample's sum "
+        "over its tokens; token by token where returns are).",
+    )
+    kl_unbiased: bool = Key(
+        False, "In the loss: times the importance ratio, so that the gradient is the KL's own (arXiv 2512.02556)."
+    )
+    entropy_coef: float = Key(0.0, "Weight of the entropy bonus.", ge=0)
+    correction: AnyCorrection | None = Key(
+        None, "Importance weights of the trainer's own logprobs against the engine's, on the policy's loss."
+    )
+    opsm: PositiveFloat | None = Key(
+        None,
+        "Off-policy sequence masking (arXiv 2512.02556): samples with a negative advantage whose mean of log behaviour - "
+        "log current is above this stay out of the policy's loss; such as 1e-4.",
+    )
+
+    @model_validator(mode="after")
+    def _shared(self) -> PolicyGradient:
+        if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1]:
+            raise conflict(f"algorithm.overlong = {list(self.overlong)}: expected [from, to] with 0 <= from < to")
+        if self.kl_unbiased and not (self.kl_coef > 0 and self.kl_in == "loss"):
+            raise conflict(
+                f"algorithm.kl_unbiased = true weighs the KL in the loss, but algorithm.kl_coef = {self.kl_coef} and "
+                f"kl_in = '{self.kl_in}': set kl_coef above 0 and kl_in = 'loss', or leave kl_unbiased out"
+            )
+        return self
+
+
+class Grouped(PolicyGradient):
+    """What compares the samples of one prompt."""
+
+    @model_validator(mode="after")
+    def _group(self) -> Grouped:
+        name = getattr(self, "name", "")
+        if self.group_size < 2:
+            raise conflict(
+                f"algorithm.group_size = {self.group_size}: {name} compares samples of one prompt, use 2 or more"
+            )
+        return self
+
+
+class Ratio(PolicyGradient):
+    """What weighs tokens by how much likelier they have become."""
+
+    behaviour: Literal["engine", "recomputed"] = Key(
+        "engine",
+        "The logprobs that the importance ratio is taken against: those the engine reported when it sampled, or those of "
+        "the trainer before the step's first update (the proximal policy of a decoupled objective, with a correction).",
+    )
+
+    @model_validator(mode="after")
+    def _decoupled(self) -> Ratio:
+        if self.correction is not None and self.behaviour == "engine":
+            raise conflict(
+                f"algorithm.correction = '{self.correction.name}' weighs the recomputed logprobs against the engine's, but "
+                "algorithm.behaviour = 'engine' has the ratio do so already: set behaviour = 'recomputed', or leave correction out"
+            )
+        return self
+
+
+class Clipped(Ratio):
+    """What clips that ratio, as PPO does."""
+
+    clip: tuple[float, float] = Key((0.2, 0.2), CLIP)
+    dual_clip: float | None = Key(
+        None, "A loss is at most this times -advantage where the advantage is negative (arXiv 1912.09729); above 1."
+    )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Clipped:
+        if not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
+            raise conflict(
+                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise conflict(
+                f"algorithm.dual_clip = {self.dual_clip} would bound ratios that have not moved: use more than 1, such as 3.0"
+            )
+        return self
+
+
+class Grpo(Clipped, Grouped):
+    """GRPO (arXiv 2402.03300), with clip-higher and the mean over tokens (arXiv 2503.14476) unless told otherwise."""
+
+    name: Literal["grpo"] = Key("grpo", "Group-relative policy optimisation.")
+    clip: tuple[float, float] = Key((0.2, 0.28), CLIP)
+    normalise_std: bool = Key(True, "Divide the advantage by the group's standard deviation of rewards.")
+
+
+class DrGrpo(Clipped, Grouped):
+    """Dr. GRPO (arXiv 2503.20783): GRPO without the divisions by a group's deviation and a sample's length."""
+
+    name: Literal["dr_grpo"] = Key("dr_grpo", "GRPO done right.")
+    aggregate: Literal["token", "sequence", "constant"] = Key("constant", AGGREGATE)
+
+
+class Dapo(Clipped, Grouped):
+    """DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling (the filter), `overlong`."""
+
+    name: Literal["dapo"] = Key("dapo", "Decoupled clip and dynamic sampling policy optimisation.")
+    filters: list[str] = Key(
+        ["zero_std"],
+        "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
+        looked_up=True,
+    )
+    clip: tuple[float, float] = Key((0.2, 0.28), CLIP)
+
+
+class Gspo(Clipped, Grouped):
+    """GSPO (arXiv 2507.18071): one importance ratio a sample, the geometric mean of its tokens'."""
+
+    name: Literal["gspo"] = Key("gspo", "Group sequence policy optimisation.")
+    aggregate: Literal["token", "sequence", "constant"] = Key("sequence", AGGREGATE)
+    clip: tuple[float, float] = Key((3e-4, 4e-4), "A sample's ratio is clipped to [1 - clip[0], 1 + clip[1]].")
+    level: Literal["sequence", "token"] = Key(
+        "sequence", "`token` is GSPO-token: the sample's ratio in value, each token's own gradient."
+    )
+
+
+class Sapo(Ratio, Grouped):
+    """SAPO (arXiv 2511.20347): a soft gate in the place of the clip."""
+
+    name: Literal["sapo"] = Key("sapo", "Soft adaptive policy optimisation.")
+    aggregate: Literal["token", "sequence", "constant"] = Key("sequence", AGGREGATE)
+    tau_positive: PositiveFloat = Key(
+        1.0, "The gate's temperature where the advantage is positive; higher is narrower."
+    )
+    tau_negative: PositiveFloat = Key(1.05, "The gate's temperature elsewhere.")
+
+
+class Cispo(Ratio, Grouped):
+    """CISPO (arXiv 2506.13585): the clipped ratio is a weight without gradient, so that no token loses its own."""
+
+    name: Literal["cispo"] = Key("cispo", "Clipped importance-sampling policy optimisation.")
+    clip: tuple[float, float] = Key(
+        (1.0, 4.0),
+        "The weight is clipped to [1 - clip[0], 1 + clip[1]]: no lower bound, as in the paper; the upper one of arXiv 2510.13786.",
+    )
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Cispo:
+        if not (0 <= self.clip[0] <= 1 and self.clip[1] >= 0):
+            raise conflict(
+                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1], the high bound is at least 0"
+            )
+        return self
+
+
+class Rloo(Grouped):
+    """RLOO (arXiv 2402.14740): REINFORCE against the mean reward of the prompt's other samples; on-policy only."""
+
+    name: Literal["rloo"] = Key("rloo", "REINFORCE leave-one-out.")
+    aggregate: Literal["token", "sequence", "constant"] = Key("constant", AGGREGATE)
+
+
+class ReinforcePlusPlus(Clipped):
+    """REINFORCE++ (arXiv 2501.03262): returns of single tokens, whitened over all tokens of the step."""
+
+    name: Literal["reinforce_plus_plus"] = Key("reinforce_plus_plus", "REINFORCE++, without groups.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Key("k1", "How the KL is estimated at a token.")
+    kl_in: Literal["loss", "reward"] = Key(
+        "reward",
+        "`loss`: added to each token's loss. `reward`: taken from each token's reward, as the behaviour policy's KL.",
+    )
+    discount: float = Key(1.0, "Of the returns, a token.", gt=0, le=1)
+
+
+class ReinforcePlusPlusBaseline(Clipped, Grouped):
+    """REINFORCE++ with baseline (arXiv 2501.03262): reward less the group's mean, whitened over the step; KL k2 in the loss."""
+
+    name: Literal["reinforce_plus_plus_baseline"] = Key("reinforce_plus_plus_baseline", "REINFORCE++ on groups.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Key("k2", "How the KL is estimated at a token.")
+
+
+class OwnAlgorithm(Algorithm):
+    """An algorithm of the user's own."""
+
+    name: Literal["own"] = Key("own", "An algorithm of your own.")
+    factory: str = Key(
+        help="MODULE:FUNCTION or FILE.py:FUNCTION, called with `options`; returns a relax_hpc.algorithms.Algorithm.",
+        looked_up=True,
+    )
+    options: dict[str, Any] = Key({}, "Keyword arguments for the factory.")
+
+
+AnyAlgorithm = Annotated[
+    Union[
+        Annotated[Grpo, Tag("grpo")],
+        Annotated[DrGrpo, Tag("dr_grpo")],
+        Annotated[Dapo, Tag("dapo")],
+        Annotated[Gspo, Tag("gspo")],
+        Annotated[Sapo, Tag("sapo")],
+        Annotated[Cispo, Tag("cispo")],
+        Annotated[Rloo, Tag("rloo")],
+        Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")],
+        Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")],
+        Annotated[OwnAlgorithm, Tag("own")],
+    ],
+    named(default=lambda v: "own" if "factory" in v else "grpo"),
+]
