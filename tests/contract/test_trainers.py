@@ -73,7 +73,7 @@ def sequences(rollouts: Rollouts) -> list[tuple[Tensor, Tensor, slice]]:
 
 
 def oracle_steps(
-    recipe: Recipe, folder: Path, batches: list[Rollouts], kl_coef: float
+    recipe: Recipe, folder: Path, batches: list[Rollouts], kl_coef: float, entropy_coef: float
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """GRPO written out sample by sample."""
     model, frozen = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
@@ -95,11 +95,13 @@ def oracle_steps(
                 )
                 for m in (model, frozen)
             )
+            entropy = -(now.exp() * now).sum(-1)
             now, then = now[torch.arange(len(answer)), answer], then[torch.arange(len(answer)), answer].detach()
             ratio = (now - torch.tensor(rollouts.logprobs[where])).exp()
             surrogate = torch.min(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
             penalty = (then - now).exp() - (then - now) - 1
-            loss = loss + ((-surrogate + kl_coef * penalty) * torch.tensor(rollouts.loss_mask[where])).sum() / total
+            terms = -surrogate + kl_coef * penalty - entropy_coef * entropy
+            loss = loss + (terms * torch.tensor(rollouts.loss_mask[where])).sum() / total
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
         optimizer.step()
@@ -107,18 +109,20 @@ def oracle_steps(
     return said, dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.5])
+@pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.0, 0.0), (0.5, 0.3)])
 @pytest.mark.parametrize("budget", [10000, 64, 9])
-def test_steps_are_those_of_the_plain_formula(backend: str, tmp_path: Path, kl_coef: float, budget: int) -> None:
+def test_steps_are_those_of_the_plain_formula(
+    backend: str, tmp_path: Path, kl_coef: float, entropy_coef: float, budget: int
+) -> None:
     """Whatever the micro-batches: packed into one, several, or one sample each."""
     recipe = tiny.recipe(
         trainer={"backend": backend, "tokens_per_micro_batch": budget, "clip_grad_norm": 0.5},
-        algorithm={"kl_coef": kl_coef},
+        algorithm={"kl_coef": kl_coef, "entropy_coef": entropy_coef},
         rollout={"temperature": 0.8},
     )
     trainer, algorithm = trainer_of(recipe, tmp_path), make_algorithm(recipe.algorithm)
     batches = [tiny.random_rollouts(12, seed=s) for s in range(3)]
-    expected, final = oracle_steps(recipe, tmp_path, batches, kl_coef)
+    expected, final = oracle_steps(recipe, tmp_path, batches, kl_coef, entropy_coef)
     for step, (rollouts, said) in enumerate(zip(batches, expected, strict=True)):
         metrics = trainer.step(rollouts, algorithm, step)
         for name, value in said.items():
@@ -127,6 +131,48 @@ def test_steps_are_those_of_the_plain_formula(backend: str, tmp_path: Path, kl_c
         torch.testing.assert_close(
             tensor, final[name], rtol=0, atol=2e-4
         )  # AdamW's first steps magnify: they are lr · sign
+
+
+def test_updates_of_a_step_train_on_groups_in_turn_and_recompute_before_the_first(backend: str, tmp_path: Path) -> None:
+    """Two updates are two steps on their groups; the ratio of the second is to the policy of before the first."""
+    table = {"name": "grpo", "behaviour": "recomputed", "clip": [0.9, 9.0]}
+    several, one = (
+        tiny.recipe(trainer={"backend": backend, "updates_per_step": n, "schedule": "constant"}, algorithm=table)
+        for n in (2, 1)
+    )
+    rollouts, algorithm = tiny.random_rollouts(12, masked=0.3), make_algorithm(several.algorithm)
+    trainer, by_hand = trainer_of(several, tmp_path), trainer_of(one, tmp_path)
+    before: dict[int, float] = {}
+
+    class Recorded:
+        """With one update a step: notes or replaces the recomputed logprobs."""
+
+        needs: frozenset[str] = frozenset()
+        advantages = staticmethod(algorithm.advantages)
+
+        def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+            keys = [float(b) for b in inputs.behaviour]  # random: they tell tokens apart
+            if len(before) < rollouts.loss_mask.sum():
+                before.update(zip(keys, inputs.logprobs.tolist(), strict=True))
+                return inputs.logprobs * 0, {}
+            recomputed = torch.tensor([before[key] for key in keys])
+            return algorithm.loss(dataclasses.replace(inputs, recomputed=recomputed))
+
+    trainer_of(one, tmp_path).step(rollouts, Recorded(), 0)
+    turn = np.repeat(rollouts.group % 2, np.diff(rollouts.offsets))
+    said = [
+        by_hand.step(dataclasses.replace(rollouts, loss_mask=rollouts.loss_mask * (turn == u)), Recorded(), 0)
+        for u in range(2)
+    ]
+    together = trainer.step(rollouts, algorithm, 0)
+    assert together["tokens"] == rollouts.loss_mask.sum()
+    mean = sum(m["loss"] * m["tokens"] for m in said) / together["tokens"]
+    assert together["loss"] == pytest.approx(mean, rel=1e-4, abs=1e-6)
+    assert together["grad_norm"] == pytest.approx(
+        sum(m["grad_norm"] * m["tokens"] for m in said) / together["tokens"], rel=1e-4
+    )
+    for name, tensor in weights(by_hand).items():
+        torch.testing.assert_close(tensor, weights(trainer)[name], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("temperature", "experts"), [(1.0, 0), (0.7, 0), (0.7, 4)])

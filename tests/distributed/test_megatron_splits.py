@@ -80,11 +80,26 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    # a token's loss depends on all tokens of its sample, which context parallelism splits
+    "dense": {"name": "gspo", "clip": [0.9, 9.0], "kl_coef": 0.3, "entropy_coef": 0.1, "behaviour": "recomputed",
+              "correction": {"name": "tis", "high": 20.0}},
+    "experts": {"name": "grpo", "kl_coef": 0.3},
+}  # fmt: skip
+
+
 def recipe_of(model: str, **trainer: Any) -> Recipe:
+    updates = {"dense": 2, "experts": 1}[model]
     return tiny.recipe(
         model=MODELS[model],
-        trainer={"tokens_per_micro_batch": 60, "weight_decay": 0.1, "clip_grad_norm": 0.5, **trainer},
-        algorithm={"kl_coef": 0.3},
+        trainer={
+            "tokens_per_micro_batch": 60,
+            "weight_decay": 0.1,
+            "clip_grad_norm": 0.5,
+            "updates_per_step": updates,
+            **trainer,
+        },
+        algorithm=ALGORITHMS[model],
         rollout={"temperature": 0.8},
     )
 

@@ -22,10 +22,24 @@ JOIN_S = 120
 STEPS = 4
 
 
+SEQUENCES = {
+    "name": "gspo",
+    "clip": [0.9, 9.0],
+    "behaviour": "recomputed",
+    "correction": {"name": "mis", "high": 20.0, "weight": "geometric"},
+}
+"""Whose loss of a token depends on all tokens of its sample, and whose mean on the number of samples."""
+
+
 def recipe_of(kl_coef: float) -> Recipe:
     return tiny.recipe(
-        trainer={"tokens_per_micro_batch": 50, "learning_rate": 1e-3, "weight_decay": 0.1},
-        algorithm={"kl_coef": kl_coef},
+        trainer={
+            "tokens_per_micro_batch": 50,
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "updates_per_step": 2,
+        },
+        algorithm={**SEQUENCES, "kl_coef": kl_coef},
         run={"steps": STEPS},
     )
 

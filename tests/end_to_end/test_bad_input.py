@@ -81,6 +81,21 @@ def test_a_reward_that_always_raises_stops_the_run_and_it_goes_on_when_the_limit
     assert outcome(run)["outcome"] == "done"
 
 
+def test_a_loss_that_is_never_finite_stops_the_run_and_says_what_was_not(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Mine:\n"
+        "    needs = frozenset()\n"
+        "    def advantages(self, rollouts): return torch.ones(len(rollouts.tokens))\n"
+        "    def loss(self, inputs): return inputs.logprobs / 0, {}\n"
+    )
+    table = f"algorithm={{factory = '{tmp_path / 'mine.py'}:Mine', group_size = 4}}"
+    error = refused(write_recipe(tmp_path), "--set", table, "--set", "trainer.max_skipped_steps=3")
+    assert "3 steps in a row were skipped" in error and "step 2: loss = -inf" in error
+    run = RunDir(tmp_path / "small")
+    assert [s["skipped"] for s in steps_of(run)] == [1, 1, 1]
+
+
 def test_a_reward_that_never_returns_is_cut_off_at_its_time_limit(tmp_path):
     recipe = with_prompts(tmp_path, "time.sleep(3600 if prompt.index == 0 else 0); return 1.0")
     (tmp_path / "prompts.jsonl").write_text(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.algorithms import LossInputs, make_algorithm
+from relax_hpc.algorithms import LossInputs, Totals, make_algorithm
 from relax_hpc.algorithms.advantages import group_relative
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.kl import k1, k2, k3
 from relax_hpc.algorithms.losses import clipped_surrogate
-from relax_hpc.recipe.schema import Grpo, OwnAlgorithm
+from relax_hpc.recipe.algorithm import Dapo, DrGrpo, Grpo, Gspo, OwnAlgorithm, PolicyGradient, ReinforcePlusPlus, Sapo
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.registry import RegistryError
+from tests import tiny
 from tests.tiny import random_rollouts
 
 
@@ -82,69 +84,112 @@ def test_advantages_lie_on_the_samples_own_tokens_and_nowhere_else() -> None:
 def test_clipped_surrogate_matches_the_paper(
     logprob: float, behaviour: float, advantage: float, low: float, high: float
 ) -> None:
-    tensors = [torch.tensor([x], dtype=torch.float64) for x in (logprob, behaviour, advantage)]
-    loss, _ = clipped_surrogate(*tensors, low, high)
+    log_ratio, advantages = (torch.tensor([x], dtype=torch.float64) for x in (logprob - behaviour, advantage))
+    loss, _ = clipped_surrogate(log_ratio, advantages, low, high)
     assert loss.item() == pytest.approx(surrogate_oracle(logprob, behaviour, advantage, low, high), rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "clipped"),
     [
-        (1.0, 1.0, False),
-        (1.27, 1.0, False),
-        (1.29, 1.0, True),
-        (0.5, 1.0, False),
-        (0.79, -1.0, True),
-        (0.81, -1.0, False),
-        (3.0, -1.0, False),
+        (1.0, 1.0, ""),
+        (1.27, 1.0, ""),
+        (1.29, 1.0, "clip_high"),
+        (0.5, 1.0, ""),
+        (0.79, -1.0, "clip_low"),
+        (0.81, -1.0, ""),
+        (2.9, -1.0, ""),
+        (3.1, -1.0, "clip_dual"),
     ],
 )
-def test_the_clip_stops_the_gradient_on_its_own_side_only(ratio: float, advantage: float, clipped: bool) -> None:
+def test_the_clip_stops_the_gradient_on_its_own_side_only(ratio: float, advantage: float, clipped: str) -> None:
     logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    loss, active = clipped_surrogate(
-        logprobs, torch.zeros(1, dtype=torch.float64), torch.tensor([advantage]).double(), 0.2, 0.28
-    )
+    loss, metrics = clipped_surrogate(logprobs, torch.tensor([advantage]).double(), 0.2, 0.28, dual=3.0)
     loss.sum().backward()
-    assert active.item() is clipped
+    assert {name for name, active in metrics.items() if active} == ({clipped, "clip_fraction"} if clipped else set())
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
-def test_on_policy_gradient_is_that_of_reinforce() -> None:
-    advantages = torch.tensor([1.5, -2.0, 0.0], dtype=torch.float64)
-    logprobs = torch.tensor([-1.0, -0.3, -2.0], dtype=torch.float64, requires_grad=True)
-    loss, _ = clipped_surrogate(logprobs, logprobs.detach(), advantages, 0.2, 0.28)
-    loss.sum().backward()
-    assert logprobs.grad is not None
-    np.testing.assert_allclose(logprobs.grad.numpy(), -advantages.numpy())
+def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -> LossInputs:
+    """Of a step that is one micro-batch; what is not given is 0."""
+    zeros = torch.zeros_like(logprobs.detach())
+    values = {name: zeros for name in ("entropies", "behaviour", "advantages", "reference", "recomputed")} | others
+    totals = Totals(tokens=len(logprobs), samples=len(lengths), budget=9)
+    return LossInputs(logprobs=logprobs, lengths=torch.tensor(lengths), totals=totals, **values)
 
 
-def test_gradients_of_the_whole_loss_are_right() -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        Grpo(kl_coef=0.3, dual_clip=2.0, aggregate="sequence"),
+        Grpo(kl_coef=0.3, kl_unbiased=True, kl_estimator="k2"),
+        DrGrpo(kl_coef=0.3, kl_estimator="k1"),
+        Gspo(clip=(0.5, 0.5)),
+        Sapo(),
+    ],
+    ids=lambda config: config.name,
+)
+def test_gradients_of_the_whole_loss_are_right(config: PolicyGradient) -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(20, dtype=torch.float64, generator=generator) * 3
-    behaviour = logprobs + 0.05 * torch.randn(20, dtype=torch.float64, generator=generator)
-    advantages = torch.randn(20, dtype=torch.float64, generator=generator)
-    reference = logprobs + 0.5 * torch.randn(20, dtype=torch.float64, generator=generator)
-    algorithm = make_algorithm(Grpo(kl_coef=0.3))
-    function = lambda x: algorithm.loss(LossInputs(x, behaviour, advantages, reference))[0]
+    noise = lambda scale: scale * torch.randn(20, dtype=torch.float64, generator=generator)
+    others = {"behaviour": logprobs + noise(0.05), "advantages": noise(1.0), "reference": logprobs + noise(0.5)}
+    algorithm = make_algorithm(config)
+    function = lambda x: algorithm.loss(inputs(x, [1, 7, 12], **others))[0]
     assert torch.autograd.gradcheck(function, (logprobs.requires_grad_(),))
 
 
 def test_kl_coef_adds_k3_to_the_reference() -> None:
     logprobs, reference = torch.tensor([-1.0, -2.0]).double(), torch.tensor([-1.5, -0.5]).double()
-    inputs = LossInputs(logprobs, logprobs, torch.tensor([1.0, -1.0]).double(), reference)
-    loss, metrics = make_algorithm(Grpo(kl_coef=0.1)).loss(inputs)
+    advantages = torch.tensor([1.0, -1.0]).double()
+    given = inputs(logprobs, [2], behaviour=logprobs, advantages=advantages, reference=reference)
+    loss, metrics = make_algorithm(Grpo(kl_coef=0.1)).loss(given)
     expected_kl = [math.exp(-0.5) - 1 + 0.5, math.exp(1.5) - 1 - 1.5]  # 2402.03300 eq. 4: ref/cur - log(ref/cur) - 1
     np.testing.assert_allclose(metrics["reference_kl"], expected_kl)
+    np.testing.assert_allclose(metrics["pg_loss"], [-1, 1])
     np.testing.assert_allclose(loss, [-1 + 0.1 * expected_kl[0], 1 + 0.1 * expected_kl[1]])
 
 
-def test_the_reference_is_needed_only_with_a_kl() -> None:
+def test_only_what_is_needed_is_asked_for() -> None:
     assert make_algorithm(Grpo()).needs == frozenset()
     assert make_algorithm(Grpo(kl_coef=0.1)).needs == {"reference"}
-    one = torch.zeros(1)
-    with pytest.raises(ValueError, match="kl_coef = 0.1"):
-        make_algorithm(Grpo(kl_coef=0.1)).loss(LossInputs(one, one, one, None))
+    assert make_algorithm(Grpo(behaviour="recomputed")).needs == {"recomputed"}
+    assert make_algorithm(ReinforcePlusPlus(entropy_coef=0.1, kl_coef=0.1)).needs == {"entropy", "reference"}
+    given = dataclasses.replace(inputs(torch.zeros(1), [1]), reference=None, recomputed=None)
+    for config in (Grpo(kl_coef=0.1), Grpo(behaviour="recomputed")):
+        with pytest.raises(ValueError, match=r"(kl_coef=0.1|recomputed).*got none"):
+            make_algorithm(config).loss(given)
+
+
+def test_an_overlong_answer_is_punished_from_the_first_token_over_the_limit() -> None:
+    answers = tiny.prompts([4, 5, 6, 9])
+    rollouts = tiny.rollouts([answers[0]] * 4, answers, 4)
+    rollouts.rewards[:] = 1.0
+    relative = make_algorithm(Dapo(overlong=(4, 6))).advantages(rollouts)[rollouts.offsets[:-1]]
+    rewards = [1.0, 0.5, 0.0, 0.0]
+    np.testing.assert_allclose(relative, grpo_oracle(rewards, True), rtol=1e-5)
+
+
+def test_metrics_say_what_a_correction_did() -> None:
+    recomputed = torch.tensor([0.0, 1.0, -1.0, 0.1]).double()
+    tis, icepop, mis = (
+        make_algorithm(Grpo(behaviour="recomputed", correction={"name": name, "low": 0.5, "high": 2.0})).loss(
+            inputs(torch.zeros(4).double(), [1, 2, 1], recomputed=recomputed)
+        )[1]
+        for name in ("tis", "icepop", "mis")
+    )
+    for metrics in (tis, icepop):
+        assert metrics["correction_low"].tolist() == [0, 0, 1, 0] and metrics["correction_high"].tolist() == [
+            0,
+            1,
+            0,
+            0,
+        ]
+    np.testing.assert_allclose(tis["correction_weight"], [1, 2, 0.5, math.exp(0.1)])
+    np.testing.assert_allclose(icepop["correction_weight"], [1, 0, 0, math.exp(0.1)])
+    np.testing.assert_allclose(mis["correction_weight"], [1, 1, 1, math.exp(0.1)])  # e · 1/e of the second sample
+    assert icepop["correction_masked"].tolist() == [0, 1, 1, 0] and not mis["correction_masked"].any()
 
 
 def test_estimators_approach_the_true_kl() -> None:

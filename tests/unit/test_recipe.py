@@ -110,6 +110,29 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
             ["rollout.groups_per_order = 8", "prompts_per_step = 30", "[1, 2, 3, 5, 6, 10"],
         ),
         ("algorithm.group_size=1", ["algorithm.group_size = 1", "use 2 or more"]),
+        ("algorithm.name=gsop", ["did you mean 'gspo'", "'reinforce_plus_plus_baseline'"]),
+        ("algorithm={name='cispo', dual_clip=3}", ["unknown key 'algorithm.dual_clip'", "(name = 'cispo')"]),
+        ("algorithm.dual_clip=1.0", ["algorithm.dual_clip = 1.0", "more than 1"]),
+        ("algorithm.clip=[1.0, 0.2]", ["algorithm.clip = [1.0, 0.2]", "[0, 1)"]),
+        ("algorithm={name='cispo', clip=[1.1, 2]}", ["algorithm.clip = [1.1, 2.0]", "[0, 1]"]),
+        ("algorithm={name='sapo', tau_positive=0}", ["algorithm.tau_positive = 0", "number > 0"]),
+        ("algorithm.overlong=[9, 3]", ["algorithm.overlong = [9, 3]", "from < to"]),
+        ("algorithm.kl_unbiased=true", ["kl_unbiased = true", "kl_coef = 0.0", "set kl_coef above 0"]),
+        ("algorithm={correction={name='tis'}}", ["algorithm.correction = 'tis'", "set behaviour = 'recomputed'"]),
+        (
+            "algorithm={behaviour='recomputed', correction={name='mis', low=3}}",
+            ["correction.low = 3.0", "correction.high = 2.0"],
+        ),
+        (
+            "algorithm={behaviour='recomputed', correction={high=3}}",
+            ["algorithm.correction.name", "['tis', 'icepop', 'mis']"],
+        ),
+        (
+            "algorithm={name='reinforce_plus_plus', group_size=1, filters=['zero_std']}",
+            ["'zero_std'", "algorithm.group_size = 1"],
+        ),
+        ("algorithm.name=rloo", ["on-policy only", "async.max_staleness = 1", "such as 'grpo'"]),
+        ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),
     ],
 )
 def test_a_wrong_key_or_value_says_what_would_be_right(tiny: Path, override: str, parts: list[str]) -> None:

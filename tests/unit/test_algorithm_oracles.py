@@ -1,0 +1,289 @@
+"""Every algorithm against its paper, written out in Python floats over samples and tokens: the step's loss and its gradient.
+
+The oracle is given the logprobs twice, `now` and `fixed`: what a paper puts under a stop-gradient is computed from `fixed`,
+so that its derivative by `now` is the paper's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from relax_hpc.algorithms import make_algorithm
+from relax_hpc.records import Rollouts
+from relax_hpc.trainers.token_loss import PolicyLoss, updates
+from tests import tiny
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo"},
+    "grpo, as published": {"name": "grpo", "clip": [0.2, 0.2], "aggregate": "sequence", "kl_coef": 0.04},
+    "grpo, dual clip": {"name": "grpo", "dual_clip": 1.5},
+    "grpo, entropy": {"name": "grpo", "entropy_coef": 0.1, "aggregate": "sequence"},
+    "grpo, kl in reward": {"name": "grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    "grpo, unbiased kl": {"name": "grpo", "kl_coef": 0.2, "kl_unbiased": True},
+    "grpo, opsm": {"name": "grpo", "opsm": 0.05},
+    "decoupled": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "tis", "high": 1.3}},
+    "icepop": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "icepop", "low": 0.8, "high": 1.3}},
+    "mis": {"name": "dr_grpo", "behaviour": "recomputed", "correction": {"name": "mis", "high": 1.5}},
+    "mis, geometric": {
+        "name": "gspo",
+        "behaviour": "recomputed",
+        "clip": [0.1, 0.1],
+        "correction": {"name": "mis", "low": 0.9, "high": 1.2, "weight": "geometric"},
+    },
+    "dr_grpo": {"name": "dr_grpo"},
+    "dapo": {"name": "dapo", "overlong": [4, 12]},
+    "gspo": {"name": "gspo", "clip": [0.05, 0.1]},
+    "gspo, token": {"name": "gspo", "clip": [0.05, 0.1], "level": "token"},
+    "sapo": {"name": "sapo"},
+    "cispo": {"name": "cispo", "clip": [0.3, 0.2]},
+    "rloo": {"name": "rloo"},
+    "rloo, corrected": {"name": "rloo", "correction": {"name": "tis", "low": 0.9, "high": 1.1}},
+    "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.1},
+    "reinforce_plus_plus, no kl": {"name": "reinforce_plus_plus", "group_size": 1},
+    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.1},
+}
+BUDGET = 16
+"""max_new_tokens of tests.tiny's recipes, one turn."""
+
+
+def step_data(seed: int) -> tuple[Rollouts, dict[str, NDArray[np.float64]]]:
+    """Samples of uneven lengths, two thirds of their tokens in the loss; logprobs of four policies near each other."""
+    rollouts = tiny.random_rollouts(11, group_size=4, seed=seed, masked=0.3)
+    rng = np.random.default_rng(seed)
+    near = lambda spread: (rollouts.logprobs + rng.normal(size=len(rollouts.tokens)) * spread).astype(np.float32)
+    columns = {"reference": near(0.4), "recomputed": near(0.2)}
+    now = near(0.3).astype(np.float64)
+    entropies = rng.random(len(rollouts.tokens))
+    return replace(rollouts, columns=columns), {"now": now, "entropies": entropies}
+
+
+# -- the papers -------------------------------------------------------------------------------------------------------
+
+
+def estimate(name: str, current: float, other: float) -> float:
+    d = current - other
+    return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[name]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def oracle_advantages(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]:
+    """Token -> advantage, of the tokens in the loss."""
+    tokens = {
+        i: [t for t in range(rollouts.offsets[i], rollouts.offsets[i + 1]) if rollouts.loss_mask[t]]
+        for i in range(len(rollouts))
+    }
+    rewards = [float(r) for r in rollouts.rewards]
+    for i in range(len(rollouts)):
+        if "overlong" in c:
+            begin, end = c["overlong"]
+            length = int(rollouts.offsets[i + 1] - rollouts.offsets[i])
+            rewards[i] += 0 if length <= begin else -1 if length > end else (begin - length) / (end - begin)
+    penalty = {t: 0.0 for ts in tokens.values() for t in ts}
+    in_reward = c.get("kl_in", "reward" if c["name"] == "reinforce_plus_plus" else "loss") == "reward"
+    if c.get("kl_coef") and in_reward:
+        for t in penalty:
+            kl = estimate(
+                c.get("kl_estimator", "k1"), float(rollouts.logprobs[t]), float(rollouts.columns["reference"][t])
+            )
+            penalty[t] = c["kl_coef"] * kl
+    if c["name"] == "reinforce_plus_plus":
+        returns = {t: rewards[i] - sum(penalty[u] for u in ts if u >= t) for i, ts in tokens.items() for t in ts}
+        return whitened(returns)
+    rewards = [r - sum(penalty[t] for t in tokens[i]) for i, r in enumerate(rewards)]
+    advantages = []
+    for i, r in enumerate(rewards):
+        group = [rewards[j] for j in range(len(rewards)) if rollouts.group[j] == rollouts.group[i]]
+        others = [rewards[j] for j in range(len(rewards)) if rollouts.group[j] == rollouts.group[i] and j != i]
+        if c["name"] == "rloo":
+            advantages.append(r - mean(others) if others else 0.0)
+            continue
+        centred = r - mean(group)
+        if c["name"] not in ("dr_grpo", "reinforce_plus_plus_baseline"):
+            centred /= math.sqrt(sum((x - mean(group)) ** 2 for x in group) / (len(group) - 1)) + 1e-6
+        advantages.append(centred)
+    spread = {t: advantages[i] for i, ts in tokens.items() for t in ts}
+    return whitened(spread) if c["name"] == "reinforce_plus_plus_baseline" else spread
+
+
+def whitened(values: dict[int, float]) -> dict[int, float]:
+    centre = mean(list(values.values()))
+    deviation = math.sqrt(mean([(v - centre) ** 2 for v in values.values()]))
+    return {t: (v - centre) / (deviation + 1e-6) for t, v in values.items()}
+
+
+def bounded(x: float, low: float, high: float) -> float:
+    return low if x < low else high if x > high else x
+
+
+def oracle(
+    c: dict[str, Any],
+    rollouts: Rollouts,
+    advantages: dict[int, float],
+    now: list[float],
+    fixed: list[float],
+    entropies: list[float],
+) -> float:
+    """The step's loss."""
+    columns = (rollouts.logprobs, rollouts.columns["recomputed"], rollouts.columns["reference"])
+    mu, prox, ref = (column.tolist() for column in columns)
+    old = prox if c.get("behaviour") == "recomputed" else mu
+    name = c["name"]
+    low, high = c.get("clip", {"grpo": (0.2, 0.28), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2)))
+    how = c.get("aggregate", {"dr_grpo": "constant", "rloo": "constant", "gspo": "sequence", "sapo": "sequence"}.get(name, "token"))  # fmt: skip
+    per_sample: list[list[float]] = []
+    for i in range(len(rollouts)):
+        ts = [t for t in range(rollouts.offsets[i], rollouts.offsets[i + 1]) if rollouts.loss_mask[t]]
+        if not ts:
+            continue
+        losses = []
+        for t in ts:
+            a, lp = advantages[t], now[t]
+            ratio = math.exp(lp - old[t])
+            if name == "gspo":
+                ratio = math.exp(mean([now[u] - old[u] for u in ts]))
+                if c.get("level") == "token":
+                    ratio = math.exp(mean([fixed[u] - old[u] for u in ts])) * math.exp(lp - fixed[t])
+            if name == "sapo":
+                tau = 1.0 if a > 0 else 1.05
+                loss = -4 / tau / (1 + math.exp(-tau * (ratio - 1))) * a
+            elif name == "cispo":
+                loss = -bounded(math.exp(fixed[t] - old[t]), 1 - low, 1 + high) * a * lp
+            elif name == "rloo":
+                loss = -a * lp
+            else:
+                loss = -min(ratio * a, bounded(ratio, 1 - low, 1 + high) * a)
+                if "dual_clip" in c and a < 0:
+                    loss = -max(-loss, c["dual_clip"] * a)
+            correction = c.get("correction", {"name": ""})
+            if correction["name"] in ("tis", "icepop"):
+                w = math.exp(prox[t] - mu[t])
+                lowest, highest = correction.get("low", 0), correction["high"]
+                inside = lowest <= w <= highest
+                loss *= bounded(w, lowest, highest) if correction["name"] == "tis" else w if inside else 0.0
+            if correction["name"] == "mis":
+                logs = [prox[u] - mu[u] for u in ts]
+                w = math.exp(mean(logs) if correction.get("weight") == "geometric" else sum(logs))
+                loss *= w if correction.get("low", 0) <= w <= correction["high"] else 0.0
+            if "opsm" in c and a < 0 and mean([mu[u] - fixed[u] for u in ts]) > c["opsm"]:
+                loss = 0.0
+            if c.get("kl_coef") and c.get("kl_in", "reward" if name == "reinforce_plus_plus" else "loss") == "loss":
+                kind = c.get("kl_estimator", "k2" if name == "reinforce_plus_plus_baseline" else "k3")
+                unbiased = math.exp(lp - old[t]) if c.get("kl_unbiased") else 1.0
+                loss += c["kl_coef"] * estimate(kind, lp, ref[t]) * unbiased
+            losses.append(loss - c.get("entropy_coef", 0.0) * entropies[t])
+        per_sample.append(losses)
+    if how == "token":
+        return mean([x for losses in per_sample for x in losses])
+    return mean([mean(losses) if how == "sequence" else sum(losses) / BUDGET for losses in per_sample])
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------
+
+
+def policy_loss(c: dict[str, Any], rollouts: Rollouts) -> PolicyLoss:
+    staleness = {"max_staleness": 0} if c["name"] == "rloo" else {}
+    recipe = tiny.recipe(algorithm=c, **{"async": staleness})
+    algorithm = make_algorithm(recipe.algorithm)
+    [(_, loss)] = updates(rollouts, algorithm, recipe, torch.device("cpu"))
+    return loss
+
+
+def splits(rollouts: Rollouts) -> dict[str, list[list[int]]]:
+    """Ways to cut the samples into micro-batches."""
+    every = list(range(len(rollouts)))
+    return {"whole": [every], "one each": [[i] for i in every], "mixed": [[7, 2, 0], [10, 1, 9, 3], [8], [4, 6, 5], []]}
+
+
+def ours(loss: PolicyLoss, rollouts: Rollouts, data: dict[str, Any], cut: list[list[int]]) -> tuple[float, Any]:
+    """(the step's loss, its gradient by the logprobs)"""
+    logprobs = torch.tensor(data["now"], requires_grad=True)
+    entropies, total = torch.tensor(data["entropies"]), torch.zeros((), dtype=torch.float64)
+    for samples in cut:
+        parts = [np.arange(rollouts.offsets[i], rollouts.offsets[i + 1]) for i in samples]
+        targets = np.concatenate([np.zeros(0, np.int64), *parts])
+        targets = targets[rollouts.loss_mask[targets] == 1]
+        losses, metrics = loss.tokens(targets, logprobs[targets], entropies[targets])
+        assert all(value.shape == losses.shape and not value.requires_grad for value in metrics.values())
+        total = total + losses.sum() / loss.totals.tokens
+    total.backward()
+    assert logprobs.grad is not None
+    return total.item(), logprobs.grad.numpy()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_and_gradient_are_the_papers_under_every_split(name: str) -> None:
+    c = CONFIGS[name]
+    for seed in (0, 1):
+        rollouts, data = step_data(seed)
+        now, entropies = data["now"].tolist(), data["entropies"].tolist()
+        advantages = oracle_advantages(c, rollouts)
+        expected, gradient = oracle(c, rollouts, advantages, now, now, entropies), np.zeros(len(now))
+        for t in np.flatnonzero(rollouts.loss_mask).tolist():
+            up, down = ([*now[:t], now[t] + by, *now[t + 1 :]] for by in (1e-5, -1e-5))
+            higher, lower = (oracle(c, rollouts, advantages, moved, now, entropies) for moved in (up, down))
+            gradient[t] = (higher - lower) / 2e-5
+        assert np.abs(gradient).max() > 1e-3
+        loss = policy_loss(c, rollouts)
+        for cut in splits(rollouts).values():
+            value, found = ours(loss, rollouts, data, cut)
+            assert value == pytest.approx(expected, rel=2e-5, abs=1e-6)
+            np.testing.assert_allclose(found, gradient, rtol=2e-4, atol=2e-7)
+
+
+@pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if "correction" not in c and not c.get("kl_coef")])
+def test_where_the_policy_has_not_moved_the_gradient_is_that_of_reinforce(name: str) -> None:
+    rollouts, data = step_data(3)
+    rollouts = replace(rollouts, columns={"recomputed": rollouts.logprobs, "reference": rollouts.logprobs})
+    data["now"] = rollouts.logprobs.astype(np.float64)
+    loss = policy_loss(CONFIGS[name], rollouts)
+    _, found = ours(loss, rollouts, data, splits(rollouts)["mixed"])
+    advantages, mask = loss.advantages.numpy(), rollouts.loss_mask == 1
+    sample = np.repeat(np.arange(len(rollouts)), np.diff(rollouts.offsets))
+    count = np.bincount(sample[mask], minlength=len(rollouts))
+    used = (count > 0).sum()
+    how = loss.algorithm.config.aggregate  # type: ignore[attr-defined]
+    weight = {"token": np.full(len(mask), 1 / mask.sum()), "sequence": 1 / (used * np.maximum(count, 1)[sample]),
+              "constant": np.full(len(mask), 1 / (used * BUDGET))}[how]  # fmt: skip
+    np.testing.assert_allclose(found, -advantages * weight * mask, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "gspo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
+def test_equal_rewards_teach_nothing(name: str) -> None:
+    rollouts, data = step_data(0)
+    rollouts = replace(rollouts, rewards=np.full_like(rollouts.rewards, 0.3))
+    value, gradient = ours(policy_loss({"name": name}, rollouts), rollouts, data, splits(rollouts)["whole"])
+    assert abs(value) < 1e-6 and np.abs(gradient).max() < 1e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logprobs_far_apart_leave_loss_and_gradient_finite(name: str) -> None:
+    rollouts, data = step_data(0)
+    rollouts = replace(rollouts, logprobs=rollouts.logprobs.copy())
+    rollouts.logprobs[::3] = -1e4
+    data["now"][1::3] = -1e4
+    data = {key: value.astype(np.float32) for key, value in data.items()}
+    value, gradient = ours(policy_loss(CONFIGS[name], rollouts), rollouts, data, splits(rollouts)["whole"])
+    assert math.isfinite(value) and np.isfinite(gradient).all()
+
+
+def test_updates_share_out_whole_groups_and_every_token_once() -> None:
+    rollouts = tiny.random_rollouts(21, group_size=4)
+    recipe = tiny.recipe(trainer={"updates_per_step": 4})
+    parts = [part for part, _ in updates(rollouts, make_algorithm(recipe.algorithm), recipe, torch.device("cpu"))]
+    masks = np.stack([part.loss_mask for part in parts])
+    assert np.array_equal(masks.sum(0), rollouts.loss_mask)
+    group = np.repeat(rollouts.group, np.diff(rollouts.offsets))
+    assert all(((masks[:, group == g].sum(1)) > 0).sum() == 1 for g in np.unique(group))
+    assert all(mask.any() for mask in masks)
