@@ -16,7 +16,7 @@ from relax_hpc.algorithms import LossInputs, Totals, make_algorithm
 from relax_hpc.algorithms.advantages import group_relative
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.kl import k1, k2, k3
-from relax_hpc.algorithms.losses import clipped_surrogate
+from relax_hpc.algorithms.losses import clipped_surrogate, sequence_log_ratio
 from relax_hpc.recipe.algorithm import Dapo, DrGrpo, Grpo, Gspo, OwnAlgorithm, PolicyGradient, ReinforcePlusPlus, Sapo
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.registry import RegistryError
@@ -138,6 +138,17 @@ def test_gradients_of_the_whole_loss_are_right(config: PolicyGradient) -> None:
     algorithm = make_algorithm(config)
     function = lambda x: algorithm.loss(inputs(x, [1, 7, 12], **others))[0]
     assert torch.autograd.gradcheck(function, (logprobs.requires_grad_(),))
+
+
+def test_gspo_token_has_the_samples_ratio_and_each_tokens_own_gradient() -> None:
+    logprobs, old = torch.tensor([-1.0, -3.0, -0.5]).double(), torch.tensor([-2.0, -1.0, -0.7]).double()
+    share, lengths = torch.tensor([1.0, 5.0, 2.0]).double(), torch.tensor([2, 1])
+    for level, gradient in (("sequence", [3.0, 3.0, 2.0]), ("token", [1.0, 5.0, 2.0])):
+        now = logprobs.clone().requires_grad_()
+        log_ratio = sequence_log_ratio(now, old, lengths, level)
+        np.testing.assert_allclose(log_ratio.detach(), [-0.5, -0.5, 0.2])
+        (log_ratio * share).sum().backward()
+        assert now.grad is not None and now.grad.tolist() == pytest.approx(gradient)
 
 
 def test_kl_coef_adds_k3_to_the_reference() -> None:
