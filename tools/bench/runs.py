@@ -30,10 +30,11 @@ class Finished:
     """(version, held-out score), by version."""
 
 
-def command(recipe: Path, sets: Mapping[str, object]) -> list[str]:
-    """The command line that runs `recipe` with these keys overridden."""
+def command(target: Path, sets: Mapping[str, object], fork: str | None = None) -> list[str]:
+    """The command line that runs `target`, a recipe, with these keys overridden; or forks it, a run, as `fork`."""
     options = [option for key, value in sets.items() for option in ("--set", f"{key}={value}")]
-    return [sys.executable, "-m", "relax_hpc", "run", str(recipe), *options]
+    forked = ["--fork", fork] if fork else []
+    return [sys.executable, "-m", "relax_hpc", "run", str(target), *forked, *options]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -52,22 +53,26 @@ def finished(root: Path, seconds: float) -> Finished:
 
 
 def run(
-    recipe: Path, name: str, sets: Mapping[str, object], watch: Callable[[subprocess.Popen[bytes]], None] | None = None
+    recipe: Path,
+    name: str,
+    sets: Mapping[str, object],
+    watch: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    fork_of: Path | None = None,
 ) -> Finished:
     """Run `recipe` to its end in a fresh directory .bench/runs/NAME. `watch` sees the process while it runs.
 
-    Raises SystemExit with the end of its output when it fails.
+    `fork_of`: go on from the newest checkpoint of that run, which lies beside it. Raises SystemExit with the end of its
+    output when it fails.
     """
     root = BENCH / "runs" / name
     shutil.rmtree(root, ignore_errors=True)
     log = BENCH / "logs" / f"{name.replace('/', '-')}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     where = {"run.root": root.parent, "run.name": root.name}
+    line = command(fork_of, sets, root.name) if fork_of else command(recipe, {**sets, **where})
     begin = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command(recipe, {**sets, **where}), stdout=output, stderr=output, env=our_environment(), cwd=ROOT
-        )
+        process = subprocess.Popen(line, stdout=output, stderr=output, env=our_environment(), cwd=ROOT)
         try:
             if watch:
                 watch(process)
