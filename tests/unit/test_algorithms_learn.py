@@ -1,0 +1,74 @@
+"""Each algorithm learns: a table of logits, sampled one version behind where the algorithm may be, finds the word that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relax_hpc.algorithms import make_algorithm
+from relax_hpc.records import Rollouts
+from relax_hpc.trainers.token_loss import updates
+from tests import tiny
+
+LETTERS, WORD = 6, np.array([4, 1, 5])
+GROUPS, COPIES, STEPS = 8, 8, 50
+CONFIGS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo"},
+    "grpo, kl, entropy": {"name": "grpo", "kl_coef": 0.01, "entropy_coef": 0.001, "opsm": 0.1},
+    "decoupled": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "tis"}},
+    "icepop": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "icepop"}},
+    "mis": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "mis"}},
+    "dr_grpo": {"name": "dr_grpo"},
+    "dapo": {"name": "dapo", "overlong": [3, 4]},
+    "gspo": {"name": "gspo", "clip": [0.2, 0.28]},
+    "gspo, token": {"name": "gspo", "clip": [0.2, 0.28], "level": "token"},
+    "sapo": {"name": "sapo"},
+    "cispo": {"name": "cispo"},
+    "rloo": {"name": "rloo"},
+    "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
+    "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.01},
+}
+
+
+def play(logits: torch.Tensor, rng: np.random.Generator) -> Rollouts:
+    """Words of three letters or four; the reward is the share of letters that are right."""
+    probabilities = logits.detach().softmax(-1).double().numpy()
+    lengths = rng.integers(3, 5, GROUPS * COPIES)
+    answers = [
+        np.array([rng.choice(LETTERS, p=probabilities[i] / probabilities[i].sum()) for i in range(n)], np.int32)
+        for n in lengths
+    ]
+    rollouts = tiny.rollouts([np.zeros(1, np.int32)] * len(answers), answers, COPIES)
+    rollouts.rewards[:] = [np.mean(answer[:3] == WORD) for answer in answers]
+    where = np.concatenate([np.arange(n) for n in lengths])
+    rollouts.logprobs[:] = logits.detach().log_softmax(-1).numpy()[where, rollouts.tokens]
+    rollouts.columns["reference"] = np.full(len(where), -np.log(LETTERS), np.float32)  # of version 0: all letters alike
+    return rollouts
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_word_is_found(name: str) -> None:
+    behind = 0 if name == "rloo" else 1
+    recipe = tiny.recipe(algorithm=CONFIGS[name], **{"async": {"max_staleness": behind}})
+    algorithm, rng = make_algorithm(recipe.algorithm), np.random.default_rng(0)
+    logits = torch.zeros(4, LETTERS, requires_grad=True)
+    optimizer = torch.optim.Adam([logits], lr=0.1)
+    waiting: list[Rollouts] = []
+    for _ in range(STEPS):
+        waiting.append(play(logits, rng))
+        if len(waiting) <= behind:
+            continue
+        [(rollouts, loss)] = updates(waiting.pop(0), algorithm, recipe, torch.device("cpu"))
+        place = torch.from_numpy(np.concatenate([np.arange(n) for n in np.diff(rollouts.offsets)]))
+        distribution = logits.log_softmax(-1)[place]
+        entropies = -(distribution.exp() * distribution).sum(-1)
+        logprobs = distribution.gather(1, torch.from_numpy(rollouts.tokens).long()[:, None])[:, 0]
+        total, _ = loss(np.arange(len(rollouts.tokens)), logprobs, entropies)
+        optimizer.zero_grad()
+        (total / len(rollouts.tokens)).backward()
+        optimizer.step()
+    right = logits.detach().softmax(-1).numpy()[np.arange(3), WORD].mean()
+    assert right > 0.8, f"{right:.2f} of the letters, from {1 / LETTERS:.2f}"
