@@ -238,7 +238,7 @@ def test_a_split_makes_the_steps_of_one_process_and_goes_on_from_another_splits_
     for mine, one in zip(found[name][0], expected, strict=True):
         assert mine.keys() == one.keys()
         for metric, value in one.items():
-            assert mine[metric] == pytest.approx(value, rel=5e-5, abs=1e-6), metric
+            assert mine[metric] == pytest.approx(value, rel=5e-5, abs=5e-6), metric
     exported = load_file(folder / f"{name}.safetensors")
     assert exported.keys() == weights.keys()
     for key, tensor in weights.items():
