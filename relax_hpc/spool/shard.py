@@ -250,7 +250,7 @@ class Shard:
                 done += end - begin
             return array
 
-        flat = {name: gather(functools.partial(self.read, name)) for name in TOKEN_COLUMNS}
+        flat: dict[str, Any] = {name: gather(functools.partial(self.read, name)) for name in TOKEN_COLUMNS}
         flat["versions"] = gather(self.versions)
         of_group, order = self.samples["group"][picked], self.order
         prompts, prompt_offsets = self._small("prompt_tokens"), self.prompt_offsets
