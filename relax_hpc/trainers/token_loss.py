@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +61,7 @@ class PolicyLoss(TokenLoss):
     def tokens(
         self, targets: NDArray[np.int64], logprobs: Tensor, entropies: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        here = lambda values: values[torch.from_numpy(targets)].to(self.device)
+        here: Callable[[Tensor], Tensor] = lambda values: values[torch.from_numpy(targets)].to(self.device)
         columns = {name: here(values) for name, values in self.columns.items()}
         samples = self.sample_of[targets]  # each one's tokens lie together
         begins = np.flatnonzero(np.diff(samples, prepend=-1))
