@@ -15,8 +15,8 @@ from relax_hpc.launch.sizing.traffic import Traffic, step_of, traffic
 from relax_hpc.launch.sizing.trainer import TrainerMemory, checkpoint_bytes, micro_batches, replicas, trainer_memory
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.recipe import Recipe
+from relax_hpc.recipe.algorithm import OwnAlgorithm
 from relax_hpc.recipe.parallel import misfit
-from relax_hpc.recipe.schema import OwnAlgorithm
 from relax_hpc.run_dir import RunError
 
 GIB = 2**30

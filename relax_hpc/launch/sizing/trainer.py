@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from relax_hpc.launch.sizing.model import Shape, parameters, stage_layers, stage_parameters
-from relax_hpc.recipe.schema import Grpo, Recipe
+from relax_hpc.recipe.algorithm import PolicyGradient
+from relax_hpc.recipe.schema import Recipe
 
 FLOAT = 4
 ELEMENT = {"float32": 4, "bfloat16": 2}
@@ -80,7 +81,7 @@ class TrainerMemory:
 
 def needs_reference(recipe: Recipe) -> bool:
     """Whether a frozen copy of the model is held; of an algorithm of the user's own it is not known, and not counted."""
-    return isinstance(recipe.algorithm, Grpo) and recipe.algorithm.kl_coef > 0
+    return isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
 
 
 def replicas(recipe: Recipe) -> int:
