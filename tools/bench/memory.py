@@ -37,10 +37,13 @@ def reader_peak(folder: Path, how: str) -> dict[str, int]:
 
 
 def name_of(process: psutil.Process) -> str:
-    """The role's name where the process is one, else its program and pid."""
+    """The role's name where the process is one, else its module or program, and pid."""
     words = " ".join(process.cmdline()).split()
-    role = words[words.index("--name") + 1] if "--name" in words[:-1] else Path(words[0]).name if words else "?"
-    return role if "--name" in words else f"{role} ({process.pid})"
+    for option in ("--name", "-m"):
+        if option in words[:-1]:
+            name = words[words.index(option) + 1]
+            return name if option == "--name" else f"{name} ({process.pid})"
+    return f"{Path(words[0]).name if words else '?'} ({process.pid})"
 
 
 def sample(top: psutil.Process) -> Iterator[tuple[str, int, int]]:
