@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relax_hpc.algorithms import advantages as estimates
-from relax_hpc.algorithms import losses
+import relax_hpc.algorithms.advantages as estimates
+import relax_hpc.algorithms.losses as losses
 from relax_hpc.algorithms.base import LossInputs
 from relax_hpc.algorithms.correction import importance_weights, sequence_mask
 from relax_hpc.algorithms.kl import ESTIMATORS

@@ -11,11 +11,8 @@ ranks may have different numbers of micro-batches, and the sums are the same und
 from __future__ import annotations
 
 import copy
-import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
-from relax_hpc.algorithms import Algorithm, make_algorithm
+from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data.packing import MicroBatch, pack, plan
 from relax_hpc.experts import one_by_one
 from relax_hpc.recipe.schema import Recipe
@@ -35,13 +32,12 @@ from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.base import Saved
 from relax_hpc.trainers.build import weights_folder
 from relax_hpc.trainers.forward import check_head, token_logprobs
-from relax_hpc.trainers.optim import FlatGradients, learning_rate
-from relax_hpc.trainers.token_loss import TokenLoss, add, as_rollouts, columns_before, together, updates
+from relax_hpc.trainers.optim import FlatGradients
+from relax_hpc.trainers.token_loss import TokenLoss, add
+from relax_hpc.trainers.update import Updating
 
-T = TypeVar("T")
 
-
-class TorchTrainer:
+class TorchTrainer(Updating):
     """One data-parallel process; see relax_hpc.trainers.base.Trainer."""
 
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
@@ -57,21 +53,6 @@ class TorchTrainer:
         self.reference: PreTrainedModel | None = None
         if "reference" in make_algorithm(recipe.algorithm).needs:
             self.reference = self._frozen_copy()
-
-    def step(
-        self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
-        rate = learning_rate(self.recipe.trainer, step, self.recipe.run.steps)
-        temperature = self.recipe.rollout.temperature
-        names = columns_before(algorithm, self.recipe)
-        columns = {name: self._column(name, rollouts, temperature, progress) for name in names}
-        parts = updates(dataclasses.replace(rollouts, columns=columns), algorithm, self.recipe, self.device)
-        return together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
-
-    def supervised_step(
-        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
-    ) -> float:
-        return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
 
     def begin_training(self) -> None:
         self.optimizer = self._new_optimizer()
@@ -112,38 +93,10 @@ class TorchTrainer:
             state_files.fill(self._weights(self.reference), state_files.read(reference), reference)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
-    def _optimise(
-        self,
-        rollouts: Rollouts,
-        token_loss: TokenLoss,
-        temperature: float,
-        rate: float,
-        progress: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
-        """Forward, backward, and one step of AdamW with learning rate `rate`, unless something is not finite."""
-        tokens = int(rollouts.loss_mask.sum())
-        metrics = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "tokens": float(tokens), "skipped": 0.0}
-        if tokens == 0:
-            return metrics
-        self.gradients.zero()
-        sums = self._accumulate(rollouts, token_loss, temperature, tokens, progress)
-        if self.world > 1:
-            self.gradients.all_reduce()
-            sums = add(self._gather(sums))
-        metrics |= {name: value / tokens for name, value in sums.items()}
-        metrics["grad_norm"] = norm = self.gradients.norm()
-        if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
-            return metrics | {"skipped": 1.0}
-        self.gradients.clip(norm, self.recipe.trainer.clip_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        return metrics
-
-    def _accumulate(
+    def _gradients(
         self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
     ) -> dict[str, float]:
-        """Add this rank's share to the gradients; sums over its tokens of the loss and of the metrics."""
+        self.gradients.zero()
         sums: dict[str, float] = {}
         for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
             batch = pack(rollouts, rows)
@@ -152,7 +105,18 @@ class TorchTrainer:
             (loss / tokens).backward()
             sums = add([sums, said])
             progress()
+        if self.world > 1:
+            self.gradients.all_reduce()
         return sums
+
+    def _gradient_norm(self) -> float:
+        return self.gradients.norm()
+
+    def _update(self, norm: float, rate: float) -> None:
+        self.gradients.clip(norm, self.recipe.trainer.clip_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
 
     def _logprobs(
         self,
@@ -170,7 +134,6 @@ class TorchTrainer:
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        """[T] logprobs of the tokens in the loss by the reference, or by the policy of now; on every rank."""
         model = self.model if name == "recomputed" else self.reference
         if model is None:
             raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
@@ -196,14 +159,6 @@ class TorchTrainer:
         for parameter in reference.parameters():
             parameter.grad = None
         return reference
-
-    def _gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of ranks (so that sums are the same everywhere)."""
-        if self.world == 1:
-            return [value]
-        values: list[T] = [value] * self.world
-        dist.all_gather_object(values, value)
-        return values
 
     @staticmethod
     def _weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+import relax_hpc.weights.delta as delta
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.watch import FolderWatch
-from relax_hpc.weights import delta
 from relax_hpc.weights.base import Export, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry
 from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name, write_part

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
+import relax_hpc.weights.delta as delta
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.spool.front import of_run
-from relax_hpc.weights import delta
 from relax_hpc.weights.base import DamagedWeights, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents
 from relax_hpc.weights.parts import (

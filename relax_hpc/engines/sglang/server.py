@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from relax_hpc.engines.sglang import cpu_platform
+import relax_hpc.engines.sglang.cpu_platform as cpu_platform
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunError

@@ -10,12 +10,10 @@ other tokens: the sums are the same under every plan.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,26 +26,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
-from relax_hpc.algorithms import Algorithm, make_algorithm
+import relax_hpc.trainers.megatron.groups as groups
+import relax_hpc.trainers.megatron.moments as moments
+import relax_hpc.trainers.megatron.state as state
+import relax_hpc.trainers.megatron.weights as weights
+from relax_hpc.algorithms import make_algorithm
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import fit, state_files
 from relax_hpc.trainers.build import weights_folder
-from relax_hpc.trainers.megatron import groups, moments, state, weights
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy, token_logprobs
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
-from relax_hpc.trainers.optim import learning_rate
-from relax_hpc.trainers.token_loss import TokenLoss, add, as_rollouts, columns_before, together, updates
+from relax_hpc.trainers.token_loss import TokenLoss, add
+from relax_hpc.trainers.update import Updating
 
-T = TypeVar("T")
 LOADED_BYTES = 2**30
 """Of the optimizer's state, read at once."""
 
 
-class MegatronTrainer:
+class MegatronTrainer(Updating):
     """See relax_hpc.trainers.base.Trainer."""
 
     @supported
@@ -77,22 +77,8 @@ class MegatronTrainer:
             self.reference = build(self.hf, self.config, self.groups)
             self._refer()
 
-    @supported
-    def step(
-        self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
-        rate = learning_rate(self.recipe.trainer, step, self.recipe.run.steps)
-        temperature = self.recipe.rollout.temperature
-        names = columns_before(algorithm, self.recipe)
-        columns = {name: self._column(name, rollouts, temperature, progress) for name in names}
-        parts = updates(dataclasses.replace(rollouts, columns=columns), algorithm, self.recipe, self.device)
-        return together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
-
-    @supported
-    def supervised_step(
-        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
-    ) -> float:
-        return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
+    step = supported(Updating.step)
+    supervised_step = supported(Updating.supervised_step)
 
     @supported
     def begin_training(self) -> None:
@@ -143,19 +129,9 @@ class MegatronTrainer:
         for optimizer in self._optimizers():
             moments.fresh(optimizer, steps)
 
-    def _optimise(
-        self,
-        rollouts: Rollouts,
-        token_loss: TokenLoss,
-        temperature: float,
-        rate: float,
-        progress: Callable[[], None] = lambda: None,
+    def _gradients(
+        self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
     ) -> dict[str, float]:
-        """Forward, backward, and one step of AdamW with learning rate `rate`, unless something is not finite."""
-        tokens = int(rollouts.loss_mask.sum())
-        metrics = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "tokens": float(tokens), "skipped": 0.0}
-        if tokens == 0:
-            return metrics
         for chunk in self.reduced:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -170,11 +146,13 @@ class MegatronTrainer:
             return loss / tokens
 
         self._run(self.reduced, rollouts, batches, temperature, loss_of)
-        metrics |= {name: value / tokens for name, value in add(self._gather(sums if self._speaks() else {})).items()}
+        return sums if self._speaks() else {}
+
+    def _gradient_norm(self) -> float:
         self.optimizer.prepare_grads()
-        metrics["grad_norm"] = norm = float(self.optimizer.get_grad_norm())
-        if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
-            return metrics | {"skipped": 1.0}
+        return float(self.optimizer.get_grad_norm())
+
+    def _update(self, norm: float, rate: float) -> None:
         config = self.recipe.trainer
         for optimizer in self._optimizers():
             clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.clip_grad_norm, norm)
@@ -182,7 +160,6 @@ class MegatronTrainer:
                 group["lr"], group["weight_decay"] = rate, config.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         self.steps += 1
-        return metrics
 
     def _run(
         self,
@@ -224,7 +201,6 @@ class MegatronTrainer:
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        """[T] logprobs of the tokens in the loss by the reference, or by the policy of now; on every process."""
         models = self.chunks if name == "recomputed" else self.reference
         if not models:
             raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
@@ -280,14 +256,6 @@ class MegatronTrainer:
         for frozen, chunk in zip(self.reference, self.chunks, strict=False):
             frozen.load_state_dict(chunk.state_dict())
             frozen.requires_grad_(False)
-
-    def _gather(self, value: T) -> list[T]:
-        """Every process's value, in the order of ranks (so that sums are the same everywhere)."""
-        if self.world == 1:
-            return [value]
-        values: list[T] = [value] * self.world
-        dist.all_gather_object(values, value)
-        return values
 
 
 def _finalize(chunks: list[Any], tokens: Tensor | None, **options: Any) -> None:
