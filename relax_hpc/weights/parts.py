@@ -51,12 +51,15 @@ def in_threads(
                 future.result()
             progress()
 
+    def let_go(number: int, parts: list[Named]) -> T:
+        return work(number, parts.pop())  # the pool holds its arguments past the moment at which a future is done
+
     with ThreadPoolExecutor(threads, "weights") as pool:
         try:
             for number, part in enumerate(buckets(tensors, part_bytes)):
                 size = sum(tensor.nbytes for _, tensor in part)
                 room_for(size + 2 * part_bytes)  # this one, the one that is gathered next, and the tensor that ends it
-                future = pool.submit(work, number, part)
+                future = pool.submit(let_go, number, [part])
                 todo[future] = size
                 futures.append(future)
                 del part
