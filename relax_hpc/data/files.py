@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_hpc.data.items import Item
-from relax_hpc.recipe.schema import FileSource
+from relax_hpc.recipe.source import FileSource
 from relax_hpc.run_dir import RunError
 
 ROW_GROUPS_CACHED = 4

@@ -18,7 +18,7 @@ from relax_hpc.data.items import Item, Items
 from relax_hpc.data.render import ContentError, render
 from relax_hpc.data.shuffle import order
 from relax_hpc.data.tasks import TaskItems
-from relax_hpc.recipe.schema import AnySource, FileSource
+from relax_hpc.recipe.source import AnySource, FileSource
 from relax_hpc.records import Prompt
 from relax_hpc.run_dir import RunError
 

@@ -7,7 +7,7 @@ import difflib
 from typing import Any
 
 from relax_hpc.data.items import Item
-from relax_hpc.recipe.schema import ReasoningGymSource
+from relax_hpc.recipe.source import ReasoningGymSource
 from relax_hpc.run_dir import RunError
 
 

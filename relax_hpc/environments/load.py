@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from relax_hpc.environments.base import Environment
 from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.recipe.schema import AnySource
+from relax_hpc.recipe.source import AnySource
 from relax_hpc.registry import RegistryError, check_call, resolve
 
 BUILT_IN = {"single_turn": SingleTurn}

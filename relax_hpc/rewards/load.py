@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relax_hpc.recipe.schema import AnySource, ReasoningGymSource
+from relax_hpc.recipe.source import AnySource, ReasoningGymSource
 from relax_hpc.records import Prompt
 from relax_hpc.registry import check_call, resolve
 from relax_hpc.rewards.base import Reward, parts

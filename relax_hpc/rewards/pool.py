@@ -18,7 +18,7 @@ from typing import Any
 
 from pebble import ProcessPool
 
-from relax_hpc.recipe.schema import AnySource
+from relax_hpc.recipe.source import AnySource
 from relax_hpc.records import Prompt
 from relax_hpc.rewards.load import LoadedReward, make_rewards
 

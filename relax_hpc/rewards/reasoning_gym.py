@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from relax_hpc.data.tasks import load_task
-from relax_hpc.recipe.schema import ReasoningGymSource
+from relax_hpc.recipe.source import ReasoningGymSource
 from relax_hpc.records import Prompt
 from relax_hpc.run_dir import RunError
 

@@ -14,7 +14,7 @@ from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptCursor, PromptRef, PromptSources
 from relax_hpc.data.shuffle import order
-from relax_hpc.recipe.schema import FileSource
+from relax_hpc.recipe.source import FileSource
 from relax_hpc.run_dir import RunError
 
 SIZES, WEIGHTS = (7, 30, 4), (1.0, 2.5, 0.5)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.environments import Environment, SingleTurn, Turn, make_environments
-from relax_hpc.recipe.schema import FileSource
+from relax_hpc.recipe.source import FileSource
 from relax_hpc.records import Prompt
 from relax_hpc.registry import RegistryError
 

@@ -12,7 +12,7 @@ from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptCursor, PromptSources
 from relax_hpc.data.holdout import falls_in
-from relax_hpc.recipe.schema import FileSource, ReasoningGymSource
+from relax_hpc.recipe.source import FileSource, ReasoningGymSource
 from relax_hpc.run_dir import RunError
 
 ADDITION = ReasoningGymSource(

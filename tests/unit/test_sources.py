@@ -12,7 +12,7 @@ import pytest
 from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptSources
-from relax_hpc.recipe.schema import FileSource, ReasoningGymSource
+from relax_hpc.recipe.source import FileSource, ReasoningGymSource
 from relax_hpc.run_dir import RunError
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(5)]
