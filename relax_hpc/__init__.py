@@ -42,7 +42,7 @@ def run(recipe: str | PathLike[str], *, sets: Sequence[str] = ()) -> dict[str, A
     opened = open_or_create(Path(recipe), list(sets))
     if opened.finished:
         return outcome_of(opened.run) or {}
-    return run_here(opened.run, opened.recipe, Console())
+    return run_here(opened, Console())
 
 
 def submit(

@@ -71,7 +71,7 @@ def run(
             )
             return
         console.print(f"[bold]{opened.run.root}[/bold]", soft_wrap=True)
-        outcome = run_here(opened.run, opened.recipe, console)
+        outcome = run_here(opened, console)
     if outcome["outcome"] == "failed":
         fail(outcome["reason"])
     if outcome["outcome"] == "stopped":

@@ -15,7 +15,6 @@ import uuid
 from typing import Any
 
 from relax_hpc.launch.lease import Holder
-from relax_hpc.launch.members import role_environment
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
@@ -45,7 +44,7 @@ class Agent:
         self.workers = LocalWorkers(
             run,
             self.recipe,
-            Nursery(role_environment(run)),
+            Nursery(run),
             names,
             uuid.uuid4().hex[:8],
             self.gone,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import relax_hpc
 from relax_hpc import checkpoint
-from relax_hpc.launch.members import role_environment
+from relax_hpc.launch.nursery import PREPARE, Nursery
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, sync_folder, to_json, write_file
@@ -29,11 +29,20 @@ USER_FILE = re.compile(r"^(?P<file>/.+\.py):(?P<name>\w+)$")
 """A reference to the user's own code in a recipe."""
 
 
+def place(recipe: Recipe) -> RunDir:
+    """Where the run of `recipe` is, or will be."""
+    return RunDir(recipe.run.root / recipe.run.name)
+
+
 def create(
-    recipe: Recipe, debug: Debug | None = None, shards_from: Path | None = None, fork_of: RunDir | None = None
+    recipe: Recipe,
+    nursery: Nursery,
+    debug: Debug | None = None,
+    shards_from: Path | None = None,
+    fork_of: RunDir | None = None,
 ) -> RunDir:
     """Make the run of `recipe`. `fork_of`: begin at that run's newest checkpoint. Raises RunError; leaves nothing behind then."""
-    final = recipe.run.root / recipe.run.name
+    final = place(recipe).root
     try:
         recipe.run.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -44,7 +53,7 @@ def create(
     try:
         draft.create()
         write_file(draft.recipe, dump_recipe(recipe).encode())
-        _prepare(draft)
+        _prepare(draft, nursery)
         replace(draft.recipe, dump_recipe(_snapshot(draft, recipe)).encode())
         about = {
             "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
@@ -87,7 +96,7 @@ def resume(run: RunDir, overrides: list[str]) -> Recipe:
 
 def existing(recipe: Recipe) -> RunDir | None:
     """The run that this recipe made before, when there is one. Raises RunError when the one of that name differs."""
-    run = RunDir(recipe.run.root / recipe.run.name)
+    run = place(recipe)
     if not run.exists:
         return None
     # How it is sent to a cluster is no part of what the run is.
@@ -110,14 +119,19 @@ def identity(run: RunDir) -> dict[str, Any]:
     return about
 
 
-def _prepare(run: RunDir) -> None:
-    """Build the model's folder and check everything that needs torch, in a process of its own: ours stays small."""
-    command = [sys.executable, "-P", "-m", "relax_hpc.launch.prepare", str(run.root)]
-    done = subprocess.run(command, env=role_environment(run), capture_output=True, text=True, check=False)
-    if done.returncode == 0:
+def _prepare(run: RunDir, nursery: Nursery) -> None:
+    """Build the model's folder and check everything that needs torch."""
+    log = run.logs / "prepare.log"
+    child = nursery.bear([PREPARE, str(run.root)], log)
+    try:
+        code = child.wait()
+    except BaseException:
+        child.kill()
+        raise
+    if code == 0:
         return
     error = read_json(run.root / "error.json")
-    raise RunError(error["message"] if error else f"the run could not be prepared:\n{done.stderr}")
+    raise RunError(error["message"] if error else f"the run could not be prepared:\n{log.read_text()}")
 
 
 def _snapshot(run: RunDir, recipe: Recipe) -> Recipe:
@@ -134,7 +148,7 @@ def _snapshot(run: RunDir, recipe: Recipe) -> Recipe:
             git = subprocess.run(["git", "-C", str(package.parent), *command], capture_output=True, check=False)
             if git.returncode == 0:
                 write_file(run.snapshot / name, git.stdout)
-    final = recipe.run.root / recipe.run.name / "snapshot" / "user"
+    final = place(recipe).snapshot / "user"
     data = _copy_user_files(
         recipe.model_dump(mode="json", by_alias=True, exclude_none=True), run.snapshot / "user", final
     )

@@ -8,9 +8,8 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from relax_hpc.launch.create import Debug, create, existing, identity, resume
+from relax_hpc.launch.create import Debug, create, existing, identity, place, resume
 from relax_hpc.launch.lease import acquire, refuse_if_held
-from relax_hpc.launch.members import role_environment
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
@@ -30,6 +29,7 @@ class Opened:
 
     run: RunDir
     recipe: Recipe
+    nursery: Nursery
     finished: int = 0
     """Steps it made, when there is nothing left to do."""
 
@@ -62,12 +62,14 @@ def open_or_create(
     if found is not None:
         return _go_on(found, [])
     source = open_existing(shards_from) if shards_from else None
-    run = create(recipe, cast(Debug | None, debug), source.root if source else None)
-    return Opened(run, load_recipe(run.recipe))
+    nursery = Nursery(place(recipe))
+    run = create(recipe, nursery, cast(Debug | None, debug), source.root if source else None)
+    return Opened(run, load_recipe(run.recipe), nursery)
 
 
-def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
+def run_here(opened: Opened, console: Console) -> dict[str, Any]:
     """Supervise the run until it ends; its outcome."""
+    run, recipe, nursery = opened.run, opened.recipe, opened.nursery
     lease = acquire(run)
     try:
         queue, telemetry = Queue(run), Telemetry(run, "supervisor", lease.number)
@@ -76,7 +78,6 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
         for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
             queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
         wanted = 0 if identity(run)["debug"] == "train-only" else recipe.rollout.workers
-        nursery = Nursery(role_environment(run))
         workers = LocalWorkers(
             run,
             recipe,
@@ -86,7 +87,7 @@ def run_here(run: RunDir, recipe: Recipe, console: Console) -> dict[str, Any]:
             queue.give_back,
             telemetry.metrics,
         )
-        with live(run, console) as look:
+        with nursery, live(run, console) as look:
             supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe, nursery), workers, telemetry, look)
             outcome = supervisor.supervise()
     finally:
@@ -106,12 +107,13 @@ def _go_on(run: RunDir, overrides: list[str]) -> Opened:
         if done and done[-1] >= recipe.run.steps and outcome is not None and outcome["outcome"] == "done"
         else 0
     )
-    return Opened(run, recipe, finished)
+    return Opened(run, recipe, Nursery(run), finished)
 
 
 def _fork(old: RunDir, name: str, overrides: list[str]) -> Opened:
     recipe = load_recipe(old.recipe, [*overrides, f"run.name={name}"])
-    if (recipe.run.root / name).exists():
-        raise RunError(f"'{recipe.run.root / name}' exists: choose another name for --fork")
-    run = create(recipe, fork_of=old)
-    return Opened(run, load_recipe(run.recipe))
+    new = place(recipe)
+    if new.root.exists():
+        raise RunError(f"'{new.root}' exists: choose another name for --fork")
+    nursery = Nursery(new)
+    return Opened(create(recipe, nursery, fork_of=old), load_recipe(new.recipe), nursery)

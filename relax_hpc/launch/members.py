@@ -23,9 +23,6 @@ LONGEST_BACKOFF_S = 60.0
 BLIND_S = 5.0
 """When two looks are so far apart, what was not seen in between counts for nothing."""
 PIPE_BYTES = 1 << 16
-KEPT_ARRAY_BYTES = 64 << 20
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_ARRAY_BYTES), "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_ARRAY_BYTES)}
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +46,7 @@ class Member:
         command = [
             self.role, str(self.run.root), "--name", self.name, "--attempt", str(self.attempt), *arguments,
         ]  # fmt: skip
-        self.process = self.nursery.bear(command, environment, self.log, writing)
+        self.process = self.nursery.bear(command, self.log, writing, environment)
         os.close(writing)
         self._close_pipe()
         self._last_words = reading
@@ -171,21 +168,6 @@ class Quiet:
             before, since = self._seen.get(rank, (None, now))
             self._seen[rank] = (said, now if said != before else since + stood_still_s)
         return {rank: now - self._seen[rank][1] for rank in times}
-
-
-def role_environment(run: RunDir) -> dict[str, str]:
-    """The environment of a role: the run's own snapshot of the code comes first, so that a restart runs what was submitted."""
-    environment = dict(os.environ)
-    snapshot = run.snapshot / "code"
-    if snapshot.is_dir():
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(snapshot), environment.get("PYTHONPATH")]))
-    environment["PYTHONUNBUFFERED"] = "1"
-    # Arrays of megabytes come and go every step: kept by the allocator, their pages need not be faulted in each time.
-    for name, value in ALLOCATOR.items():
-        environment.setdefault(name, value)
-    for name in OFFLINE:  # compute nodes have no internet; nothing here looks a model up by name
-        environment.setdefault(name, "1")
-    return environment
 
 
 def how_it_ended(code: int) -> str:

@@ -6,6 +6,7 @@
 
 Importing torch and transformers costs seconds of CPU, for each role and for each restart; children of the nursery share
 that, and the memory of it. The nursery has one thread, touches no GPU and computes nothing before it forks.
+The first child of a new run prepares it (launch/prepare.py), and the run's copy of the code is made after that.
 It ends with whoever started it; roles whose nursery is gone leave as they do when their supervisor is gone.
 """
 
@@ -22,37 +23,62 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
+
+from relax_hpc.run_dir import RunDir
 
 MESSAGE_BYTES = 1 << 16
 DIED = -signal.SIGKILL
+PREPARE = "prepare"
+KEPT_ARRAY_BYTES = 64 << 20
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_ARRAY_BYTES), "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_ARRAY_BYTES)}
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 class Nursery:
     """The supervisor's side. The process is started with the first role, and again after it was lost."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+    def __init__(self, run: RunDir) -> None:
+        """run: the one whose roles are born here; it may be made later."""
+        self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._unborn: list[Child] = []
         self._children: dict[int, Child] = {}
 
-    def bear(self, arguments: list[str], environment: Mapping[str, str], log: Path, last_words: int) -> Child:
-        """A role with these arguments of relax_hpc.roles; `log` takes what it prints, `last_words` is a descriptor."""
+    def __enter__(self) -> Nursery:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.give_up()
+
+    def bear(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        last_words: int | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Child:
+        """A role with these arguments of relax_hpc.roles, or PREPARE and a directory.
+
+        log: takes what it prints; last_words: a descriptor for what it says when it fails.
+        """
         if self._socket is None:
             self._start(log)
         assert self._socket is not None
         child = Child(self)
         self._unborn.append(child)
-        request = json.dumps({"arguments": arguments, "environment": dict(environment)}).encode()
+        code = _snapshot(self._run)
+        request = {"arguments": arguments, "environment": dict(environment), "code": str(code) if code else None}
         with (
             log.open("ab") as file,
             contextlib.suppress(OSError),
         ):  # a lost nursery is noticed when its child is looked at
-            socket.send_fds(self._socket, [request], [file.fileno(), last_words])
+            descriptors = [file.fileno()] if last_words is None else [file.fileno(), last_words]
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         return child
 
     def _start(self, log: Path) -> None:
@@ -64,7 +90,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=dict(self._environment),
+                env=role_environment(self._run),
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )
@@ -186,7 +212,7 @@ class _Server:
                     return
                 self._bear(json.loads(data), *descriptors)
 
-    def _bear(self, request: dict[str, Any], log: int, last_words: int) -> None:
+    def _bear(self, request: dict[str, Any], log: int, last_words: int | None = None) -> None:
         pid = os.fork()
         if pid == 0:
             self._socket.close()
@@ -194,7 +220,8 @@ class _Server:
                 os.close(handle)
             _live(request, log, last_words)
         os.close(log)
-        os.close(last_words)
+        if last_words is not None:
+            os.close(last_words)
         handle = os.pidfd_open(pid)
         self._children[handle] = pid
         socket.send_fds(self._socket, [json.dumps({"pid": pid}).encode()], [handle])
@@ -206,10 +233,11 @@ class _Server:
         self._socket.send(json.dumps({"pid": pid, "code": code}).encode())
 
 
-def _live(request: dict[str, Any], log: int, last_words: int) -> NoReturn:
+def _live(request: dict[str, Any], log: int, last_words: int | None) -> NoReturn:
     """The child's life, from the fork to its end."""
     import setproctitle
 
+    from relax_hpc.launch import prepare
     from relax_hpc.roles import __main__ as roles
 
     os.setsid()  # Ctrl-C is the supervisor's to decide on
@@ -217,10 +245,15 @@ def _live(request: dict[str, Any], log: int, last_words: int) -> NoReturn:
     os.dup2(log, 2)
     os.close(log)
     os.environ.update(request["environment"])
-    arguments = [*request["arguments"], "--supervisor", str(os.getppid()), "--last-words", str(last_words)]
-    setproctitle.setproctitle(f"relax_hpc {' '.join(request['arguments'])}")
+    if request["code"] is not None and request["code"] not in sys.path:
+        _import_from(Path(request["code"]))
+    what, *rest = request["arguments"]
+    setproctitle.setproctitle(f"relax_hpc {' '.join([what, *rest])}")
     try:
-        roles.main(arguments)
+        if what == PREPARE:
+            prepare.main(RunDir(*rest))
+        else:
+            roles.main([what, *rest, "--supervisor", str(os.getppid()), "--last-words", str(last_words)])
     except SystemExit as end:
         os._exit(end.code if isinstance(end.code, int) else 1)
     except BaseException:
@@ -228,11 +261,44 @@ def _live(request: dict[str, Any], log: int, last_words: int) -> NoReturn:
     os._exit(1)
 
 
+def _import_from(code: Path) -> None:
+    """Whatever is imported from now on, here or by a process below, comes from the run's copy of the code.
+
+    The nursery that saw the run made began before that copy, and has imported what was copied.
+    """
+    sys.path.insert(0, str(code))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
+    for name, module in sys.modules.items():
+        if name.partition(".")[0] == "relax_hpc" and hasattr(module, "__path__"):
+            module.__path__ = [str(code.joinpath(*name.split(".")))]
+
+
+def _snapshot(run: RunDir) -> Path | None:
+    """The run's copy of the code; None where relax_hpc is installed, and its version is all there is to say."""
+    code = run.snapshot / "code"
+    return code if code.is_dir() else None
+
+
+def role_environment(run: RunDir) -> dict[str, str]:
+    """The environment of a role: the run's own snapshot of the code comes first, so that a restart runs what was submitted."""
+    environment = dict(os.environ)
+    if code := _snapshot(run):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), environment.get("PYTHONPATH")]))
+    environment["PYTHONUNBUFFERED"] = "1"
+    # Arrays of megabytes come and go every step: kept by the allocator, their pages need not be faulted in each time.
+    for name, value in ALLOCATOR.items():
+        environment.setdefault(name, value)
+    for name in OFFLINE:  # compute nodes have no internet; nothing here looks a model up by name
+        environment.setdefault(name, "1")
+    return environment
+
+
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # no thread may live when it forks; each role sets its own number
     from relax_hpc.roles import __main__ as roles
 
     roles.prepare_cpu()
+    import relax_hpc.launch.prepare
     import relax_hpc.roles.rollout
     import relax_hpc.roles.trainer  # noqa: F401
 

@@ -1,12 +1,13 @@
-"""`python -m relax_hpc.launch.prepare RUN`: build the model's folder, and check all of a recipe that needs heavy imports.
+"""Before a run begins: build the model's folder, and check all of a recipe that needs heavy imports.
 
-A process of its own, so that the supervisor, which lives as long as the run, never imports torch. What is wrong goes to
-RUN/error.json in words.
+In a child of the nursery, so that the supervisor, which lives as long as the run, never imports torch. What is wrong goes
+to RUN/error.json in words.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from transformers import AutoConfig, AutoTokenizer
 
@@ -39,14 +40,10 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
         sources.held_out(recipe.evaluation.prompts)
 
 
-def main() -> None:
-    run = RunDir(sys.argv[1])
+def main(run: RunDir) -> NoReturn:
     try:
         prepare(run, load_recipe(run.recipe))
     except (RunError, RegistryError, RecipeError) as error:
         write_file(run.root / "error.json", to_json({"message": str(error)}))
         sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.launch.create import create
-from relax_hpc.launch.members import role_environment
+from relax_hpc.launch.create import create, place
 from relax_hpc.launch.nursery import Child, Nursery
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir
@@ -21,24 +21,23 @@ from tests.runs import write_recipe
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    """One without a supervisor: its roles wait for weights, or for orders."""
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Of a run without a supervisor: its roles wait for weights, or for orders."""
     folder = tmp_path_factory.mktemp("run")
-    return create(load_recipe(write_recipe(folder), [f"run.root={folder}"]))
+    recipe = load_recipe(write_recipe(folder), [f"run.root={folder}"])
+    with Nursery(place(recipe)) as nursery:
+        create(recipe, nursery)
+        yield nursery
 
 
 @pytest.fixture(scope="module")
-def nursery(run: RunDir) -> Iterator[Nursery]:
-    nursery = Nursery(role_environment(run))
-    yield nursery
-    if nursery._process is not None:
-        nursery._process.kill()
-        nursery._process.wait()
+def run(nursery: Nursery) -> RunDir:
+    return nursery._run
 
 
 def bear(nursery: Nursery, log: Path, *arguments: str) -> Child:
     _, writing = os.pipe()
-    child = nursery.bear(list(arguments), {}, log, writing)
+    child = nursery.bear(arguments, log, writing)
     os.close(writing)
     return child
 
@@ -68,7 +67,7 @@ def test_its_end_is_told_truly_and_it_ends_with_the_nursery(nursery: Nursery, ru
 
 
 def test_nobody_waits_for_an_unborn_one(run: RunDir) -> None:
-    nursery, log = Nursery(role_environment(run)), run.logs / "log"
+    nursery, log = Nursery(run), run.logs / "log"
     waiting = ["rollout", str(run.root), "--workplace", "w", "--name", "rollout-7"]
     began = time.monotonic()
     unborn = bear(nursery, log, *waiting)
@@ -79,3 +78,15 @@ def test_nobody_waits_for_an_unborn_one(run: RunDir) -> None:
     unborn = bear(nursery, log, *waiting)
     unborn.kill()
     assert unborn.wait(1) == -signal.SIGKILL
+
+
+def test_what_is_imported_later_comes_from_the_runs_copy_of_the_code(run: RunDir) -> None:
+    code = run.snapshot / "code"
+    program = (
+        "import sys; from pathlib import Path; from relax_hpc.launch import nursery;"
+        "nursery._import_from(Path(sys.argv[1])); import relax_hpc.spool.watch as watch;"
+        "print(nursery.__file__, watch.__file__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(code)], capture_output=True, text=True, check=True)
+    before, after = done.stdout.split()
+    assert after == str(code / "relax_hpc/spool/watch.py") and not before.startswith(str(code))

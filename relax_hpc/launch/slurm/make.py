@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_hpc.launch.create import create, existing
+from relax_hpc.launch.create import create, existing, place
+from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.plan import KINDS, make_plan
 from relax_hpc.launch.slurm.send import forget_end, record, script, write_scripts
 from relax_hpc.recipe import Recipe, RecipeError, load_recipe, site_file
@@ -25,7 +26,8 @@ def make(recipe: Recipe) -> RunDir:
     if run is None:
         make_plan(recipe)
         try:
-            run = create(recipe)
+            with Nursery(place(recipe)) as nursery:
+                run = create(recipe, nursery)
         except RunError:
             run = existing(recipe)
             if run is None:

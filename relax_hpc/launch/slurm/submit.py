@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_hpc.launch.create import create, existing, resume
+from relax_hpc.launch.create import create, existing, place, resume
 from relax_hpc.launch.lease import refuse_if_held
+from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
 from relax_hpc.launch.slurm.queue_state import cancel, look
 from relax_hpc.launch.slurm.render import render
@@ -39,7 +40,8 @@ def submit(
         refuse_local_root(plan)
     refuse_missing_environment(plan)
     if run is None:
-        run = create(recipe)
+        with Nursery(place(recipe)) as nursery:
+            run = create(recipe, nursery)
         plan = make_plan(load_recipe(run.recipe))
         with _undone_if_refused(run.outcome):
             return _send(run, plan)

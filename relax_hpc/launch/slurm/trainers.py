@@ -12,7 +12,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.launch.members import Quiet, next_attempt, role_environment, silence_limit
+from relax_hpc.launch.members import Quiet, next_attempt, silence_limit
+from relax_hpc.launch.nursery import role_environment
 from relax_hpc.launch.slurm.queue_state import ask
 from relax_hpc.launch.slurm.steps import TRAINER_COMPONENT, step_environment
 from relax_hpc.launch.trainers import Ending
