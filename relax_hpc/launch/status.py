@@ -16,13 +16,15 @@ from relax_hpc.telemetry import read_beat, read_metrics
 
 RECENT = 20
 """Steps and orders over which rates are averaged."""
+LOOKED_AT = 8
+"""Workers whose files are read in one look, the next ones in the next: looking costs the same whatever their number."""
 HOLDER_EVERY_S = 5.0
 """Who holds a run on another machine is a question to Slurm."""
 
 
 @dataclass(slots=True)
 class Status:
-    """A run at one moment; `refresh` reads only what was added since."""
+    """A run at one moment; `refresh` reads only what was added since, of many workers those whose turn it is."""
 
     run: RunDir
     recipe: Recipe
@@ -57,13 +59,14 @@ class Status:
                 self.evals[record["version"]] = record["score"]
             elif record["kind"] == "warmup":
                 self.warmup = record
-        for name in self.workers():
+        workers = self._in_turn()
+        for name in workers:
             self.orders[name] = [*self.orders.get(name, []), *self._new(name)][-RECENT:]
         for name in ("supervisor", *self._names("agent-*")):
             for record in self._new(name):
                 self.events = [*self.events, record][-RECENT:]
                 self.restarts += record["kind"] == "lost"
-        for name in self.roles():
+        for name in (*self._trainers(), *workers):
             beat = read_beat(self.run, name)
             if beat is not None:
                 self.beats[name] = beat
@@ -75,15 +78,23 @@ class Status:
             self.slurm.refresh()
 
     def roles(self) -> list[str]:
-        return [
-            *(f"trainer-{i}" for i in range(self.recipe.trainer.processes)),
-            *self.workers(),
-        ]
+        return [*self._trainers(), *self.workers()]
+
+    def _trainers(self) -> list[str]:
+        return [f"trainer-{i}" for i in range(self.recipe.trainer.processes)]
 
     def workers(self) -> list[str]:
         """The recipe's workers, and those that joined."""
         core = [f"rollout-{i}" for i in range(self.recipe.rollout.workers)]
         return [*core, *(name for name in self._names("rollout-*") if name not in core)]
+
+    def _in_turn(self) -> list[str]:
+        """The workers to look at: all that were never looked at, then those that were not for the longest time."""
+        there = self.workers()
+        again = [name for name in self.orders if name in there][:LOOKED_AT]
+        for name in again:
+            self.orders[name] = self.orders.pop(name)  # to the end of the line
+        return [*again, *(name for name in there if name not in self.orders)]
 
     def _names(self, pattern: str) -> list[str]:
         return sorted(path.stem for path in self.run.metrics.glob(f"{pattern}.jsonl"))

@@ -66,6 +66,8 @@ class RolloutWorker:
         r = self.recipe.rollout
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self.orders = 0
+        self.usual_s = 0.0
+        """How long it waited for the orders before."""
         self.swapping = False
         """Whether new weights are taken while an order is played."""
 
@@ -90,7 +92,7 @@ class RolloutWorker:
         New versions are taken with an order, not before: a worker that has nothing to do would read them for nothing.
         """
         began = time.perf_counter()
-        for pause_s in backoff(watchers=self.recipe.rollout.workers):
+        for pause_s in backoff(watchers=self.recipe.rollout.workers, usual_s=self.usual_s):
             self.progress("idle" if self.held else "syncing")
             self.report_published()
             if self.held is None:
@@ -99,6 +101,7 @@ class RolloutWorker:
                 newest = self.receiver.newest()
                 claim = self.queue.claim(self.workplace, newest.number) if newest else None
                 if claim is not None:
+                    self.usual_s = max(time.perf_counter() - began, self.usual_s / 2)
                     self.catch_up(claim)
                     return claim, time.perf_counter() - began
             time.sleep(pause_s)

@@ -17,6 +17,10 @@ RECENT_NS = 100_000_000
 RELIST_S = 2.0
 """Every folder is listed this often even if its time did not change (attribute caches of NFS)."""
 LONGEST_RELIST_S = 30.0
+LOOKS = 12
+"""Polls in a wait that takes as long as the one before."""
+SHARED_PAUSE_S = 0.05
+"""Longest pause between two polls of all who wait for the same."""
 LONGEST_PAUSE_S = 1.0
 
 
@@ -45,13 +49,17 @@ class FolderWatch:
         return self._names
 
 
-def backoff(first_s: float = 0.002, last_s: float = 0.02, watchers: int = 1) -> Iterator[float]:
+def backoff(first_s: float = 0.002, last_s: float = 0.02, watchers: int = 1, usual_s: float = 0.0) -> Iterator[float]:
     """Waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing comes.
 
-    watchers: how many wait for the same; each polls the more rarely in the end, so that all together poll as often as one,
-    and one of them sees what comes as soon. Nobody sleeps for much more than a tenth of the time that it has waited.
+    watchers: how many wait for the same; each polls the more rarely in the end, so that all together do it as often as few,
+    and one of them sees what comes as soon. usual_s: how long it took the last time; until then it is looked for `LOOKS`
+    times, however long that is. Nobody sleeps for much more than a tenth of the time that it waits.
     """
-    wait, longest_s = first_s, min(last_s * watchers, max(last_s, LONGEST_PAUSE_S))
+    longest_s = last_s if watchers == 1 else max(last_s, min(SHARED_PAUSE_S * watchers, LONGEST_PAUSE_S))
+    wait_s, waited_s = min(max(first_s, usual_s / LOOKS), longest_s), 0.0
     while True:
-        yield wait
-        wait = min(wait * 1.5, last_s) if wait < last_s else min(wait * 1.1, longest_s)
+        yield wait_s
+        waited_s += wait_s
+        if waited_s >= usual_s:
+            wait_s = min(wait_s * 1.5, last_s) if wait_s < last_s else min(wait_s * 1.1, longest_s)

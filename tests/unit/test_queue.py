@@ -307,11 +307,24 @@ def test_pauses_grow_to_a_limit() -> None:
     assert [round(next(pauses), 3) for _ in range(5)] == [0.1, 0.15, 0.225, 0.3, 0.3]
 
 
-@pytest.mark.parametrize("watchers", [1, 8, 32])
-def test_many_that_wait_poll_as_often_as_one(watchers: int) -> None:
+@pytest.mark.parametrize("watchers", [2, 8, 16])
+def test_many_that_wait_poll_as_often_as_few(watchers: int) -> None:
     pauses = backoff(watchers=watchers)
-    waits = [next(pauses) for _ in range(60)]
-    assert watchers / waits[-1] == pytest.approx(50)
+    waits = [next(pauses) for _ in range(80)]
+    assert watchers / waits[-1] == pytest.approx(20)
     assert all(wait <= 0.02 or wait < 0.12 * sum(waits[:i]) + 0.02 for i, wait in enumerate(waits))
     pauses = backoff(watchers=10000)
-    assert max(next(pauses) for _ in range(60)) == watch.LONGEST_PAUSE_S
+    assert max(next(pauses) for _ in range(100)) == watch.LONGEST_PAUSE_S
+
+
+@pytest.mark.parametrize("workers", [2, 8, 32])
+def test_an_order_costs_as_many_polls_whatever_the_number_of_workers(workers: int) -> None:
+    usual_s = 0.5 * workers  # an order every half second
+    pauses, waited_s, polls = backoff(watchers=workers, usual_s=usual_s), 0.0, 0
+    while waited_s < usual_s:
+        pause_s = next(pauses)
+        assert pause_s < 0.1 * usual_s
+        waited_s, polls = waited_s + pause_s, polls + 1
+    assert watch.LOOKS - 1 <= polls <= 16
+    longer = [next(pauses) for _ in range(40)]
+    assert longer == sorted(longer) and longer[-1] == min(0.05 * workers, watch.LONGEST_PAUSE_S)

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from relax_hpc.launch.members import ALLOCATOR
+from relax_hpc.launch.nursery import ALLOCATOR
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"

@@ -35,6 +35,8 @@ from tools.bench.spool import NO_FILE
 WORKERS = (2, 8, 32)
 START_S = 900.0
 """Workers begin one after the other on few cores."""
+SETTLED = 3
+"""Orders a worker before anything is counted: each polls as seldom as its last waits allow."""
 LEAD_S = 5.0
 """Workers take their time to finish what was ordered."""
 ATTACH_S = 120.0
@@ -121,6 +123,8 @@ def watch(root: Path, pids: list[int], log: Path, window_s: float) -> tuple[Coun
 def measure(folder: Path, workers: int, pace_s: float, window_s: float) -> tuple[float, float]:
     """(calls an order, calls a second while all wait)."""
     with started(folder, workers, pace_s) as (run, pids):
+        while orders(run, 0) < SETTLED * workers:
+            time.sleep(1)
         calls, since, until = watch(run.root, pids, folder / f"w{workers}.busy", window_s)
         made = orders(run, since, until)
         os.kill(pids[0], signal.SIGSTOP)
