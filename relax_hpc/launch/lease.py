@@ -52,6 +52,16 @@ class Lease:
             self.renewed = time.time()
         return True
 
+    def commit(self, path: Path, data: bytes) -> None:
+        """Put a file of the run in place, through the lease's folder. Raises RunError when superseded: nothing changes then."""
+        try:
+            replace(path, data, via=self.folder)
+        except FileNotFoundError as error:
+            raise self.superseded() from error
+
+    def superseded(self) -> RunError:
+        return RunError(f"another supervisor has taken over '{self.run.root}': this one ends its processes and leaves")
+
     def new_incarnation(self) -> Path:
         """Fence the incarnation before, and make the folder of the next one. Raises FileNotFoundError when superseded."""
         found = [int(p.name[1:7]) for p in self.run.lease.glob("*/i*")]

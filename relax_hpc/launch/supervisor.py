@@ -18,7 +18,7 @@ from relax_hpc.launch.members import Patience
 from relax_hpc.launch.trainers import Ending, Trainers
 from relax_hpc.launch.workers import GRACE_S, Workers
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
+from relax_hpc.run_dir import RunDir, read_json, to_json
 from relax_hpc.telemetry import Telemetry, read_beat
 
 ENDED = ("done", "stopped", "failed")
@@ -131,9 +131,7 @@ class Supervisor:
             return None
         self._looked_at_beats = time.time()
         if not self.lease.renew():
-            raise RunError(
-                f"another supervisor has taken over '{self.run.root}': this one ends its processes and leaves"
-            )
+            raise self.lease.superseded()
         self.workers.look_for_silence()
         return self.trainers.silent()
 
@@ -149,7 +147,7 @@ class Supervisor:
 
     def _write_outcome(self, outcome: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # a full disk must not hide the reason that is printed next
-            replace(self.run.outcome, to_json(outcome))
+            self.lease.commit(self.run.outcome, to_json(outcome))
         self.telemetry.metrics("outcome", **{k: v for k, v in outcome.items() if k != "time"})
 
     @contextlib.contextmanager

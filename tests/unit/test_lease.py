@@ -86,6 +86,10 @@ def test_a_superseded_holder_notices_and_can_do_nothing(run: RunDir) -> None:
     assert not old.renew() and new.renew()
     with pytest.raises(FileNotFoundError):
         old.new_incarnation()
+    new.commit(run.outcome, b"the new one's")
+    with pytest.raises(RunError, match="another supervisor has taken over"):
+        old.commit(run.outcome, b"late")
+    assert run.outcome.read_bytes() == b"the new one's"
     assert not any(i.exists() for i in incarnations)
     assert not [p for p in run.lease.rglob("weights")], "what it left half done is removed"
     old.release()

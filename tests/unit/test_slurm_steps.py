@@ -110,6 +110,18 @@ def test_a_rank_that_srun_never_starts_is_named_with_its_node(run: RunDir, train
     assert ending.reason.startswith("trainer rank 1 on n2, which has not begun: no heartbeat for 1 s")
 
 
+@pytest.mark.parametrize("state", ["training", "done"])
+def test_only_a_trainer_that_says_so_is_done(run: RunDir, tmp_path: Path, python: list[str], state: str) -> None:
+    Path(python[0]).write_text("#!/bin/sh\nexit 0\n")  # as it ends when Slurm kills its tasks for a lost node
+    trainers = StepTrainers(run, recipe(tmp_path), python, None)
+    trainers.start(tmp_path)
+    replace(
+        run.heartbeats / "trainer-0.json", to_json({"attempt": 0, "host": "n1", "state": state, "time": time.time()})
+    )
+    ending = wait_for(trainers.ending, 5)
+    assert ending is not None and ending.final == ("done" if state == "done" else None)
+
+
 def test_a_look_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)

@@ -144,8 +144,8 @@ class StepTrainers:
                 return Ending("failed", f"{_where(rank, beat, beat['host'])}: {beat.get('error', '')}")
         if code == Exit.FATAL:  # it could not say why: the disk that its heartbeat lies on may be full
             return Ending("failed", f"see {self._run.logs / f'trainer-0.{self._attempt:04d}.log'}")
-        # srun's code is the highest of all tasks, so what rank 0 said last counts.
-        if code == Exit.DONE or said.get(0, {}).get("state") == "done":
+        # srun's code is the highest of all tasks, and 0 where Slurm killed them for a lost node: what rank 0 said last counts.
+        if said.get(0, {}).get("state") == "done":
             return Ending("done")
         if code == Exit.STOPPED or said.get(0, {}).get("state") == "stopped":
             return Ending("stopped")
