@@ -282,7 +282,7 @@ def part_stall(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
         target.until(lambda: len(target.active_agents()) == 2)
         reached = newest(target.run)
         target.until(lambda: newest(target.run) >= reached + 20)  # noqa: B023
-        target.strike("rollout job cancelled")
+        target.until(lambda: struck(target, "rollout job cancelled"))
         done()
     target.until(lambda: len(target.active_agents()) == 2)
     target.stop()
