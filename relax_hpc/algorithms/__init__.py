@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from relax_hpc.algorithms.actor_critic import ActorCritic
 from relax_hpc.algorithms.base import NEEDS, Algorithm, LossInputs, Totals
 from relax_hpc.algorithms.policy import PolicyAlgorithm
-from relax_hpc.recipe.algorithm import AnyAlgorithm, OwnAlgorithm
+from relax_hpc.recipe.algorithm import AnyAlgorithm, OwnAlgorithm, Ppo
 from relax_hpc.registry import RegistryError, check_call, resolve
 
-__all__ = ["NEEDS", "Algorithm", "LossInputs", "Totals", "make_algorithm"]
+__all__ = ["NEEDS", "ActorCritic", "Algorithm", "LossInputs", "Totals", "make_algorithm"]
 
 
 def make_algorithm(config: AnyAlgorithm) -> Algorithm:
     """The recipe's algorithm. Raises RegistryError for one of the user's own that cannot fill the protocol."""
     if not isinstance(config, OwnAlgorithm):
-        return PolicyAlgorithm(config)
+        return ActorCritic(config) if isinstance(config, Ppo) else PolicyAlgorithm(config)
     factory = resolve("algorithm", config.factory, {})
     check_call("algorithm", config.factory, factory, **config.options)
     algorithm: Algorithm = factory(**config.options)

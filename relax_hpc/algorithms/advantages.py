@@ -41,16 +41,41 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return values - mean[member], count, member
 
 
-def returns(rewards: Tensor, penalties: Tensor, rollouts: Rollouts) -> Tensor:
-    """[T] what is still to come at each token in the loss, undiscounted: the sample's reward less the penalties from there on.
+def token_rewards(rewards: Tensor, penalties: Tensor, rollouts: Rollouts) -> Tensor:
+    """[T] float64: less the penalty at each token in the loss, and the sample's reward at its last one; 0 elsewhere.
 
-    rewards: [N]; penalties: [T] float64, 0 where the loss mask is 0, as are the returns.
+    rewards: [N]; penalties: [T] float64, 0 where the loss mask is 0.
     """
-    to_come = np.concatenate([np.cumsum(penalties.numpy()[::-1])[::-1], [0.0]])  # from each token to the end of all
-    lengths = np.diff(rollouts.offsets)
-    later = np.repeat(to_come[rollouts.offsets[1:]], lengths)
-    values = np.repeat(rewards.double().numpy(), lengths) - (to_come[:-1] - later)
-    return torch.from_numpy(values * rollouts.loss_mask)
+    earned = -penalties
+    tokens = np.flatnonzero(rollouts.loss_mask)
+    samples = np.repeat(np.arange(len(rollouts)), np.diff(rollouts.offsets))[tokens]
+    last = np.flatnonzero(np.diff(samples, append=-1))
+    earned[torch.from_numpy(tokens[last])] += rewards.double()[torch.from_numpy(samples[last])]
+    return earned
+
+
+def gae(rewards: Tensor, values: Tensor, rollouts: Rollouts, discount: float, smoothing: float) -> Tensor:
+    """[T] float64: generalised advantage estimation (arXiv 1506.02438, eq. 16), 0 where the loss mask is 0.
+
+    A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} - V_t, over a sample's tokens in the loss: those are the actions, and
+    what lies between two of them (an observation) belongs to the state of the next. After the last, V and A are 0.
+    rewards, values: [T], V_t of what is before token t; discount: γ; smoothing: λ. λ = 1 gives returns less values.
+    """
+    tokens = np.flatnonzero(rollouts.loss_mask)
+    counted = np.concatenate([[0], np.cumsum(rollouts.loss_mask, dtype=np.int64)])
+    first, last = counted[rollouts.offsets[:-1]], counted[rollouts.offsets[1:]]
+    earned, valued = (x.double().numpy()[tokens] for x in (rewards, values))
+    found = np.zeros(len(tokens))
+    value, advantage = np.zeros(len(rollouts)), np.zeros(len(rollouts))  # of what comes next in each sample
+    for back in range(1, int((last - first).max(initial=0)) + 1):
+        here = np.flatnonzero(last - back >= first)
+        at = last[here] - back
+        delta = earned[at] + discount * value[here] - valued[at]
+        advantage[here] = found[at] = delta + discount * smoothing * advantage[here]
+        value[here] = valued[at]
+    whole = np.zeros(len(rollouts.tokens))
+    whole[tokens] = found
+    return torch.from_numpy(whole)
 
 
 def whiten(advantages: Tensor, mask: Tensor, eps: float = STD_EPS) -> Tensor:
@@ -61,6 +86,14 @@ def whiten(advantages: Tensor, mask: Tensor, eps: float = STD_EPS) -> Tensor:
     centred = (values - values[chosen].mean()).where(chosen, 0.0)
     deviation = (centred.square().sum() / chosen.sum()).sqrt()
     return (centred / (deviation + eps)).to(advantages.dtype)
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """1 - Var(R - V) / Var(R) over tokens with mask 1: 1 for a critic that knows, 0 for one that says a constant."""
+    chosen = mask.bool()
+    target, error = returns.double()[chosen], (returns.double() - values)[chosen]
+    spread = float(target.var(correction=0)) if len(target) else 0.0
+    return 1 - float(error.var(correction=0)) / spread if spread > 0 else 0.0
 
 
 def overlong_penalty(rollouts: Rollouts, begin: int, end: int) -> Tensor:

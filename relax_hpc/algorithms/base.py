@@ -18,6 +18,8 @@ from relax_hpc.records import Rollouts
 NEEDS = frozenset({"reference", "recomputed", "entropy"})
 """What an algorithm may ask for: the reference's logprobs, the trainer's own of before the step's first update, entropies
 with gradient."""
+VALUES = "values"
+"""What `ppo` needs besides: a critic's values, each of what comes before the token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from relax_hpc.algorithms.base import LossInputs
 from relax_hpc.algorithms.losses import exp_ratio
 from relax_hpc.algorithms.sequences import means, spread, sums
-from relax_hpc.recipe.algorithm import Correction, Mis, Tis
+from relax_hpc.recipe.correction import Correction, Mis, Tis
 
 
 def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

@@ -73,3 +73,14 @@ def weighted_logprobs(
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """-A·log π: REINFORCE."""
     return -advantages * logprobs, {}
+
+
+def clipped_value(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """([M] loss of the critic, metrics), all inputs [M]: max((V - R)², (clip(V, V_old ± clip) - R)²) / 2.
+
+    The value loss of PPO's own implementation, as in arXiv 2005.12729, section 3; where the clip is active no gradient flows.
+    """
+    free = (values - returns).square()
+    bounded = (values.clamp(old - clip, old + clip) - returns).square()
+    metrics = {"value_clip_fraction": (bounded > free).float(), "value_mean": values, "return_mean": returns}
+    return torch.maximum(free, bounded) / 2, {name: value.detach() for name, value in metrics.items()}

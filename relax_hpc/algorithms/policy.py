@@ -48,21 +48,7 @@ class PolicyAlgorithm:
         self.needs = frozenset(name for name, wanted in asked.items() if wanted)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        config = self.config
-        rewards, penalties = torch.from_numpy(rollouts.rewards).double(), self._penalties(rollouts)
-        mask, group = torch.from_numpy(rollouts.loss_mask), torch.from_numpy(rollouts.group)
-        if config.overlong is not None:
-            rewards = rewards - estimates.overlong_penalty(rollouts, *config.overlong)
-        if isinstance(config, ReinforcePlusPlus):
-            return estimates.whiten(estimates.returns(rewards, penalties, rollouts), mask).float()
-        rewards = rewards - estimates.sample_sums(penalties, rollouts)
-        if isinstance(config, Rloo):
-            return estimates.over_tokens(estimates.leave_one_out(rewards, group), rollouts)
-        plain = isinstance(config, (DrGrpo, ReinforcePlusPlusBaseline))
-        normalise = config.normalise_std if isinstance(config, Grpo) else not plain
-        relative = estimates.group_relative(rewards, group, normalise_std=normalise)
-        spread = estimates.over_tokens(relative, rollouts)
-        return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
+        return self._estimate(rollouts)
 
     def loss(self, inputs: LossInputs) -> Said:
         missing = [name for name in self.needs & {"reference", "recomputed"} if getattr(inputs, name) is None]
@@ -78,6 +64,30 @@ class PolicyAlgorithm:
             loss = loss + terms
         scale = weights(self.config.aggregate, inputs)
         return loss if scale is None else loss * scale, metrics
+
+    def _estimate(self, rollouts: Rollouts) -> Tensor:
+        """[T] float32"""
+        config, rewards, penalties = self.config, self._rewards(rollouts), self._penalties(rollouts)
+        mask, group = torch.from_numpy(rollouts.loss_mask), torch.from_numpy(rollouts.group)
+        if isinstance(config, ReinforcePlusPlus):  # returns: advantages over values of 0
+            earned = estimates.token_rewards(rewards, penalties, rollouts)
+            returns = estimates.gae(earned, torch.zeros_like(earned), rollouts, config.discount, 1.0)
+            return estimates.whiten(returns, mask).float()
+        rewards = rewards - estimates.sample_sums(penalties, rollouts)
+        if isinstance(config, Rloo):
+            return estimates.over_tokens(estimates.leave_one_out(rewards, group), rollouts)
+        plain = isinstance(config, (DrGrpo, ReinforcePlusPlusBaseline))
+        normalise = config.normalise_std if isinstance(config, Grpo) else not plain
+        relative = estimates.group_relative(rewards, group, normalise_std=normalise)
+        spread = estimates.over_tokens(relative, rollouts)
+        return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
+
+    def _rewards(self, rollouts: Rollouts) -> Tensor:
+        """[N] float64, less what `overlong` takes."""
+        rewards = torch.from_numpy(rollouts.rewards).double()
+        if self.config.overlong is None:
+            return rewards
+        return rewards - estimates.overlong_penalty(rollouts, *self.config.overlong)
 
     def _penalties(self, rollouts: Rollouts) -> Tensor:
         """[T] float64: what the KL to the reference takes from the reward at each token in the loss."""

@@ -21,7 +21,7 @@ from relax_hpc.registry import RegistryError
 from relax_hpc.rewards import make_rewards
 from relax_hpc.run_dir import RunDir, RunError, to_json, write_file
 from relax_hpc.trainers import fit
-from relax_hpc.trainers.build import materialise
+from relax_hpc.trainers.build import check_beside, materialise
 
 
 def prepare(run: RunDir, recipe: Recipe) -> None:
@@ -31,6 +31,8 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     make_rewards(recipe.source)
     make_environments(recipe.source)
     materialise(recipe.model, run.model, recipe.run.seed)
+    for key, path in recipe.models_beside.items():
+        check_beside(key, path, run.model)
     fit.check(recipe, run.model)
     context = int(AutoConfig.from_pretrained(run.model).max_position_embeddings)
     holdout = recipe.evaluation.holdout if recipe.evaluation else 0.0

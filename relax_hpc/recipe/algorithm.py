@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 
+from relax_hpc.recipe.correction import AnyCorrection
 from relax_hpc.recipe.table import Key, Table, conflict, named
 
 AGGREGATE = (
@@ -33,52 +35,6 @@ class Algorithm(Table):
                 "algorithm.group_size = 1: raise it or leave the filter out"
             )
         return self
-
-
-class Correction(Table):
-    """Bounds of an importance weight."""
-
-    low: float = Key(0.0, "The least weight.", ge=0)
-    high: PositiveFloat = Key(2.0, "The greatest weight.")
-
-    @model_validator(mode="after")
-    def _order(self) -> Correction:
-        if self.low >= self.high:
-            raise conflict(
-                f"algorithm.correction.low = {self.low} must be below algorithm.correction.high = {self.high}"
-            )
-        return self
-
-
-class Tis(Correction):
-    """Truncated importance sampling (Yao et al. 2025): a token's loss times its weight, held within bounds."""
-
-    name: Literal["tis"] = Key("tis", "Truncate the weights of tokens.")
-
-
-class IcePop(Correction):
-    """IcePop (arXiv 2510.18855): a token's loss times its weight, and 0 where the weight is out of bounds."""
-
-    name: Literal["icepop"] = Key("icepop", "Mask tokens by their weights.")
-    low: float = Key(0.5, "The least weight.", ge=0)
-    high: PositiveFloat = Key(5.0, "The greatest weight.")
-
-
-class Mis(Correction):
-    """Masked importance sampling (Liu et al. 2025): a sample's loss times its weight, and 0 where that is out of bounds."""
-
-    name: Literal["mis"] = Key("mis", "Mask samples by their weights.")
-    weight: Literal["product", "geometric"] = Key(
-        "product",
-        "Of the weights of a sample's tokens: their product (exact, of great variance where answers are long) or their "
-        "geometric mean.",
-    )
-
-
-AnyCorrection = Annotated[
-    Union[Annotated[Tis, Tag("tis")], Annotated[IcePop, Tag("icepop")], Annotated[Mis, Tag("mis")]],
-    named(default=lambda v: "?"),
-]
 
 
 class PolicyGradient(Algorithm):
@@ -268,6 +224,46 @@ class ReinforcePlusPlusBaseline(Clipped, Grouped):
     kl_estimator: Literal["k1", "k2", "k3"] = Key("k2", "How the KL is estimated at a token.")
 
 
+class Critic(Table):
+    """The critic of `ppo`: a model with one number for each token, held and trained by the trainer's processes."""
+
+    model: Path | None = Key(
+        None,
+        "A model directory of the same vocabulary that its body begins as; absent: the policy's weights, after the warm-up. "
+        "Its head begins at zero.",
+        looked_up=True,
+    )
+    learning_rate: PositiveFloat = Key(
+        1e-5,
+        "Peak learning rate of its AdamW, which is otherwise the policy's: schedule, moments, decay, clip_grad_norm.",
+    )
+    warmup_steps: int = Key(0, "Training steps at the beginning in which the critic alone learns.", ge=0)
+    clip: PositiveFloat = Key(
+        0.2,
+        "Its loss is the worse of that of its value and that of its value held within this of the one before the step.",
+    )
+
+
+class Ppo(Clipped):
+    """PPO (arXiv 1707.06347): a critic's values, and generalised advantage estimation (arXiv 1506.02438) from them."""
+
+    name: Literal["ppo"] = Key("ppo", "Proximal policy optimisation with a critic.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Key("k1", "How the KL is estimated at a token.")
+    kl_in: Literal["loss", "reward"] = Key(
+        "reward",
+        "`loss`: added to each token's loss. `reward`: taken from each token's reward, as the behaviour policy's KL.",
+    )
+    discount: float = Key(1.0, "γ: of rewards, a token.", gt=0, le=1)
+    gae_lambda: float = Key(
+        0.95, "λ of the advantages: 1 is return less value, 0 the error of one step's prediction.", ge=0, le=1
+    )
+    value_lambda: float = Key(
+        1.0, "λ of the returns that the critic learns; apart from the policy's as in arXiv 2503.01491.", ge=0, le=1
+    )
+    whiten: bool = Key(True, "Advantages less their mean over the step's tokens, divided by their deviation.")
+    critic: Critic = Critic()
+
+
 class OwnAlgorithm(Algorithm):
     """An algorithm of the user's own."""
 
@@ -290,6 +286,7 @@ AnyAlgorithm = Annotated[
         Annotated[Rloo, Tag("rloo")],
         Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")],
         Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")],
+        Annotated[Ppo, Tag("ppo")],
         Annotated[OwnAlgorithm, Tag("own")],
     ],
     named(default=lambda v: "own" if "factory" in v else "grpo"),

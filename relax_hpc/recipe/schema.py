@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, Rloo
+from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, Ppo, Rloo
 from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
@@ -313,6 +313,12 @@ class Recipe(Table):
         """Orders that one training step consumes."""
         return self.trainer.prompts_per_step // self.rollout.groups_per_order
 
+    @property
+    def models_beside(self) -> dict[str, Path]:
+        """Model directories that the trainer holds beside the policy's, by their keys."""
+        critic = self.algorithm.critic.model if isinstance(self.algorithm, Ppo) else None
+        return {"algorithm.critic.model": critic} if critic else {}
+
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
         groups, prompts = self.rollout.groups_per_order, self.trainer.prompts_per_step
@@ -335,6 +341,16 @@ class Recipe(Table):
             raise conflict(
                 f"algorithm.name = 'rloo' is on-policy only, but async.max_staleness = {self.async_.max_staleness} and "
                 f"trainer.updates_per_step = {updates}: set them to 0 and 1, or use an algorithm with a ratio, such as 'grpo'"
+            )
+        if isinstance(self.algorithm, Ppo) and self.algorithm.critic.warmup_steps >= self.run.steps:
+            raise conflict(
+                f"algorithm.critic.warmup_steps = {self.algorithm.critic.warmup_steps} leaves the policy none of run.steps = "
+                f"{self.run.steps}: lower the one or raise the other"
+            )
+        if isinstance(self.algorithm, Ppo) and self.trainer.backend != "torch":
+            raise conflict(
+                f"algorithm.name = 'ppo' trains a critic, which trainer.backend = '{self.trainer.backend}' does not: "
+                "use trainer.backend = 'torch', or an algorithm without a critic, such as 'reinforce_plus_plus'"
             )
         if self.run.async_checkpoints and self.trainer.backend == "torch":
             raise conflict(

@@ -50,7 +50,7 @@ class Trainer(Protocol):
         Or trainer.updates_per_step of them, each on its share of the groups. The loss is the sum over tokens divided by
         one global token count: the same under any number of processes and micro-batches. Returns metrics, equal on every
         process: loss, grad_norm, learning_rate, tokens, skipped (updates, for loss or gradient were not finite), kl
-        (behaviour to current), entropy, and what the algorithm adds.
+        (behaviour to current), entropy, and what the algorithm adds. While only a critic learns, neither kl nor entropy.
         """
         ...
 
@@ -61,7 +61,7 @@ class Trainer(Protocol):
         ...
 
     def begin_training(self) -> None:
-        """After the warm-up: a fresh optimizer; the weights of now are the reference."""
+        """After the warm-up: a fresh optimizer; the weights of now are the reference, and what a critic's body begins as."""
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:

@@ -48,6 +48,18 @@ def weights_folder(model: PathModel | TinyModel, folder: Path) -> Path:
     return folder if isinstance(model, TinyModel) else model.path
 
 
+def check_beside(key: str, path: Path, folder: Path) -> None:
+    """Raises RunError where `path`, the value of `key`, is no model of the vocabulary of the run's, in `folder`."""
+    _check_files(key, path)
+    own, other = (AutoTokenizer.from_pretrained(where, local_files_only=True).get_vocab() for where in (folder, path))
+    if own != other:
+        differing = sorted(own.items() ^ other.items(), key=lambda item: item[1])[0]
+        raise RunError(
+            f"{key} = '{path}' has another vocabulary ({len(other)} tokens) than the run's model ({len(own)} tokens), the first "
+            f"that differs is {differing[0]!r}, number {differing[1]}: it would read other words; give a model of the same tokenizer"
+        )
+
+
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """One token a character of `alphabet`; every other character is <unk>. Decoding is the exact inverse."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, *alphabet])}
@@ -93,17 +105,22 @@ def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _copy_small_files(path: Path, folder: Path) -> None:
+def _check_files(key: str, path: Path) -> None:
+    """Raises RunError where `path`, the value of `key`, is no directory of a model."""
     if not path.is_dir():
-        raise RunError(f"model.path = '{path}' is not a directory: give one that `from_pretrained` loads")
+        raise RunError(f"{key} = '{path}' is not a directory: give one that `from_pretrained` loads")
     if not (path / "config.json").is_file():
-        raise RunError(f"model.path = '{path}' has no config.json: it is not a Hugging Face model directory")
+        raise RunError(f"{key} = '{path}' has no config.json: it is not a Hugging Face model directory")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise RunError(
-            f"model.path = '{path}' has no tokenizer: one of {list(TOKENIZER_FILES)} is expected beside config.json"
+            f"{key} = '{path}' has no tokenizer: one of {list(TOKENIZER_FILES)} is expected beside config.json"
         )
     if not any((path / name).is_file() for name in WEIGHT_FILES):
-        raise RunError(f"model.path = '{path}' has no safetensors weights: one of {list(WEIGHT_FILES)} is expected")
+        raise RunError(f"{key} = '{path}' has no safetensors weights: one of {list(WEIGHT_FILES)} is expected")
+
+
+def _copy_small_files(path: Path, folder: Path) -> None:
+    _check_files("model.path", path)
     for pattern in SMALL_FILES:
         for file in path.glob(pattern):
             if not file.name.endswith(".index.json"):

@@ -1,6 +1,7 @@
-"""Logprobs of chosen tokens, without ever holding the logits of a whole micro-batch.
+"""Logprobs of chosen tokens, without ever holding the logits of a whole micro-batch; a critic's values at them.
 
 base model ──hidden [R*L, H]──► the M positions that predict a loss token ──head, in chunks──► [M] logprobs, [M] entropies
+                                                                         └─a critic's head──► [M] values
 """
 
 from __future__ import annotations
@@ -30,16 +31,7 @@ def token_logprobs(
     targets: [M] int64, the token ids at batch.predictors. Where more than one chunk is needed, a chunk's logits are
     computed again in the backward pass.
     """
-    device = targets.device
-    # the samples' own keys need a mask only where a row has more than one; else attention takes its faster causal path
-    mask = None if batch.one_sample_a_row else torch.from_numpy(batch.attention_mask()).to(device)
-    hidden = model.base_model(
-        input_ids=torch.from_numpy(batch.tokens).to(device),
-        position_ids=torch.from_numpy(batch.positions).to(device),
-        attention_mask=mask,
-        use_cache=False,
-    ).last_hidden_state
-    chosen = hidden.flatten(0, 1)[torch.from_numpy(batch.predictors).to(device)]
+    chosen = _chosen(model.base_model, batch, targets.device)
     head = model.get_output_embeddings()
     tokens_per_chunk = max(1, logits_per_chunk // head.weight.shape[0])
     if len(chosen) <= tokens_per_chunk:
@@ -49,6 +41,38 @@ def token_logprobs(
         for rows, wanted in zip(chosen.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class Critic(torch.nn.Module):
+    """A model's body with a head of one number, which begins at zero."""
+
+    def __init__(self, body: PreTrainedModel) -> None:
+        super().__init__()
+        self.body = body
+        self.head = torch.nn.Linear(body.config.get_text_config().hidden_size, 1)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+
+def token_values(critic: Critic, batch: MicroBatch, device: torch.device) -> Tensor:
+    """[M] float32: the value of what is before each token in the loss."""
+    chosen = _chosen(critic.body, batch, device)
+    with torch.autocast(device.type, enabled=False):  # a loss of squares wants more digits than bfloat16 has
+        values: Tensor = critic.head(chosen.float()).squeeze(-1)
+    return values
+
+
+def _chosen(body: torch.nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
+    """[M, H] hidden states at batch.predictors."""
+    # the samples' own keys need a mask only where a row has more than one; else attention takes its faster causal path
+    mask = None if batch.one_sample_a_row else torch.from_numpy(batch.attention_mask()).to(device)
+    hidden: Tensor = body(
+        input_ids=torch.from_numpy(batch.tokens).to(device),
+        position_ids=torch.from_numpy(batch.positions).to(device),
+        attention_mask=mask,
+        use_cache=False,
+    ).last_hidden_state
+    return hidden.flatten(0, 1)[torch.from_numpy(batch.predictors).to(device)]
 
 
 def _head_logprobs(

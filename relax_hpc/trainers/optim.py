@@ -1,4 +1,4 @@
-"""Gradients in flat buckets, and the learning rate as a function of the step: nothing of either needs to be saved."""
+"""A model with its AdamW; gradients in flat buckets, and the learning rate as a function of the step, need not be saved."""
 
 from __future__ import annotations
 
@@ -31,6 +31,33 @@ def learning_rate(config: Trainer, step: int, steps: int) -> float:
     if config.schedule == "cosine":
         return floor + (peak - floor) * (1 + math.cos(math.pi * done)) / 2
     return peak
+
+
+class Learning:
+    """A model that learns: its parameters (tied ones once), their gradients, AdamW."""
+
+    def __init__(self, model: torch.nn.Module, config: Trainer) -> None:
+        self.model, self.config = model, config
+        self.parameters = dict(model.named_parameters())
+        self.gradients = FlatGradients(list(self.parameters.values()))
+        self.begin()
+
+    def begin(self) -> None:
+        """A fresh optimizer."""
+        config = self.config
+        matrices = [p for p in self.parameters.values() if p.ndim > 1]
+        vectors = [p for p in self.parameters.values() if p.ndim <= 1]  # norms and biases do not decay
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+        )
+
+    def update(self, norm: float, rate: float) -> None:
+        """Clip gradients of this norm, and one step with learning rate `rate`."""
+        self.gradients.clip(norm, self.config.clip_grad_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
 
 
 class FlatGradients:

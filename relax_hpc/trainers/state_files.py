@@ -3,6 +3,7 @@
 model.safetensors      float32 master weights, tied ones once
 optimizer.safetensors  "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" of AdamW; empty before its first step
 reference.safetensors  the frozen reference's weights, where one is held
+critic.safetensors     and critic_optimizer.safetensors: the same two of a critic, where there is one
 rng.safetensors        "RANK/cpu" and "RANK/cuda": random states, uint8
 """
 
@@ -21,6 +22,7 @@ from torch.nn import Parameter
 from relax_hpc.run_dir import RunError
 
 MODEL, OPTIMIZER, REFERENCE, RNG = (f"{n}.safetensors" for n in ("model", "optimizer", "reference", "rng"))
+CRITIC, CRITIC_OPTIMIZER = (f"{n}.safetensors" for n in ("critic", "critic_optimizer"))
 SHOWN = 3
 """Differences that an error names."""
 

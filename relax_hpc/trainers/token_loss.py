@@ -1,39 +1,47 @@
-"""What every backend's loss has in common: the algorithm asked for one number a token, and its answer checked."""
+"""What every backend's loss has in common: the algorithm asked for one number a token, and its answer checked.
+
+A loss is called with a micro-batch's targets, and with what the model that learns from it says of them: logprobs and
+entropies of the policy, values of the critic.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.algorithms import Algorithm, LossInputs, Totals
+from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Totals
+from relax_hpc.algorithms.advantages import explained_variance
+from relax_hpc.algorithms.base import VALUES
 from relax_hpc.algorithms.kl import k3
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 
+Learner = Literal["policy", "critic"]
+"""The models that a trainer trains."""
+
 
 class TokenLoss:
-    """The cross-entropy of a warm-up; `PolicyLoss` is an algorithm's."""
+    """The cross-entropy of a warm-up; `PolicyLoss` is an algorithm's, `ValueLoss` its critic's."""
 
+    learner: Learner = "policy"
     entropy_gradient = False
 
-    def tokens(
-        self, targets: NDArray[np.int64], logprobs: Tensor, entropies: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def tokens(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """([M] losses, metrics as [M] tensors) of the tokens `targets`, by their index in rollouts.tokens."""
-        return -logprobs, {}
+        logprobs, entropies = said
+        return -logprobs, {"entropy": entropies}
 
-    def __call__(
-        self, targets: NDArray[np.int64], logprobs: Tensor, entropies: Tensor
-    ) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, float]]:
         """(sum of the losses, sums of the losses and of the metrics). Raises RunError for a loss of the wrong shape."""
-        loss, metrics = self.tokens(targets, logprobs, entropies)
-        values = {"loss": loss, "entropy": entropies, **metrics}
+        loss, metrics = self.tokens(targets, *said)
+        values = {"loss": loss, **metrics}
         wrong = [n for n, v in values.items() if v.shape != targets.shape]
         if wrong:
             raise RunError(
@@ -58,9 +66,8 @@ class PolicyLoss(TokenLoss):
         self.totals = Totals(tokens=len(chosen), samples=len(np.unique(chosen)), budget=budget)
         self.entropy_gradient = "entropy" in algorithm.needs
 
-    def tokens(
-        self, targets: NDArray[np.int64], logprobs: Tensor, entropies: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def tokens(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs, entropies = said
         here: Callable[[Tensor], Tensor] = lambda values: values[torch.from_numpy(targets)].to(self.device)
         columns = {name: here(values) for name, values in self.columns.items()}
         samples = self.sample_of[targets]  # each one's tokens lie together
@@ -78,35 +85,65 @@ class PolicyLoss(TokenLoss):
         )
         loss, metrics = self.algorithm.loss(inputs)
         # of behaviour to current: the tokens are the behaviour's
-        return loss, {"kl": k3(inputs.behaviour, logprobs.detach()), **metrics}
+        return loss, {"entropy": entropies, "kl": k3(inputs.behaviour, logprobs.detach()), **metrics}
+
+
+class ValueLoss(TokenLoss):
+    """Of a critic, on what one update trains on."""
+
+    learner: Learner = "critic"
+
+    def __init__(self, rollouts: Rollouts, algorithm: ActorCritic, returns: Tensor, device: torch.device) -> None:
+        """returns: [T]"""
+        self.algorithm, self.returns, self.device = algorithm, returns, device
+        self.old = torch.from_numpy(rollouts.columns[VALUES])
+
+    def tokens(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        [values] = said
+        old, returns = (column[torch.from_numpy(targets)].to(self.device) for column in (self.old, self.returns))
+        return self.algorithm.value_loss(values, old, returns)
 
 
 def columns_before(algorithm: Algorithm, recipe: Recipe) -> list[str]:
-    """The policies whose logprobs of a step's tokens are computed before its first update."""
+    """What other models, or the policy of before a step's first update, say of the step's tokens."""
     several = recipe.trainer.updates_per_step > 1  # with one update, the policy of before it is that of its forward
-    return [
-        name for name in ("reference", "recomputed") if name in algorithm.needs and (several or name == "reference")
-    ]
+    names = [name for name in ("reference", VALUES) if name in algorithm.needs]
+    return names + ["recomputed"] * (several and "recomputed" in algorithm.needs)
 
 
 def updates(
     rollouts: Rollouts, algorithm: Algorithm, recipe: Recipe, device: torch.device
 ) -> list[tuple[Rollouts, PolicyLoss]]:
-    """What each update of a step trains on, with its loss: whole groups, in turn; the tokens of others have loss mask 0.
-
-    Raises RunError for advantages of the wrong shape.
-    """
+    """What each update of a step trains on, with its loss. Raises RunError for advantages of the wrong shape."""
     advantages = algorithm.advantages(rollouts)
     if advantages.shape != rollouts.tokens.shape:
         raise RunError(
             f"{type(algorithm).__name__}.advantages returned shape {list(advantages.shape)} for {rollouts.tokens.size} tokens: "
             "one number a token is expected"
         )
-    count, budget = recipe.trainer.updates_per_step, recipe.rollout.max_new_tokens * recipe.rollout.max_turns
+    budget = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
+    return [
+        (part, PolicyLoss(part, algorithm, advantages, budget, device))
+        for part in _shares(rollouts, recipe.trainer.updates_per_step)
+    ]
+
+
+def critic_updates(
+    rollouts: Rollouts, algorithm: ActorCritic, recipe: Recipe, device: torch.device
+) -> tuple[list[tuple[Rollouts, ValueLoss]], float]:
+    """The same of the critic; and how much of the returns its values of before explain."""
+    returns = algorithm.returns(rollouts)
+    values, mask = (torch.from_numpy(column) for column in (rollouts.columns[VALUES], rollouts.loss_mask))
+    parts = _shares(rollouts, recipe.trainer.updates_per_step)
+    losses = [(part, ValueLoss(part, algorithm, returns, device)) for part in parts]
+    return losses, explained_variance(values, returns, mask)
+
+
+def _shares(rollouts: Rollouts, count: int) -> list[Rollouts]:
+    """`count` of them: whole groups, in turn; the tokens of others have loss mask 0."""
     turn = np.unique(rollouts.group, return_inverse=True)[1] % count
     turn_of = np.repeat(turn, np.diff(rollouts.offsets))
-    parts = [replace(rollouts, loss_mask=rollouts.loss_mask * (turn_of == u)) for u in range(count)]
-    return [(part, PolicyLoss(part, algorithm, advantages, budget, device)) for part in parts]
+    return [replace(rollouts, loss_mask=rollouts.loss_mask * (turn_of == u)) for u in range(count)]
 
 
 def together(said: Sequence[dict[str, float]]) -> dict[str, float]:

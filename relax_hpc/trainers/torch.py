@@ -1,6 +1,6 @@
 """The torch trainer: a Hugging Face causal model, data parallel, one optimizer step or more from a step's rollouts.
 
-    rollouts ──forward of the reference, where one is needed──► columns ──updates──► for each, most often one:
+    rollouts ──forward of reference and critic, where needed──► columns ──updates──► for each, most often one:
     rollouts ──plan──► this rank's micro-batches ──forward, algorithm.loss, backward──► gradients (sums over tokens)
     gradients ──all-reduce──► norm ──finite?──► AdamW        metrics ──summed over ranks──► means over tokens
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,16 +25,18 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms import make_algorithm
+from relax_hpc.algorithms.base import VALUES
 from relax_hpc.data.packing import MicroBatch, pack, plan
 from relax_hpc.experts import one_by_one
+from relax_hpc.recipe.algorithm import Ppo
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.base import Saved
-from relax_hpc.trainers.build import weights_folder
-from relax_hpc.trainers.forward import check_head, token_logprobs
-from relax_hpc.trainers.optim import FlatGradients
-from relax_hpc.trainers.token_loss import TokenLoss, add
+from relax_hpc.trainers.build import check_beside, weights_folder
+from relax_hpc.trainers.forward import Critic, check_head, token_logprobs, token_values
+from relax_hpc.trainers.optim import Learning
+from relax_hpc.trainers.token_loss import Learner, TokenLoss, add
 from relax_hpc.trainers.update import Updating
 
 
@@ -47,17 +50,19 @@ class TorchTrainer(Updating):
         torch.manual_seed(recipe.run.seed + rank)
         self.model = _load_model(weights_folder(recipe.model, model_dir)).to(self.device).eval()  # eval: no dropout
         check_head(self.model)
-        self.parameters = dict(self.model.named_parameters())  # tied weights once
-        self.gradients = FlatGradients(list(self.parameters.values()))
-        self.optimizer = self._new_optimizer()
-        self.reference: PreTrainedModel | None = None
-        if "reference" in make_algorithm(recipe.algorithm).needs:
-            self.reference = self._frozen_copy()
+        needs = make_algorithm(recipe.algorithm).needs
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if "reference" in needs else None
+        models: dict[Learner, torch.nn.Module] = {"policy": self.model}
+        if isinstance(recipe.algorithm, Ppo):
+            models["critic"] = self._new_critic(recipe.algorithm.critic.model, model_dir)
+        self.learning = {learner: Learning(model, recipe.trainer) for learner, model in models.items()}
 
     def begin_training(self) -> None:
-        self.optimizer = self._new_optimizer()
-        if self.reference is not None:
-            self.reference = self._frozen_copy()
+        for learning in self.learning.values():
+            learning.begin()
+        self._refer()
+        if isinstance(self.recipe.algorithm, Ppo) and self.recipe.algorithm.critic.model is None:
+            self._critic.body.load_state_dict(self.model.base_model.state_dict())
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights(self.model).items():
@@ -69,13 +74,12 @@ class TorchTrainer(Updating):
         for other in self._gather(states)[1:]:
             states |= other
         if self.rank == 0:
-            state_files.write(folder / state_files.MODEL, self._weights(self.model))
-            state_files.write(
-                folder / state_files.OPTIMIZER, state_files.optimizer_tensors(self.optimizer, self.parameters)
-            )
+            for file, tensors in self._models().items():
+                state_files.write(folder / file, tensors)
+            for file, learning in self._optimizers().items():
+                moments = state_files.optimizer_tensors(learning.optimizer, learning.parameters)
+                state_files.write(folder / file, moments)
             state_files.write(folder / state_files.RNG, states)
-            if self.reference is not None:
-                state_files.write(folder / state_files.REFERENCE, self._weights(self.reference))
         if self.world > 1:
             dist.barrier()
 
@@ -84,39 +88,64 @@ class TorchTrainer(Updating):
         return Saved()
 
     def load(self, folder: Path) -> None:
-        model, optimizer = folder / state_files.MODEL, folder / state_files.OPTIMIZER
-        state_files.fill(self._weights(self.model), state_files.read(model), model)
-        self.optimizer = self._new_optimizer()
-        state_files.fill_optimizer(self.optimizer, self.parameters, state_files.read(optimizer), optimizer)
-        if self.reference is not None:
-            reference = folder / state_files.REFERENCE
-            state_files.fill(self._weights(self.reference), state_files.read(reference), reference)
+        for file, tensors in self._models().items():
+            state_files.fill(tensors, state_files.read(folder / file), folder / file)
+        for file, learning in self._optimizers().items():
+            learning.begin()
+            state_files.fill_optimizer(
+                learning.optimizer, learning.parameters, state_files.read(folder / file), folder / file
+            )
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
+
+    def _models(self) -> dict[str, dict[str, Tensor]]:
+        """The weights that change, by the file that they are kept in."""
+        models = {state_files.MODEL: self._weights(self.model)}
+        if self.reference is not None:
+            models[state_files.REFERENCE] = self._weights(self.reference)
+        if "critic" in self.learning:
+            models[state_files.CRITIC] = self._critic.state_dict()
+        return models
+
+    def _optimizers(self) -> dict[str, Learning]:
+        files: dict[Learner, str] = {"policy": state_files.OPTIMIZER, "critic": state_files.CRITIC_OPTIMIZER}
+        return {files[learner]: learning for learner, learning in self.learning.items()}
+
+    @property
+    def _critic(self) -> Critic:
+        if "critic" not in self.learning:
+            raise RunError("the algorithm of this step needs a critic, the recipe's does not: none is held")
+        return cast(Critic, self.learning["critic"].model)
 
     def _gradients(
         self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
     ) -> dict[str, float]:
-        self.gradients.zero()
+        gradients = self.learning[token_loss.learner].gradients
+        gradients.zero()
         sums: dict[str, float] = {}
         for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
             batch = pack(rollouts, rows)
-            found = self._logprobs(self.model, rollouts, batch, temperature, token_loss.entropy_gradient)
-            loss, said = token_loss(batch.targets, *found)
+            if token_loss.learner == "critic":
+                loss, said = token_loss(batch.targets, self._values(batch))
+            else:
+                found = self._logprobs(self.model, rollouts, batch, temperature, token_loss.entropy_gradient)
+                loss, said = token_loss(batch.targets, *found)
             (loss / tokens).backward()
             sums = add([sums, said])
             progress()
         if self.world > 1:
-            self.gradients.all_reduce()
+            gradients.all_reduce()
         return sums
 
-    def _gradient_norm(self) -> float:
-        return self.gradients.norm()
+    def _gradient_norm(self, learner: Learner) -> float:
+        return self.learning[learner].gradients.norm()
 
-    def _update(self, norm: float, rate: float) -> None:
-        self.gradients.clip(norm, self.recipe.trainer.clip_grad_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+    def _update(self, learner: Learner, norm: float, rate: float) -> None:
+        self.learning[learner].update(norm, rate)
+
+    def _values(self, batch: MicroBatch) -> Tensor:
+        critic = self._critic
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            return token_values(critic, batch, self.device)
 
     def _logprobs(
         self,
@@ -134,31 +163,36 @@ class TorchTrainer(Updating):
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        model = self.model if name == "recomputed" else self.reference
-        if model is None:
-            raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
+        held = {"recomputed": self.model, "reference": self.reference}
         column = torch.zeros(len(rollouts.tokens), device=self.device)
         for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
             batch = pack(rollouts, rows)
             where = torch.from_numpy(batch.targets).to(self.device)
-            column[where] = self._logprobs(model, rollouts, batch, temperature)[0]
+            if name == VALUES:
+                column[where] = self._values(batch)
+            else:
+                model = held[name]
+                if model is None:
+                    raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
+                column[where] = self._logprobs(model, rollouts, batch, temperature)[0]
             progress()
         if self.world > 1:
             dist.all_reduce(column)  # each rank has its share, zeros elsewhere
         return column.cpu().numpy()
 
-    def _new_optimizer(self) -> torch.optim.AdamW:
-        config = self.recipe.trainer
-        matrices = [p for p in self.parameters.values() if p.ndim > 1]
-        vectors = [p for p in self.parameters.values() if p.ndim <= 1]  # norms and biases do not decay
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
+    def _refer(self) -> None:
+        """The weights of now are the reference."""
+        if self.reference is not None:
+            self.reference.load_state_dict(self.model.state_dict())
 
-    def _frozen_copy(self) -> PreTrainedModel:
-        reference = copy.deepcopy(self.model).requires_grad_(False)
-        for parameter in reference.parameters():
-            parameter.grad = None
-        return reference
+    def _new_critic(self, folder: Path | None, model_dir: Path) -> Critic:
+        """With the body of the model in `folder`, or of the policy."""
+        if folder is None:
+            body = copy.deepcopy(self.model.base_model)
+        else:
+            check_beside("algorithm.critic.model", folder, model_dir)
+            body = _load_model(folder).base_model
+        return Critic(cast(PreTrainedModel, body)).to(self.device).eval()
 
     @staticmethod
     def _weights(model: PreTrainedModel) -> dict[str, Tensor]:

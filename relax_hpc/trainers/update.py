@@ -1,7 +1,9 @@
 """What every backend does with a step's rollouts, whatever its gradients come from.
 
-rollouts ──forward of the reference, where one is needed──► columns ──updates──► for each, most often one:
+rollouts ──forward of reference and critic, where needed──► columns ──updates──► for each, most often one:
 gradients (sums over tokens) ──► norm ──finite?──► AdamW        metrics ──summed over processes──► means over tokens
+
+A critic learns from the same columns before the policy does, so that neither sees what the other became in the step.
 """
 
 from __future__ import annotations
@@ -17,11 +19,20 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from relax_hpc.algorithms import Algorithm
+from relax_hpc.algorithms import ActorCritic, Algorithm
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers.optim import learning_rate as rate_of
-from relax_hpc.trainers.token_loss import TokenLoss, add, as_rollouts, columns_before, together, updates
+from relax_hpc.trainers.token_loss import (
+    Learner,
+    TokenLoss,
+    add,
+    as_rollouts,
+    columns_before,
+    critic_updates,
+    together,
+    updates,
+)
 
 T = TypeVar("T")
 
@@ -40,8 +51,27 @@ class Updating(ABC):
         temperature = self.recipe.rollout.temperature
         names = columns_before(algorithm, self.recipe)
         columns = {name: self._column(name, rollouts, temperature, progress) for name in names}
-        parts = updates(dataclasses.replace(rollouts, columns=columns), algorithm, self.recipe, self.device)
-        return together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
+        rollouts = dataclasses.replace(rollouts, columns=columns)
+        of_critic: dict[str, float] = {}
+        if isinstance(algorithm, ActorCritic):
+            of_critic = self._teach_critic(rollouts, algorithm, step, progress)
+            if step < algorithm.config.critic.warmup_steps:
+                return _nothing(of_critic["tokens"], 0.0) | of_critic
+        parts = updates(rollouts, algorithm, self.recipe, self.device)
+        metrics = together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
+        return of_critic | metrics | {"skipped": metrics["skipped"] + of_critic.get("skipped", 0.0)}
+
+    def _teach_critic(
+        self, rollouts: Rollouts, algorithm: ActorCritic, step: int, progress: Callable[[], None]
+    ) -> dict[str, float]:
+        """The critic's updates; metrics by names of their own, but tokens and skipped."""
+        config = self.recipe.trainer
+        schedule = rate_of(config, step, self.recipe.run.steps) / config.learning_rate
+        rate = algorithm.config.critic.learning_rate * schedule
+        parts, explained = critic_updates(rollouts, algorithm, self.recipe, self.device)
+        said = together([self._optimise(part, loss, 1.0, rate, progress) for part, loss in parts])
+        own = {"loss": "value_loss", "grad_norm": "critic_grad_norm", "learning_rate": "critic_learning_rate"}
+        return {own.get(name, name): value for name, value in said.items()} | {"explained_variance": explained}
 
     def supervised_step(
         self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
@@ -52,7 +82,7 @@ class Updating(ABC):
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        """[T] logprobs of the tokens in the loss by the reference, or by the policy of now; on every process."""
+        """[T] what the model of this name (recomputed: the policy of now) says of the tokens in the loss; on every process."""
 
     @abstractmethod
     def _gradients(
@@ -61,11 +91,11 @@ class Updating(ABC):
         """Make the gradients of all processes' losses over `tokens`; sums of the loss and of the metrics that this one adds."""
 
     @abstractmethod
-    def _gradient_norm(self) -> float:
+    def _gradient_norm(self, learner: Learner) -> float:
         """Of the whole model, the same on every process."""
 
     @abstractmethod
-    def _update(self, norm: float, rate: float) -> None:
+    def _update(self, learner: Learner, norm: float, rate: float) -> None:
         """Clip gradients of this norm, and one step of AdamW with learning rate `rate`."""
 
     def _optimise(
@@ -78,15 +108,15 @@ class Updating(ABC):
     ) -> dict[str, float]:
         """Forward, backward, and one step of AdamW with learning rate `rate`, unless something is not finite."""
         tokens = int(rollouts.loss_mask.sum())
-        metrics = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "tokens": float(tokens), "skipped": 0.0}
+        metrics = _nothing(float(tokens), rate)
         if tokens == 0:
             return metrics
         sums = add(self._gather(self._gradients(rollouts, token_loss, temperature, tokens, progress)))
         metrics |= {name: value / tokens for name, value in sums.items()}
-        metrics["grad_norm"] = norm = self._gradient_norm()
+        metrics["grad_norm"] = norm = self._gradient_norm(token_loss.learner)
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
             return metrics | {"skipped": 1.0}
-        self._update(norm, rate)
+        self._update(token_loss.learner, norm, rate)
         return metrics
 
     def _gather(self, value: T) -> list[T]:
@@ -96,3 +126,8 @@ class Updating(ABC):
         values: list[T] = [value] * self.world
         dist.all_gather_object(values, value)
         return values
+
+
+def _nothing(tokens: float, rate: float) -> dict[str, float]:
+    """Metrics of an update that is not made."""
+    return {"loss": 0.0, "grad_norm": 0.0, "learning_rate": rate, "tokens": tokens, "skipped": 0.0}

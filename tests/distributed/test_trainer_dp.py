@@ -44,6 +44,12 @@ def recipe_of(kl_coef: float) -> Recipe:
     )
 
 
+CRITIC = tiny.recipe(
+    trainer={"tokens_per_micro_batch": 50, "updates_per_step": 2},
+    algorithm={"name": "ppo", "critic": {"learning_rate": 1e-3, "clip": 0.05}},
+)
+
+
 def work(
     rank: int, world: int, where: Path, out: Path, kl_coef: float, first: int, last: int, samples: int, results: Any
 ) -> None:
@@ -65,6 +71,10 @@ def work(
         else 0.0
     )
     trainer.save(out)
+    if last == STEPS:
+        trainer = make_trainer(CRITIC, where, rank, world)
+        algorithm = make_algorithm(CRITIC.algorithm)
+        metrics += [trainer.step(tiny.random_rollouts(samples, seed=s), algorithm, s) for s in range(2)]
     save_file(dict(trainer.export()), out / f"rank-{rank}.safetensors")
     results.put((rank, metrics, loss, torch.rand(4).tolist()))
     if world > 1:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.records import Rollouts
-from relax_hpc.trainers.token_loss import PolicyLoss, updates
+from relax_hpc.trainers.token_loss import PolicyLoss, critic_updates, updates
 from tests import tiny
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -47,10 +47,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rloo, corrected": {"name": "rloo", "correction": {"name": "tis", "low": 0.9, "high": 1.1}},
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.1},
     "reinforce_plus_plus, no kl": {"name": "reinforce_plus_plus", "group_size": 1},
+    "reinforce_plus_plus, discounted": {"name": "reinforce_plus_plus", "kl_coef": 0.1, "discount": 0.7},
     "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.1},
-}
+    "ppo": {"name": "ppo", "group_size": 1},
+    "ppo, kl, discounted": {"name": "ppo", "kl_coef": 0.1, "discount": 0.8, "gae_lambda": 0.6, "whiten": False,
+                            "overlong": [4, 12], "clip": [0.1, 0.3], "aggregate": "sequence"},
+}  # fmt: skip
 BUDGET = 16
 """max_new_tokens of tests.tiny's recipes, one turn."""
+TOKEN_REWARDS = ("reinforce_plus_plus", "ppo")
+"""What takes the KL from the reward of each token."""
 
 
 def step_data(seed: int) -> tuple[Rollouts, dict[str, NDArray[np.float64]]]:
@@ -61,6 +67,7 @@ def step_data(seed: int) -> tuple[Rollouts, dict[str, NDArray[np.float64]]]:
     columns = {"reference": near(0.4), "recomputed": near(0.2)}
     now = near(0.3).astype(np.float64)
     entropies = rng.random(len(rollouts.tokens))
+    columns["values"] = rng.normal(size=len(rollouts.tokens)).astype(np.float32)
     return replace(rollouts, columns=columns), {"now": now, "entropies": entropies}
 
 
@@ -89,16 +96,19 @@ def oracle_advantages(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]
             length = int(rollouts.offsets[i + 1] - rollouts.offsets[i])
             rewards[i] += 0 if length <= begin else -1 if length > end else (begin - length) / (end - begin)
     penalty = {t: 0.0 for ts in tokens.values() for t in ts}
-    in_reward = c.get("kl_in", "reward" if c["name"] == "reinforce_plus_plus" else "loss") == "reward"
+    in_reward = c.get("kl_in", "reward" if c["name"] in TOKEN_REWARDS else "loss") == "reward"
     if c.get("kl_coef") and in_reward:
         for t in penalty:
             kl = estimate(
                 c.get("kl_estimator", "k1"), float(rollouts.logprobs[t]), float(rollouts.columns["reference"][t])
             )
             penalty[t] = c["kl_coef"] * kl
-    if c["name"] == "reinforce_plus_plus":
-        returns = {t: rewards[i] - sum(penalty[u] for u in ts if u >= t) for i, ts in tokens.items() for t in ts}
-        return whitened(returns)
+    if c["name"] in TOKEN_REWARDS:
+        earned = {t: -penalty[t] + (rewards[i] if t == ts[-1] else 0.0) for i, ts in tokens.items() for t in ts}
+        advantages_of: dict[int, float] = {}
+        for ts in tokens.values():
+            advantages_of |= gae_oracle(c, ts, earned, rollouts.columns["values"].tolist(), c.get("gae_lambda", 0.95))
+        return whitened(advantages_of) if c.get("whiten", True) else advantages_of
     rewards = [r - sum(penalty[t] for t in tokens[i]) for i, r in enumerate(rewards)]
     advantages = []
     for i, r in enumerate(rewards):
@@ -113,6 +123,20 @@ def oracle_advantages(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]
         advantages.append(centred)
     spread = {t: advantages[i] for i, ts in tokens.items() for t in ts}
     return whitened(spread) if c["name"] == "reinforce_plus_plus_baseline" else spread
+
+
+def gae_oracle(
+    c: dict[str, Any], ts: list[int], earned: dict[int, float], values: list[float], smoothing: float
+) -> dict[int, float]:
+    """One sample's, arXiv 1506.02438 eq. 16 as it stands, a sum over what is still to come; REINFORCE++ has the return."""
+    gamma, found = c.get("discount", 1.0), {}
+    if c["name"] == "reinforce_plus_plus":
+        return {t: sum(gamma**k * earned[u] for k, u in enumerate(ts[i:])) for i, t in enumerate(ts)}
+    after = {t: values[u] for t, u in zip(ts, ts[1:], strict=False)}
+    delta = [earned[t] + gamma * after.get(t, 0.0) - values[t] for t in ts]
+    for i, t in enumerate(ts):
+        found[t] = sum((gamma * smoothing) ** k * d for k, d in enumerate(delta[i:]))
+    return found
 
 
 def whitened(values: dict[int, float]) -> dict[int, float]:
@@ -176,7 +200,7 @@ def oracle(
                 loss *= w if correction.get("low", 0) <= w <= correction["high"] else 0.0
             if "opsm" in c and a < 0 and mean([mu[u] - fixed[u] for u in ts]) > c["opsm"]:
                 loss = 0.0
-            if c.get("kl_coef") and c.get("kl_in", "reward" if name == "reinforce_plus_plus" else "loss") == "loss":
+            if c.get("kl_coef") and c.get("kl_in", "reward" if name in TOKEN_REWARDS else "loss") == "loss":
                 kind = c.get("kl_estimator", "k2" if name == "reinforce_plus_plus_baseline" else "k3")
                 unbiased = math.exp(lp - old[t]) if c.get("kl_unbiased") else 1.0
                 loss += c["kl_coef"] * estimate(kind, lp, ref[t]) * unbiased
@@ -243,7 +267,8 @@ def test_loss_and_gradient_are_the_papers_under_every_split(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if "correction" not in c and not c.get("kl_coef")])
 def test_where_the_policy_has_not_moved_the_gradient_is_that_of_reinforce(name: str) -> None:
     rollouts, data = step_data(3)
-    rollouts = replace(rollouts, columns={"recomputed": rollouts.logprobs, "reference": rollouts.logprobs})
+    unmoved = {"recomputed": rollouts.logprobs, "reference": rollouts.logprobs}
+    rollouts = replace(rollouts, columns=rollouts.columns | unmoved)
     data["now"] = rollouts.logprobs.astype(np.float64)
     loss = policy_loss(CONFIGS[name], rollouts)
     _, found = ours(loss, rollouts, data, splits(rollouts)["mixed"])
@@ -276,6 +301,57 @@ def test_logprobs_far_apart_leave_loss_and_gradient_finite(name: str) -> None:
     data = {key: value.astype(np.float32) for key, value in data.items()}
     value, gradient = ours(policy_loss(CONFIGS[name], rollouts), rollouts, data, splits(rollouts)["whole"])
     assert math.isfinite(value) and np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo, kl, discounted"])
+def test_the_critics_loss_and_gradient_are_the_papers_under_every_split(name: str) -> None:
+    """Half the square of what is missing to the return, the worse of clipped and free: arXiv 2005.12729, section 3."""
+    c = CONFIGS[name] | {"value_lambda": 0.9, "critic": {"clip": 0.3}}
+    rollouts, _ = step_data(0)
+    recipe = tiny.recipe(algorithm=c)
+    [(_, loss)], explained = critic_updates(
+        rollouts,
+        make_algorithm(recipe.algorithm),
+        recipe,
+        torch.device("cpu"),  # type: ignore[arg-type]
+    )
+    old = rollouts.columns["values"].tolist()
+    now = (rollouts.columns["values"] + np.random.default_rng(1).normal(size=len(old)) * 0.4).astype(np.float64)
+    tokens = [
+        [t for t in range(rollouts.offsets[i], rollouts.offsets[i + 1]) if rollouts.loss_mask[t]]
+        for i in range(len(rollouts))
+    ]
+    returns: dict[int, float] = {}
+    for i, ts in enumerate(tokens):
+        penalty = {
+            t: c.get("kl_coef", 0.0) * (float(rollouts.logprobs[t]) - float(rollouts.columns["reference"][t]))
+            for t in ts
+        }
+        length = int(rollouts.offsets[i + 1] - rollouts.offsets[i])
+        overlong = min(1.0, max(0.0, (length - 4) / 8)) if "overlong" in c else 0.0
+        earned = {t: -penalty[t] + (float(rollouts.rewards[i]) - overlong if t == ts[-1] else 0.0) for t in ts}
+        returns |= {t: a + old[t] for t, a in gae_oracle(c, ts, earned, old, 0.9).items()}
+    count = len(returns)
+    expected, gradient, clipped = 0.0, np.zeros(len(old)), 0
+    for t, r in returns.items():
+        free, held = (now[t] - r) ** 2, (bounded(now[t], old[t] - 0.3, old[t] + 0.3) - r) ** 2
+        expected += max(free, held) / 2 / count
+        gradient[t] = (now[t] - r) / count if free >= held else 0.0
+        clipped += held > free
+    assert 0 < clipped < count
+    spread = np.var(list(returns.values()))
+    assert explained == pytest.approx(1 - np.var([r - old[t] for t, r in returns.items()]) / spread, rel=1e-4)
+    for cut in splits(rollouts).values():
+        values, total, said = torch.tensor(now, requires_grad=True), torch.zeros(()).double(), []
+        for samples in cut:
+            targets = np.array([t for i in samples for t in tokens[i]], np.int64)
+            part, metrics = loss(targets, values[torch.from_numpy(targets)])
+            total, said = total + part / count, [*said, metrics]
+        total.backward()
+        assert total.item() == pytest.approx(expected, rel=1e-5)
+        assert values.grad is not None
+        np.testing.assert_allclose(values.grad.numpy(), gradient, rtol=1e-4, atol=1e-8)
+        assert sum(m["value_clip_fraction"] for m in said) == clipped
 
 
 def test_updates_share_out_whole_groups_and_every_token_once() -> None:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms import LossInputs, Totals, make_algorithm
-from relax_hpc.algorithms.advantages import group_relative
+from relax_hpc.algorithms.advantages import explained_variance, gae, group_relative, token_rewards
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.kl import k1, k2, k3
-from relax_hpc.algorithms.losses import clipped_surrogate, sequence_log_ratio
+from relax_hpc.algorithms.losses import clipped_surrogate, clipped_value, sequence_log_ratio
 from relax_hpc.recipe.algorithm import Dapo, DrGrpo, Grpo, Gspo, OwnAlgorithm, PolicyGradient, ReinforcePlusPlus, Sapo
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.registry import RegistryError
@@ -138,6 +138,55 @@ def test_gradients_of_the_whole_loss_are_right(config: PolicyGradient) -> None:
     algorithm = make_algorithm(config)
     function = lambda x: algorithm.loss(inputs(x, [1, 7, 12], **others))[0]
     assert torch.autograd.gradcheck(function, (logprobs.requires_grad_(),))
+
+
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+def test_gae_at_its_ends_is_the_return_less_the_value_and_the_error_of_one_step(discount: float) -> None:
+    rollouts = random_rollouts(9, masked=0.4)
+    rng = np.random.default_rng(0)
+    earned, values = (torch.from_numpy(rng.normal(size=len(rollouts.tokens))) for _ in range(2))
+    returns, errors, to_values = (gae(earned, v, rollouts, discount, s).numpy() for v, s in
+                                  ((values, 1.0), (values, 0.0), (torch.zeros_like(values), 1.0)))  # fmt: skip
+    for i in range(len(rollouts)):
+        ts = [t for t in range(rollouts.offsets[i], rollouts.offsets[i + 1]) if rollouts.loss_mask[t]]
+        for k, t in enumerate(ts):
+            to_come = sum(discount**j * float(earned[u]) for j, u in enumerate(ts[k:]))
+            after = discount * float(values[ts[k + 1]]) if t != ts[-1] else 0.0
+            assert returns[t] == pytest.approx(to_come - float(values[t]))
+            assert errors[t] == pytest.approx(float(earned[t]) + after - float(values[t]))
+            assert to_values[t] == pytest.approx(to_come)
+    outside = rollouts.loss_mask == 0
+    assert outside.any() and not returns[outside].any() and not errors[outside].any()
+
+
+def test_the_reward_is_earned_at_a_samples_last_token_in_the_loss() -> None:
+    answers = tiny.prompts([3, 2, 2])
+    rollouts = dataclasses.replace(
+        tiny.rollouts([answers[0]] * 3, answers, 3), loss_mask=np.array([1, 1, 0, 0, 0, 1, 1], np.uint8)
+    )
+    penalties = torch.tensor([0.5, 0.25, 0, 0, 0, 0, 0.125]).double()
+    found = token_rewards(torch.tensor([1.0, 2.0, 3.0]), penalties, rollouts)
+    assert found.tolist() == [-0.5, 0.75, 0, 0, 0, 0, 2.875]  # the second sample is out of the loss
+
+
+def test_the_gradient_of_the_critics_loss_is_right_and_stops_where_the_clip_is_active() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, returns, noise = (torch.randn(30, dtype=torch.float64, generator=generator) for _ in range(3))
+    values = (old + noise).requires_grad_()
+    function = lambda x: clipped_value(x, old, returns, 0.5)[0]
+    assert torch.autograd.gradcheck(function, (values,))
+    unmoved = old.clone().requires_grad_()
+    loss, metrics = clipped_value(unmoved, old, returns, 0.5)
+    loss.sum().backward()
+    assert unmoved.grad is not None and not metrics["value_clip_fraction"].any()
+    np.testing.assert_allclose(unmoved.grad, old - returns)
+
+
+def test_a_critic_that_knows_explains_all_and_one_that_says_a_constant_nothing() -> None:
+    returns, mask = torch.tensor([1.0, 3.0, 2.0, 9.0]), torch.tensor([1, 1, 1, 0])
+    assert explained_variance(returns, returns, mask) == 1
+    assert explained_variance(torch.full((4,), 7.0), returns, mask) == pytest.approx(0)
+    assert explained_variance(returns, torch.full((4,), 2.0), mask) == 0
 
 
 def test_gspo_token_has_the_samples_ratio_and_each_tokens_own_gradient() -> None:

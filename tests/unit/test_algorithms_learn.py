@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from relax_hpc.algorithms import make_algorithm
+from relax_hpc.algorithms import ActorCritic, make_algorithm
 from relax_hpc.records import Rollouts
-from relax_hpc.trainers.token_loss import updates
+from relax_hpc.trainers.token_loss import critic_updates, updates
 from tests import tiny
 
 LETTERS, WORD = 6, np.array([4, 1, 5])
@@ -30,6 +30,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "rloo": {"name": "rloo"},
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
     "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.01},
+    "ppo": {"name": "ppo", "group_size": 1, "value_lambda": 0.95, "kl_coef": 0.01},
 }
 
 
@@ -55,20 +56,28 @@ def test_the_word_is_found(name: str) -> None:
     recipe = tiny.recipe(algorithm=CONFIGS[name], **{"async": {"max_staleness": behind}})
     algorithm, rng = make_algorithm(recipe.algorithm), np.random.default_rng(0)
     logits = torch.zeros(4, LETTERS, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.1)
+    values = torch.zeros(4, requires_grad=True)  # a table too
+    optimizer = torch.optim.Adam([logits, values], lr=0.1)
     waiting: list[Rollouts] = []
     for _ in range(STEPS):
         waiting.append(play(logits, rng))
         if len(waiting) <= behind:
             continue
-        [(rollouts, loss)] = updates(waiting.pop(0), algorithm, recipe, torch.device("cpu"))
-        place = torch.from_numpy(np.concatenate([np.arange(n) for n in np.diff(rollouts.offsets)]))
+        taken = waiting.pop(0)
+        place = torch.from_numpy(np.concatenate([np.arange(n) for n in np.diff(taken.offsets)]))
+        taken.columns["values"] = values.detach().numpy()[place]
+        [(rollouts, loss)] = updates(taken, algorithm, recipe, torch.device("cpu"))
         distribution = logits.log_softmax(-1)[place]
         entropies = -(distribution.exp() * distribution).sum(-1)
         logprobs = distribution.gather(1, torch.from_numpy(rollouts.tokens).long()[:, None])[:, 0]
-        total, _ = loss(np.arange(len(rollouts.tokens)), logprobs, entropies)
+        every = np.arange(len(rollouts.tokens))
+        total, _ = loss(every, logprobs, entropies)
+        if isinstance(algorithm, ActorCritic):
+            [(_, of_critic)], explained = critic_updates(taken, algorithm, recipe, torch.device("cpu"))
+            total = total + of_critic(every, values[place])[0]
         optimizer.zero_grad()
         (total / len(rollouts.tokens)).backward()
         optimizer.step()
     right = logits.detach().softmax(-1).numpy()[np.arange(3), WORD].mean()
+    assert not isinstance(algorithm, ActorCritic) or explained > 0.1
     assert right > 0.8, f"{right:.2f} of the letters, from {1 / LETTERS:.2f}"

@@ -133,6 +133,12 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
             ["'zero_std'", "algorithm.group_size = 1"],
         ),
         ("algorithm.name=rloo", ["on-policy only", "async.max_staleness = 1", "such as 'grpo'"]),
+        (
+            "algorithm={name='ppo', critic={warmup_steps=100}}",
+            ["critic.warmup_steps = 100", "run.steps = 100", "lower the one"],
+        ),
+        ("algorithm={name='ppo', gae_lambda=1.5}", ["algorithm.gae_lambda = 1.5", "<= 1"]),
+        ("algorithm={name='ppo', critic={rate=1}}", ["unknown key 'algorithm.critic.rate'", "learning_rate"]),
         ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),
     ],
 )
@@ -153,6 +159,11 @@ def test_all_problems_come_at_once(tiny: Path) -> None:
     message = problem(tiny, "run.steps=0", "trainer.procesess=2")
     assert "2 problems" in message and "run.steps" in message and "trainer.procesess" in message
     assert str(tiny) in message
+
+
+def test_a_critic_is_for_the_torch_backend(tiny: Path) -> None:
+    message = problem(tiny, "algorithm={name='ppo'}", "trainer.backend=megatron")
+    assert "algorithm.name = 'ppo'" in message and "use trainer.backend = 'torch'" in message
 
 
 def test_missing_tables_are_named(tmp_path: Path) -> None:
@@ -216,6 +227,8 @@ def test_paths_are_absolute_and_looked_up_beside_the_recipe_first(
     assert prompts("x.jsonl", "source.0.prompts=recipes.jsonl") == str(beside / "recipes.jsonl")
     assert prompts("none.jsonl") == str(here / "none.jsonl")
     assert load_recipe(recipe_file).run.root == here / "runs"
+    critic = load_recipe(recipe_file, ["algorithm={name='ppo', critic={model='../here'}}"]).models_beside
+    assert critic == {"algorithm.critic.model": here / ".." / "here"}
     assert load_recipe(recipe_file, ["source.0.reward=package.module:f"]).source[0].reward == "package.module:f"
 
 

@@ -2,7 +2,8 @@
 
 megatron   weights in trainer.dtype, gradients in float32; AdamW's moments (and, in bfloat16, master weights) are shared
            by the data-parallel processes: of dense parameters by all that hold them, of experts by all that hold those
-torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides
+torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides; of a critic, taken
+           to be as large as the policy, weights, gradients and AdamW once more
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from relax_hpc.launch.sizing.model import Shape, parameters, stage_layers, stage_parameters
-from relax_hpc.recipe.algorithm import PolicyGradient
+from relax_hpc.recipe.algorithm import PolicyGradient, Ppo
 from relax_hpc.recipe.schema import Recipe
 
 FLOAT = 4
@@ -84,6 +85,11 @@ def needs_reference(recipe: Recipe) -> bool:
     return isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
 
 
+def learners(recipe: Recipe) -> int:
+    """Models that are trained: the policy, and a critic beside it."""
+    return 1 + isinstance(recipe.algorithm, Ppo)
+
+
 def replicas(recipe: Recipe) -> int:
     """Data-parallel processes, those that share a sequence counted once."""
     plan = recipe.trainer.parallel
@@ -110,10 +116,10 @@ def trainer_memory(recipe: Recipe, shape: Shape, step: Step) -> list[TrainerMemo
 
 
 def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
-    """A checkpoint: weights, reference, AdamW's moments; the megatron backend keeps master weights beside its weights."""
+    """A checkpoint: weights, reference, AdamW's moments, those of a critic; the megatron backend keeps master weights beside its weights."""
     count = parameters(shape).all
     if recipe.trainer.backend == "torch":
-        return count * FLOAT * (3 + needs_reference(recipe))
+        return count * FLOAT * (3 * learners(recipe) + needs_reference(recipe))
     return count * (FLOAT * 3 + ELEMENT[recipe.trainer.dtype] * (1 + needs_reference(recipe)))
 
 
@@ -130,9 +136,9 @@ def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
     return TrainerMemory(
         stage=0,
         parameters=count,
-        weights=count * FLOAT + cast,
-        gradients=count * FLOAT,
-        optimizer=count * FLOAT * 2,
+        weights=count * FLOAT * learners(recipe) + cast,
+        gradients=count * FLOAT * learners(recipe),
+        optimizer=count * FLOAT * 2 * learners(recipe),
         reference=count * FLOAT if needs_reference(recipe) else 0,
         activations=tokens * (layers + kept.ends * shape.hidden),
         head=_head_bytes(shape, tokens, 1),

@@ -40,7 +40,7 @@ from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy, token_logprobs
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
-from relax_hpc.trainers.token_loss import TokenLoss, add
+from relax_hpc.trainers.token_loss import Learner, TokenLoss, add
 from relax_hpc.trainers.update import Updating
 
 LOADED_BYTES = 2**30
@@ -148,11 +148,11 @@ class MegatronTrainer(Updating):
         self._run(self.reduced, rollouts, batches, temperature, loss_of)
         return sums if self._speaks() else {}
 
-    def _gradient_norm(self) -> float:
+    def _gradient_norm(self, learner: Learner) -> float:
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
-    def _update(self, norm: float, rate: float) -> None:
+    def _update(self, learner: Learner, norm: float, rate: float) -> None:
         config = self.recipe.trainer
         for optimizer in self._optimizers():
             clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.clip_grad_norm, norm)

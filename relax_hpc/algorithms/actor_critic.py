@@ -1,0 +1,46 @@
+"""PPO (arXiv 1707.06347): advantages and returns from a critic's values, the policy's clipped loss, the critic's own.
+
+rewards - overlong, less KL token by token ──► rewards of tokens ─┬─ values, λ of the policy ──► advantages (whitened)
+                                                                  └─ values, λ of the critic ──► + values = returns
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import relax_hpc.algorithms.advantages as estimates
+from relax_hpc.algorithms.base import VALUES
+from relax_hpc.algorithms.losses import clipped_value
+from relax_hpc.algorithms.policy import PolicyAlgorithm, Said
+from relax_hpc.recipe.algorithm import Ppo
+from relax_hpc.records import Rollouts
+
+
+class ActorCritic(PolicyAlgorithm):
+    """An algorithm with a critic; the trainer gives it `rollouts.columns["values"]`, of before the step's first update."""
+
+    config: Ppo
+
+    def __init__(self, config: Ppo) -> None:
+        super().__init__(config)
+        self.needs |= {VALUES}
+
+    def returns(self, rollouts: Rollouts) -> Tensor:
+        """[T] float32: what the critic learns, 0 where the loss mask is 0."""
+        values = torch.from_numpy(rollouts.columns[VALUES] * rollouts.loss_mask)
+        return (self._gae(rollouts, self.config.value_lambda) + values).float()
+
+    def value_loss(self, values: Tensor, old: Tensor, returns: Tensor) -> Said:
+        """([M] loss of the critic, metrics), of [M] values with gradient, those before the step, and returns."""
+        return clipped_value(values, old, returns, self.config.critic.clip)
+
+    def _estimate(self, rollouts: Rollouts) -> Tensor:
+        advantages = self._gae(rollouts, self.config.gae_lambda)
+        mask = torch.from_numpy(rollouts.loss_mask)
+        return (estimates.whiten(advantages, mask) if self.config.whiten else advantages).float()
+
+    def _gae(self, rollouts: Rollouts, smoothing: float) -> Tensor:
+        earned = estimates.token_rewards(self._rewards(rollouts), self._penalties(rollouts), rollouts)
+        values = torch.from_numpy(rollouts.columns[VALUES])
+        return estimates.gae(earned, values, rollouts, self.config.discount, smoothing)
