@@ -47,6 +47,9 @@ class PolicyGradient(Algorithm):
         "arXiv 2503.14476); DAPO's is [max_new_tokens - 4096, max_new_tokens].",
     )
     kl_coef: float = Key(0.0, "Weight of the KL to the reference (version 0); 0 holds no reference.", ge=0)
+    reference_refresh_steps: PositiveInt | None = Key(
+        None, "Every so many training steps the policy becomes the reference; absent: that stays version 0."
+    )
     kl_estimator: Literal["k1", "k2", "k3"] = Key("k3", "How the KL is estimated at a token.")
     kl_in: Literal["loss", "reward"] = Key(
         "loss",
@@ -70,6 +73,11 @@ class PolicyGradient(Algorithm):
     def _shared(self) -> PolicyGradient:
         if self.overlong is not None and not 0 <= self.overlong[0] < self.overlong[1]:
             raise conflict(f"algorithm.overlong = {list(self.overlong)}: expected [from, to] with 0 <= from < to")
+        if self.reference_refresh_steps and not self.kl_coef > 0:
+            raise conflict(
+                f"algorithm.reference_refresh_steps = {self.reference_refresh_steps}, but algorithm.kl_coef = 0 holds no "
+                "reference: set kl_coef above 0, or leave reference_refresh_steps out"
+            )
         if self.kl_unbiased and not (self.kl_coef > 0 and self.kl_in == "loss"):
             raise conflict(
                 f"algorithm.kl_unbiased = true weighs the KL in the loss, but algorithm.kl_coef = {self.kl_coef} and "

@@ -83,5 +83,8 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote, to the bit. Raises RunError for a checkpoint of another model."""
+        """Take back what `save` wrote, to the bit. Raises RunError for a checkpoint of another model.
+
+        Where the run that wrote it had no reference or critic, and this one has, they may begin as when training begins.
+        """
         ...

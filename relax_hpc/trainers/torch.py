@@ -88,13 +88,15 @@ class TorchTrainer(Updating):
         return Saved()
 
     def load(self, folder: Path) -> None:
-        for file, tensors in self._models().items():
-            state_files.fill(tensors, state_files.read(folder / file), folder / file)
-        for file, learning in self._optimizers().items():
-            learning.begin()
-            state_files.fill_optimizer(
-                learning.optimizer, learning.parameters, state_files.read(folder / file), folder / file
-            )
+        model = folder / state_files.MODEL
+        state_files.fill(self._weights(self.model), state_files.read(model), model)
+        self.begin_training()  # so begin reference and critic where the checkpoint is of a run that had none
+        for path, tensors in ((folder / file, tensors) for file, tensors in self._models().items()):
+            if path.exists():
+                state_files.fill(tensors, state_files.read(path), path)
+        for path, learning in ((folder / file, learning) for file, learning in self._optimizers().items()):
+            if path.exists() or path.name == state_files.OPTIMIZER:
+                state_files.fill_optimizer(learning.optimizer, learning.parameters, state_files.read(path), path)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
     def _models(self) -> dict[str, dict[str, Tensor]]:
@@ -181,7 +183,6 @@ class TorchTrainer(Updating):
         return column.cpu().numpy()
 
     def _refer(self) -> None:
-        """The weights of now are the reference."""
         if self.reference is not None:
             self.reference.load_state_dict(self.model.state_dict())
 

@@ -59,6 +59,9 @@ class Updating(ABC):
                 return _nothing(of_critic["tokens"], 0.0) | of_critic
         parts = updates(rollouts, algorithm, self.recipe, self.device)
         metrics = together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
+        every = getattr(self.recipe.algorithm, "reference_refresh_steps", None)
+        if every and (step + 1) % every == 0:
+            self._refer()
         return of_critic | metrics | {"skipped": metrics["skipped"] + of_critic.get("skipped", 0.0)}
 
     def _teach_critic(
@@ -83,6 +86,10 @@ class Updating(ABC):
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
         """[T] what the model of this name (recomputed: the policy of now) says of the tokens in the loss; on every process."""
+
+    @abstractmethod
+    def _refer(self) -> None:
+        """The weights of now are the reference, where one is held."""
 
     @abstractmethod
     def _gradients(

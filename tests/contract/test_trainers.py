@@ -425,9 +425,37 @@ def test_training_begins_with_a_fresh_optimizer_and_the_weights_of_now_as_refere
     assert trainer.step(rollouts, algorithm, 1)["reference_kl"] > 1e-7
 
 
+def test_every_so_many_steps_the_policy_becomes_the_reference(backend: str, tmp_path: Path) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend}, algorithm={"kl_coef": 0.1, "reference_refresh_steps": 2})
+    trainer, algorithm = trainer_of(recipe, tmp_path), make_algorithm(recipe.algorithm)
+    trainer.begin_training()
+    rollouts = tiny.random_rollouts(8)
+    distances = [trainer.step(rollouts, algorithm, step)["reference_kl"] for step in range(5)]
+    assert [distance < 1e-9 for distance in distances] == [True, False, True, False, True]
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_one_without_reference_or_critic(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    plain = tiny.recipe()
+    trainer, rollouts = trainer_of(plain, tmp_path / "model"), tiny.random_rollouts(8)
+    trainer.step(rollouts, make_algorithm(plain.algorithm), 0)
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    trainer.save(saved)
+    recipe = tiny.recipe(algorithm={"name": "ppo", "kl_coef": 0.1})
+    forked, algorithm = trainer_of(recipe, tmp_path / "model"), make_algorithm(recipe.algorithm)
+    forked.load(saved)
+    assert identical(weights(trainer), weights(forked))
+    metrics = forked.step(rollouts, algorithm, 1)
+    assert metrics["reference_kl"] < 1e-9 and metrics["value_mean"] == 0 and metrics["skipped"] == 0
+    (saved / "optimizer.safetensors").unlink()
+    with pytest.raises(RunError, match="incomplete"):
+        forked.load(saved)
+
+
 RESUMED: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "grpo, kl": {"kl_coef": 0.2},
+    "grpo, kl": {"kl_coef": 0.2, "reference_refresh_steps": 3},
     "ppo": PPO,
 }
 

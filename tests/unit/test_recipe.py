@@ -137,6 +137,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
             "algorithm={name='ppo', critic={warmup_steps=100}}",
             ["critic.warmup_steps = 100", "run.steps = 100", "lower the one"],
         ),
+        ("algorithm.reference_refresh_steps=5", ["reference_refresh_steps = 5", "set kl_coef above 0"]),
         ("algorithm={name='ppo', gae_lambda=1.5}", ["algorithm.gae_lambda = 1.5", "<= 1"]),
         ("algorithm={name='ppo', critic={rate=1}}", ["unknown key 'algorithm.critic.rate'", "learning_rate"]),
         ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),

@@ -252,7 +252,6 @@ class MegatronTrainer(Updating):
         return [o for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer]) if not o.is_stub_optimizer]
 
     def _refer(self) -> None:
-        """The weights of now are the reference."""
         for frozen, chunk in zip(self.reference, self.chunks, strict=False):
             frozen.load_state_dict(chunk.state_dict())
             frozen.requires_grad_(False)
