@@ -27,6 +27,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "rloo": {},
     "reinforce_plus_plus": {},
     "reinforce_plus_plus_baseline": {},
+    "ppo": {"critic": "{learning_rate = 1e-3, warmup_steps = 10}"},
 }
 """Keys of [algorithm] besides its name."""
 OTHER_TABLES: dict[str, dict[str, Any]] = {
