@@ -98,7 +98,7 @@ class Rollouts:
     """[S, layers, K] the experts that the behaviour policy sent each token to, for all of a sample's tokens, the prompt's
     too, but its last: S is the sum of lengths() - 1. The megatron trainer routes as they say."""
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """[T] each, of the tokens in the loss: other policies' logprobs by policy ("reference", "recomputed"), a critic's
+    """[T] each, of the tokens in the loss: other policies' logprobs by policy ("reference", "recomputed", "teacher"), a critic's
     "values"."""
 
     def __len__(self) -> int:

@@ -18,8 +18,8 @@ from relax_hpc.records import Rollouts
 NEEDS = frozenset({"reference", "recomputed", "entropy"})
 """What an algorithm may ask for: the reference's logprobs, the trainer's own of before the step's first update, entropies
 with gradient."""
-VALUES = "values"
-"""What `ppo` needs besides: a critic's values, each of what comes before the token."""
+VALUES, TEACHER = "values", "teacher"
+"""What the built-in ones may need besides: a critic's values, each of what comes before the token; a teacher's logprobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class LossInputs:
     recomputed: Tensor | None  # [M] of the policy before the step's first update; there when the needs say so
     lengths: Tensor  # [S] int64, tokens of each sample, at least 1
     totals: Totals
+    teacher: Tensor | None = None  # [M] of the teacher; there when the needs say so
 
 
 class Algorithm(Protocol):

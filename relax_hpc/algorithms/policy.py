@@ -1,6 +1,7 @@
 """The built-in algorithms: an estimate of advantages, a surrogate loss, and the terms that all of them may have.
 
 rewards - overlong - KL in the reward ──estimate──► advantages
+                                  less the reverse KL to a teacher, where there is one
 log ρ, advantages ──surrogate──► × correction × opsm ──► + KL to the reference - entropy ──► × weight in the mean
 """
 
@@ -11,9 +12,9 @@ from torch import Tensor
 
 import relax_hpc.algorithms.advantages as estimates
 import relax_hpc.algorithms.losses as losses
-from relax_hpc.algorithms.base import LossInputs
+from relax_hpc.algorithms.base import TEACHER, LossInputs
 from relax_hpc.algorithms.correction import importance_weights, sequence_mask
-from relax_hpc.algorithms.kl import ESTIMATORS
+from relax_hpc.algorithms.kl import ESTIMATORS, k1
 from relax_hpc.algorithms.sequences import weights
 from relax_hpc.recipe.algorithm import (
     Cispo,
@@ -21,6 +22,7 @@ from relax_hpc.recipe.algorithm import (
     DrGrpo,
     Grpo,
     Gspo,
+    Opd,
     PolicyGradient,
     Ratio,
     ReinforcePlusPlus,
@@ -44,14 +46,16 @@ class PolicyAlgorithm:
             "reference": config.kl_coef > 0,
             "recomputed": self.decoupled or config.correction is not None,
             "entropy": config.entropy_coef > 0,
+            TEACHER: config.teacher is not None,
         }
         self.needs = frozenset(name for name, wanted in asked.items() if wanted)
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        return self._estimate(rollouts)
+        estimate = torch.zeros(len(rollouts.tokens)) if isinstance(self.config, Opd) else self._estimate(rollouts)
+        return estimate if self.config.teacher is None else estimate - self._distance(rollouts)
 
     def loss(self, inputs: LossInputs) -> Said:
-        missing = [name for name in self.needs & {"reference", "recomputed"} if getattr(inputs, name) is None]
+        missing = [name for name in self.needs & {"reference", "recomputed", TEACHER} if getattr(inputs, name) is None]
         if missing:
             raise ValueError(f"{self.config!r} needs the logprobs of {missing} and got none")
         old = inputs.recomputed if self.decoupled and inputs.recomputed is not None else inputs.behaviour
@@ -62,6 +66,8 @@ class PolicyAlgorithm:
         if said:
             metrics |= {"pg_loss": loss.detach(), **said}
             loss = loss + terms
+        if inputs.teacher is not None:
+            metrics["teacher_kl"] = k1(inputs.logprobs, inputs.teacher).detach()
         scale = weights(self.config.aggregate, inputs)
         return loss if scale is None else loss * scale, metrics
 
@@ -81,6 +87,13 @@ class PolicyAlgorithm:
         relative = estimates.group_relative(rewards, group, normalise_std=normalise)
         spread = estimates.over_tokens(relative, rollouts)
         return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
+
+    def _distance(self, rollouts: Rollouts) -> Tensor:
+        """[T] teacher_coef·(log π - log π_teacher), π the policy that sampled, at each token in the loss: its mean over samples
+        is the reverse KL, and as a negative advantage it has the policy gradient of the next token's reverse KL."""
+        behaviour, teacher = (torch.from_numpy(x) for x in (rollouts.logprobs, rollouts.columns[TEACHER]))
+        kl = self.config.teacher_coef * k1(behaviour, teacher)
+        return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
 
     def _rewards(self, rollouts: Rollouts) -> Tensor:
         """[N] float64, less what `overlong` takes."""

@@ -59,14 +59,14 @@ def _groups(made: Estimate, console: Console) -> None:
 
 def _trainer(made: Estimate, console: Console) -> None:
     table = _table(
-        "A trainer process", "stage", "parameters", "weights", "gradients", "optimizer", "reference", "activations", "head", "sum"
+        "A trainer process", "stage", "parameters", "weights", "gradients", "optimizer", "frozen", "activations", "head", "sum"
     )  # fmt: skip
     for stage in made.trainer:
         parts = (
             stage.weights,
             stage.gradients,
             stage.optimizer,
-            stage.reference,
+            stage.frozen,
             stage.activations,
             stage.head,
             stage.total,

@@ -60,6 +60,13 @@ class PolicyGradient(Algorithm):
         False, "In the loss: times the importance ratio, so that the gradient is the KL's own (arXiv 2512.02556)."
     )
     entropy_coef: float = Key(0.0, "Weight of the entropy bonus.", ge=0)
+    teacher: Path | None = Key(
+        None,
+        "A model directory of the same vocabulary that the policy is distilled from on its own samples: a token's advantage is "
+        "reduced by the behaviour policy's reverse KL to it.",
+        looked_up=True,
+    )
+    teacher_coef: PositiveFloat = Key(1.0, "Weight of that KL.")
     correction: AnyCorrection | None = Key(
         None, "Importance weights of the trainer's own logprobs against the engine's, on the policy's loss."
     )
@@ -272,6 +279,16 @@ class Ppo(Clipped):
     critic: Critic = Critic()
 
 
+class Opd(Clipped):
+    """On-policy distillation (arXiv 2306.13649, 2306.08543): the reverse KL to a teacher is all there is; rewards are only reported."""
+
+    name: Literal["opd"] = Key("opd", "On-policy distillation.")
+    teacher: Path = Key(
+        help="A model directory of the same vocabulary: a token's advantage is minus the behaviour policy's reverse KL to it.",
+        looked_up=True,
+    )
+
+
 class OwnAlgorithm(Algorithm):
     """An algorithm of the user's own."""
 
@@ -295,6 +312,7 @@ AnyAlgorithm = Annotated[
         Annotated[ReinforcePlusPlus, Tag("reinforce_plus_plus")],
         Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")],
         Annotated[Ppo, Tag("ppo")],
+        Annotated[Opd, Tag("opd")],
         Annotated[OwnAlgorithm, Tag("own")],
     ],
     named(default=lambda v: "own" if "factory" in v else "grpo"),

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Union
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
-from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, Ppo, Rloo
+from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo
 from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
@@ -317,7 +317,8 @@ class Recipe(Table):
     def models_beside(self) -> dict[str, Path]:
         """Model directories that the trainer holds beside the policy's, by their keys."""
         critic = self.algorithm.critic.model if isinstance(self.algorithm, Ppo) else None
-        return {"algorithm.critic.model": critic} if critic else {}
+        teacher = self.algorithm.teacher if isinstance(self.algorithm, PolicyGradient) else None
+        return {k: path for k, path in (("algorithm.critic.model", critic), ("algorithm.teacher", teacher)) if path}
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:

@@ -21,11 +21,16 @@ def check(recipe: Recipe, model_dir: Path) -> None:
     if recipe.trainer.backend != "megatron":
         return
     need_megatron()
-    hf = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
-    refuse_foreign(hf)
-    wrong = misfit(recipe.trainer.parallel, recipe.trainer.processes, sizes(hf))
-    if wrong:
-        raise RunError(wrong)
+    for key, folder in {"": model_dir, **recipe.models_beside}.items():
+        hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        about = f"{key} = '{folder}': " if key else ""
+        try:
+            refuse_foreign(hf)
+        except RunError as error:
+            raise RunError(about + str(error)) from error
+        wrong = misfit(recipe.trainer.parallel, recipe.trainer.processes, sizes(hf))
+        if wrong:
+            raise RunError(about + wrong)
 
 
 def need_megatron() -> None:

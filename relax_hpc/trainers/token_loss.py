@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Totals
 from relax_hpc.algorithms.advantages import explained_variance
-from relax_hpc.algorithms.base import VALUES
+from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.algorithms.kl import k3
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
@@ -82,6 +82,7 @@ class PolicyLoss(TokenLoss):
             recomputed=columns.get("recomputed", logprobs.detach()),
             lengths=torch.from_numpy(np.diff(begins, append=len(samples))).to(self.device),
             totals=self.totals,
+            teacher=columns.get(TEACHER),
         )
         loss, metrics = self.algorithm.loss(inputs)
         # of behaviour to current: the tokens are the behaviour's
@@ -107,7 +108,7 @@ class ValueLoss(TokenLoss):
 def columns_before(algorithm: Algorithm, recipe: Recipe) -> list[str]:
     """What other models, or the policy of before a step's first update, say of the step's tokens."""
     several = recipe.trainer.updates_per_step > 1  # with one update, the policy of before it is that of its forward
-    names = [name for name in ("reference", VALUES) if name in algorithm.needs]
+    names = [name for name in ("reference", TEACHER, VALUES) if name in algorithm.needs]
     return names + ["recomputed"] * (several and "recomputed" in algorithm.needs)
 
 

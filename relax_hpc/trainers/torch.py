@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms import make_algorithm
-from relax_hpc.algorithms.base import VALUES
+from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.data.packing import MicroBatch, pack, plan
 from relax_hpc.experts import one_by_one
 from relax_hpc.recipe.algorithm import Ppo
@@ -48,13 +48,15 @@ class TorchTrainer(Updating):
         self.device = _device(recipe.trainer.device)
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
         torch.manual_seed(recipe.run.seed + rank)
-        self.model = _load_model(weights_folder(recipe.model, model_dir)).to(self.device).eval()  # eval: no dropout
-        check_head(self.model)
+        self.model = _load_model(weights_folder(recipe.model, model_dir), self.device)
         needs = make_algorithm(recipe.algorithm).needs
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if "reference" in needs else None
+        self.teacher: PreTrainedModel | None = None
+        if "algorithm.teacher" in recipe.models_beside:
+            self.teacher = self._beside("algorithm.teacher", model_dir).requires_grad_(False)
         models: dict[Learner, torch.nn.Module] = {"policy": self.model}
         if isinstance(recipe.algorithm, Ppo):
-            models["critic"] = self._new_critic(recipe.algorithm.critic.model, model_dir)
+            models["critic"] = self._new_critic(model_dir)
         self.learning = {learner: Learning(model, recipe.trainer) for learner, model in models.items()}
 
     def begin_training(self) -> None:
@@ -165,7 +167,7 @@ class TorchTrainer(Updating):
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        held = {"recomputed": self.model, "reference": self.reference}
+        held = {"recomputed": self.model, "reference": self.reference, TEACHER: self.teacher}
         column = torch.zeros(len(rollouts.tokens), device=self.device)
         for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
             batch = pack(rollouts, rows)
@@ -186,14 +188,20 @@ class TorchTrainer(Updating):
         if self.reference is not None:
             self.reference.load_state_dict(self.model.state_dict())
 
-    def _new_critic(self, folder: Path | None, model_dir: Path) -> Critic:
-        """With the body of the model in `folder`, or of the policy."""
-        if folder is None:
-            body = copy.deepcopy(self.model.base_model)
+    def _new_critic(self, model_dir: Path) -> Critic:
+        """With the body of a model of its own, or of the policy."""
+        key = "algorithm.critic.model"
+        if key in self.recipe.models_beside:
+            body = self._beside(key, model_dir).base_model
         else:
-            check_beside("algorithm.critic.model", folder, model_dir)
-            body = _load_model(folder).base_model
+            body = copy.deepcopy(self.model.base_model)
         return Critic(cast(PreTrainedModel, body)).to(self.device).eval()
+
+    def _beside(self, key: str, model_dir: Path) -> PreTrainedModel:
+        """Another model, that the recipe names under `key`."""
+        path = self.recipe.models_beside[key]
+        check_beside(key, path, model_dir)
+        return _load_model(path, self.device)
 
     @staticmethod
     def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -211,7 +219,7 @@ def _device(choice: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())  # the role has chosen it
 
 
-def _load_model(folder: Path) -> PreTrainedModel:
+def _load_model(folder: Path, device: torch.device) -> PreTrainedModel:
     """The model in float32. Raises RunError when the folder lacks weights (transformers would draw them at random)."""
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -225,5 +233,6 @@ def _load_model(folder: Path) -> PreTrainedModel:
         raise RunError(
             f"the weights in '{folder}' do not fill its config.json: {absent[:3]} ({len(absent)} in all) are missing or differ"
         )
-    policy: PreTrainedModel = model
-    return policy
+    loaded: PreTrainedModel = model.to(device).eval()  # eval: no dropout
+    check_head(loaded)
+    return loaded

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -355,6 +356,38 @@ def test_answers_behind_one_copy_of_their_prompt_have_the_logprobs_and_gradients
         found.append((logprobs.detach()[order], model.model.embed_tokens.weight.grad.clone()))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_is_another_model_of_the_same_vocabulary(backend: str, tmp_path: Path) -> None:
+    """Of other sizes; what it says of the tokens is what it says of them as a policy, and it stays as it is."""
+    large = tiny.recipe(model={"layers": 3, "hidden_size": 64}, trainer={"backend": backend})
+    teacher = tiny.folder(large, tmp_path / "teacher", seed=3)
+    table = {"name": "opd", "group_size": 1, "teacher": teacher}
+    trainers = {"tokens_per_micro_batch": 60, "backend": backend}
+    recipe = tiny.recipe(trainer=trainers, algorithm=table, rollout={"temperature": 0.8})
+    trainer, algorithm = trainer_of(recipe, tmp_path / "model"), make_algorithm(recipe.algorithm)
+    model = AutoModelForCausalLM.from_pretrained(teacher)
+    given: list[NDArray[np.float32]] = []
+    ours = algorithm.advantages
+    algorithm.advantages = lambda r: given.append(r.columns["teacher"]) or ours(r)  # type: ignore[method-assign,func-returns-value]
+    for step in range(2):
+        rollouts = tiny.random_rollouts(6, seed=1)
+        metrics = trainer.step(rollouts, algorithm, step)
+        for prompt, answer, where in sequences(rollouts):
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, answer])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+            said = (logits / 0.8).log_softmax(-1)[torch.arange(len(answer)), answer].numpy()
+            np.testing.assert_allclose(given[-1][where], said * rollouts.loss_mask[where], rtol=1e-4, atol=1e-4)
+    assert np.isfinite(metrics["teacher_kl"]) and metrics["grad_norm"] > 0
+    saved = tmp_path / "checkpoint"
+    saved.mkdir()
+    trainer.save(saved)  # without the teacher
+    trainer_of(tiny.recipe(trainer=trainers), tmp_path / "model").load(saved)
+    strange = tiny.recipe(model={"alphabet": "0123456789"})
+    tiny.folder(strange, tmp_path / "strange")
+    wrong = tiny.recipe(trainer=trainers, algorithm={**table, "teacher": tmp_path / "strange"})
+    with pytest.raises(RunError, match=r"algorithm\.teacher = '.*strange' has another vocabulary \(13 tokens\)"):
+        trainer_of(wrong, tmp_path / "model")
 
 
 @pytest.mark.parametrize("samples", [0, 4])

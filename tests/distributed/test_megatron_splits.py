@@ -83,13 +83,18 @@ class Live(TorchDispatchMode):
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # a token's loss depends on all tokens of its sample, which context parallelism splits
     "dense": {"name": "gspo", "clip": [0.9, 9.0], "kl_coef": 0.3, "entropy_coef": 0.1, "behaviour": "recomputed",
-              "correction": {"name": "tis", "high": 20.0}},
+              "correction": {"name": "tis", "high": 20.0}, "teacher_coef": 0.1},
     "experts": {"name": "grpo", "kl_coef": 0.3},
 }  # fmt: skip
 
 
-def recipe_of(model: str, **trainer: Any) -> Recipe:
+TEACHER = tiny.recipe(model={"layers": LAYERS, "alphabet": ODD, "hidden_size": 48})
+"""Of the dense model, of another size."""
+
+
+def recipe_of(model: str, folder: Path, **trainer: Any) -> Recipe:
     updates = {"dense": 2, "experts": 1}[model]
+    teacher = {"teacher": folder / "teacher"} if model == "dense" else {}
     return tiny.recipe(
         model=MODELS[model],
         trainer={
@@ -99,7 +104,7 @@ def recipe_of(model: str, **trainer: Any) -> Recipe:
             "updates_per_step": updates,
             **trainer,
         },
-        algorithm=ALGORITHMS[model],
+        algorithm=ALGORITHMS[model] | teacher,
         rollout={"temperature": 0.8},
     )
 
@@ -109,10 +114,10 @@ def replayed() -> Rollouts:
 
 
 def planned(recipe: Recipe, stage: int) -> dict[str, float]:
-    """Bytes of weights, gradients, AdamW's state and reference, as `relax-hpc plan` says them."""
+    """Bytes of weights, gradients, AdamW's state and frozen models, as `relax-hpc plan` says them."""
     shape, _ = shape_of(recipe.model, Path("recipe.toml"))
     memory = trainer_memory(recipe, shape, Step(14, 40, 14 * 40))[stage]
-    return {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "reference")}
+    return {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "frozen")}
 
 
 def held(trainer: Any) -> dict[str, float]:
@@ -121,8 +126,9 @@ def held(trainer: Any) -> dict[str, float]:
     def size(tensors: Any) -> int:
         return sum(tensor.nbytes for tensor in tensors)
 
-    weights, reference = (
-        size(p for c in chunks for p in c.parameters()) for chunks in (trainer.chunks, trainer.reference)
+    weights, frozen = (
+        size(p for c in chunks for p in c.parameters())
+        for chunks in (trainer.chunks, [*trainer.reference, *trainer.teacher])
     )
     gradients = size(b.grad_data for c in trainer.reduced for b in c.buffers + c.expert_parallel_buffers)
     states = (state for o in trainer._optimizers() for state in o.optimizer.state.values())
@@ -132,7 +138,7 @@ def held(trainer: Any) -> dict[str, float]:
     dist.all_gather(every, torch.tensor([mine, stage]))
     of_stage = [float(other) for other, where in every if where == stage]
     optimizer = sum(of_stage) / len(of_stage)
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "reference": reference}
+    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "frozen": frozen}
 
 
 def work(rank: int, folder: Path, results: Any) -> None:
@@ -143,7 +149,7 @@ def work(rank: int, folder: Path, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     try:
         for name, (model, parallel) in SPLITS.items():
-            recipe = recipe_of(model, backend="megatron", processes=WORLD, parallel=parallel)
+            recipe = recipe_of(model, folder, backend="megatron", processes=WORLD, parallel=parallel)
             trainer, algorithm = make_trainer(recipe, folder / model, rank, WORLD), make_algorithm(recipe.algorithm)
             mine, said_before = held(trainer), planned(recipe, trainer.groups.pp.rank())
             assert mine.pop("gradients") == pytest.approx(
@@ -186,7 +192,8 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     """(folder with the exported weights, each split's metrics on every rank)"""
     folder = tmp_path_factory.mktemp("splits")
     for name in MODELS:
-        tiny.folder(recipe_of(name), folder / name)
+        tiny.folder(recipe_of(name, folder), folder / name)
+    tiny.folder(TEACHER, folder / "teacher", seed=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
@@ -216,7 +223,7 @@ def alone(
     for name in MODELS:
         made: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
         for backend in ("torch", "megatron") if name == "experts" else ("torch",):
-            recipe = recipe_of(name, backend=backend)
+            recipe = recipe_of(name, splits[0], backend=backend)
             trainer, algorithm = make_trainer(recipe, splits[0] / name, 0, 1), make_algorithm(recipe.algorithm)
             said = [trainer.step(tiny.random_rollouts(14, seed=s), algorithm, s) for s in range(2)]
             if backend == "megatron":

@@ -52,6 +52,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ppo": {"name": "ppo", "group_size": 1},
     "ppo, kl, discounted": {"name": "ppo", "kl_coef": 0.1, "discount": 0.8, "gae_lambda": 0.6, "whiten": False,
                             "overlong": [4, 12], "clip": [0.1, 0.3], "aggregate": "sequence"},
+    "opd": {"name": "opd", "group_size": 1, "teacher": "teacher", "aggregate": "sequence"},
+    "dr_grpo, teacher": {"name": "dr_grpo", "teacher": "teacher", "teacher_coef": 0.3},
+    "ppo, teacher": {"name": "ppo", "teacher": "teacher", "teacher_coef": 0.3},
 }  # fmt: skip
 BUDGET = 16
 """max_new_tokens of tests.tiny's recipes, one turn."""
@@ -67,6 +70,7 @@ def step_data(seed: int) -> tuple[Rollouts, dict[str, NDArray[np.float64]]]:
     columns = {"reference": near(0.4), "recomputed": near(0.2)}
     now = near(0.3).astype(np.float64)
     entropies = rng.random(len(rollouts.tokens))
+    columns["teacher"] = near(0.5)
     columns["values"] = rng.normal(size=len(rollouts.tokens)).astype(np.float32)
     return replace(rollouts, columns=columns), {"now": now, "entropies": entropies}
 
@@ -85,6 +89,19 @@ def mean(values: list[float]) -> float:
 
 def oracle_advantages(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]:
     """Token -> advantage, of the tokens in the loss."""
+    found = (
+        oracle_estimates(c, rollouts)
+        if c["name"] != "opd"
+        else dict.fromkeys(np.flatnonzero(rollouts.loss_mask).tolist(), 0.0)
+    )
+    if "teacher" not in c:
+        return found
+    student, teacher = rollouts.logprobs.tolist(), rollouts.columns["teacher"].tolist()
+    return {t: a - c.get("teacher_coef", 1.0) * (student[t] - teacher[t]) for t, a in found.items()}
+
+
+def oracle_estimates(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]:
+    """The same, of rewards alone."""
     tokens = {
         i: [t for t in range(rollouts.offsets[i], rollouts.offsets[i + 1]) if rollouts.loss_mask[t]]
         for i in range(len(rollouts))

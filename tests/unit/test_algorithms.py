@@ -17,7 +17,18 @@ from relax_hpc.algorithms.advantages import explained_variance, gae, group_relat
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.kl import k1, k2, k3
 from relax_hpc.algorithms.losses import clipped_surrogate, clipped_value, sequence_log_ratio
-from relax_hpc.recipe.algorithm import Dapo, DrGrpo, Grpo, Gspo, OwnAlgorithm, PolicyGradient, ReinforcePlusPlus, Sapo
+from relax_hpc.recipe.algorithm import (
+    Dapo,
+    DrGrpo,
+    Grpo,
+    Gspo,
+    Opd,
+    OwnAlgorithm,
+    PolicyGradient,
+    Ppo,
+    ReinforcePlusPlus,
+    Sapo,
+)
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.registry import RegistryError
 from tests import tiny
@@ -189,6 +200,25 @@ def test_a_critic_that_knows_explains_all_and_one_that_says_a_constant_nothing()
     assert explained_variance(returns, torch.full((4,), 2.0), mask) == 0
 
 
+def test_the_gradient_of_distillation_is_that_of_the_reverse_kl() -> None:
+    """Over all tokens that might be drawn, each with its probability."""
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(6, dtype=torch.float64, generator=generator) for _ in range(2))
+    teacher, logits = teacher.log_softmax(0), logits.requires_grad_()
+    distribution = logits.log_softmax(0)
+    [truth] = torch.autograd.grad((distribution.exp() * (distribution - teacher)).sum(), logits, retain_graph=True)
+    rollouts = tiny.rollouts([np.ones(1, np.int32)] * 6, [np.array([i], np.int32) for i in range(6)], 1)
+    rollouts.logprobs[:] = distribution.detach()
+    rollouts.columns["teacher"] = teacher.numpy().astype(np.float32)
+    algorithm = make_algorithm(Opd(teacher=Path("teacher"), group_size=1))
+    drawn = inputs(distribution, [1] * 6, behaviour=distribution.detach(), teacher=teacher,
+                   advantages=algorithm.advantages(rollouts).double())  # fmt: skip
+    loss, metrics = algorithm.loss(drawn)
+    [found] = torch.autograd.grad((distribution.detach().exp() * loss).sum(), logits)
+    np.testing.assert_allclose(found, truth, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(metrics["teacher_kl"], (distribution - teacher).detach())
+
+
 def test_gspo_token_has_the_samples_ratio_and_each_tokens_own_gradient() -> None:
     logprobs, old = torch.tensor([-1.0, -3.0, -0.5]).double(), torch.tensor([-2.0, -1.0, -0.7]).double()
     share, lengths = torch.tensor([1.0, 5.0, 2.0]).double(), torch.tensor([2, 1])
@@ -216,9 +246,11 @@ def test_only_what_is_needed_is_asked_for() -> None:
     assert make_algorithm(Grpo(kl_coef=0.1)).needs == {"reference"}
     assert make_algorithm(Grpo(behaviour="recomputed")).needs == {"recomputed"}
     assert make_algorithm(ReinforcePlusPlus(entropy_coef=0.1, kl_coef=0.1)).needs == {"entropy", "reference"}
+    assert make_algorithm(Ppo()).needs == {"values"}
+    assert make_algorithm(Grpo(teacher=Path("t"))).needs == {"teacher"}
     given = dataclasses.replace(inputs(torch.zeros(1), [1]), reference=None, recomputed=None)
-    for config in (Grpo(kl_coef=0.1), Grpo(behaviour="recomputed")):
-        with pytest.raises(ValueError, match=r"(kl_coef=0.1|recomputed).*got none"):
+    for config in (Grpo(kl_coef=0.1), Grpo(behaviour="recomputed"), Opd(teacher=Path("t"))):
+        with pytest.raises(ValueError, match=r"(kl_coef=0.1|recomputed|teacher).*got none"):
             make_algorithm(config).loss(given)
 
 

@@ -31,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
     "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.01},
     "ppo": {"name": "ppo", "group_size": 1, "value_lambda": 0.95, "kl_coef": 0.01},
+    "opd": {"name": "opd", "group_size": 1, "teacher": "teacher"},
 }
 
 
@@ -46,6 +47,10 @@ def play(logits: torch.Tensor, rng: np.random.Generator) -> Rollouts:
     rollouts.rewards[:] = [np.mean(answer[:3] == WORD) for answer in answers]
     where = np.concatenate([np.arange(n) for n in lengths])
     rollouts.logprobs[:] = logits.detach().log_softmax(-1).numpy()[where, rollouts.tokens]
+    known = np.full((4, LETTERS), np.log(0.1 / (LETTERS - 1)), np.float32)
+    known[np.arange(3), WORD] = np.log(0.9)  # the teacher knows the word, and is indifferent to what comes after it
+    known[3] = -np.log(LETTERS)
+    rollouts.columns["teacher"] = known[where, rollouts.tokens]
     rollouts.columns["reference"] = np.full(len(where), -np.log(LETTERS), np.float32)  # of version 0: all letters alike
     return rollouts
 

@@ -138,6 +138,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
             ["critic.warmup_steps = 100", "run.steps = 100", "lower the one"],
         ),
         ("algorithm.reference_refresh_steps=5", ["reference_refresh_steps = 5", "set kl_coef above 0"]),
+        ("algorithm={name='opd'}", ["'algorithm.teacher' is missing", "same vocabulary"]),
         ("algorithm={name='ppo', gae_lambda=1.5}", ["algorithm.gae_lambda = 1.5", "<= 1"]),
         ("algorithm={name='ppo', critic={rate=1}}", ["unknown key 'algorithm.critic.rate'", "learning_rate"]),
         ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),
@@ -228,8 +229,10 @@ def test_paths_are_absolute_and_looked_up_beside_the_recipe_first(
     assert prompts("x.jsonl", "source.0.prompts=recipes.jsonl") == str(beside / "recipes.jsonl")
     assert prompts("none.jsonl") == str(here / "none.jsonl")
     assert load_recipe(recipe_file).run.root == here / "runs"
-    critic = load_recipe(recipe_file, ["algorithm={name='ppo', critic={model='../here'}}"]).models_beside
-    assert critic == {"algorithm.critic.model": here / ".." / "here"}
+    models = load_recipe(recipe_file, ["algorithm={name='ppo', teacher='../recipes', critic={model='../here'}}"])
+    assert models.models_beside == {
+        "algorithm.critic.model": here / ".." / "here", "algorithm.teacher": here / ".." / "recipes"
+    }  # fmt: skip
     assert load_recipe(recipe_file, ["source.0.reward=package.module:f"]).source[0].reward == "package.module:f"
 
 

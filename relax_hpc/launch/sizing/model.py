@@ -139,6 +139,12 @@ def shape_of(model: PathModel | TinyModel, recipe: Path, config: Path | None = N
     )
 
 
+def shape_in(folder: Path) -> Shape | None:
+    """The numbers of the model in `folder`; None where it is not on this machine."""
+    path = folder / "config.json"
+    return from_config(_read(path), str(path)) if path.is_file() else None
+
+
 def from_config(about: dict[str, Any], where: str) -> Shape:
     """A Hugging Face configuration, as its file has it. Raises RunError for one that is not known or lacks a number."""
     kind = about.get("model_type")

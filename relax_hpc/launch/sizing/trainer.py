@@ -2,17 +2,17 @@
 
 megatron   weights in trainer.dtype, gradients in float32; AdamW's moments (and, in bfloat16, master weights) are shared
            by the data-parallel processes: of dense parameters by all that hold them, of experts by all that hold those
-torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides; of a critic, taken
-           to be as large as the policy, weights, gradients and AdamW once more
+torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides; of a critic
+           weights, gradients and AdamW too
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from relax_hpc.launch.sizing.model import Shape, parameters, stage_layers, stage_parameters
+from relax_hpc.launch.sizing.model import Shape, parameters, shape_in, stage_layers, stage_parameters
 from relax_hpc.recipe.algorithm import PolicyGradient, Ppo
 from relax_hpc.recipe.schema import Recipe
 
@@ -71,13 +71,14 @@ class TrainerMemory:
     weights: float
     gradients: float
     optimizer: float
-    reference: float
+    frozen: float
+    """Reference and teacher."""
     activations: float
     head: float
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.reference + self.activations + self.head
+        return self.weights + self.gradients + self.optimizer + self.frozen + self.activations + self.head
 
 
 def needs_reference(recipe: Recipe) -> bool:
@@ -85,9 +86,18 @@ def needs_reference(recipe: Recipe) -> bool:
     return isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
 
 
-def learners(recipe: Recipe) -> int:
-    """Models that are trained: the policy, and a critic beside it."""
-    return 1 + isinstance(recipe.algorithm, Ppo)
+def beside(recipe: Recipe, key: str, policy: Shape) -> Shape | None:
+    """Of the model that the recipe names under `key`, None where it names none; the policy's where its config.json is not here."""
+    folder = recipe.models_beside.get(key)
+    return None if folder is None else shape_in(folder) or policy
+
+
+def _critic(recipe: Recipe, policy: Shape) -> int:
+    """Parameters of a critic, a body and a head of one number; 0 where there is none."""
+    if not isinstance(recipe.algorithm, Ppo):
+        return 0
+    shape = beside(recipe, "algorithm.critic.model", policy) or policy
+    return parameters(replace(shape, tied=True)).all + shape.hidden + 1
 
 
 def replicas(recipe: Recipe) -> int:
@@ -119,7 +129,7 @@ def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
     """A checkpoint: weights, reference, AdamW's moments, those of a critic; the megatron backend keeps master weights beside its weights."""
     count = parameters(shape).all
     if recipe.trainer.backend == "torch":
-        return count * FLOAT * (3 * learners(recipe) + needs_reference(recipe))
+        return FLOAT * (3 * (count + _critic(recipe, shape)) + count * needs_reference(recipe))
     return count * (FLOAT * 3 + ELEMENT[recipe.trainer.dtype] * (1 + needs_reference(recipe)))
 
 
@@ -129,6 +139,7 @@ def _shared(recipe: Recipe) -> int:
 
 def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
     count = parameters(shape).all
+    learning, teacher = count + _critic(recipe, shape), beside(recipe, "algorithm.teacher", shape)
     dtype, tokens = recipe.trainer.dtype, micro_batch_tokens(recipe, step)
     kept = KEPT["torch", dtype]
     layers = sum(_layer_bytes(shape, kept, recipe, layer) for layer in range(shape.layers))
@@ -136,10 +147,10 @@ def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
     return TrainerMemory(
         stage=0,
         parameters=count,
-        weights=count * FLOAT * learners(recipe) + cast,
-        gradients=count * FLOAT * learners(recipe),
-        optimizer=count * FLOAT * 2 * learners(recipe),
-        reference=count * FLOAT if needs_reference(recipe) else 0,
+        weights=learning * FLOAT + cast,
+        gradients=learning * FLOAT,
+        optimizer=learning * FLOAT * 2,
+        frozen=(count * needs_reference(recipe) + (parameters(teacher).all if teacher else 0)) * FLOAT,
         activations=tokens * (layers + kept.ends * shape.hidden),
         head=_head_bytes(shape, tokens, 1),
     )
@@ -155,13 +166,15 @@ def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMe
     )
     tokens = micro_batch_tokens(recipe, step)
     last = stage == plan.pipeline - 1
+    teacher = beside(recipe, "algorithm.teacher", shape)
+    of_teacher = stage_parameters(teacher, plan, stage).all if teacher else 0
     return TrainerMemory(
         stage=stage,
         parameters=count.all,
         weights=count.all * ELEMENT[dtype],
         gradients=count.all * FLOAT,
         optimizer=states * (count.dense / sharing[0] + count.experts / sharing[1]),
-        reference=count.all * ELEMENT[dtype] if needs_reference(recipe) else 0,
+        frozen=(count.all * needs_reference(recipe) + of_teacher) * ELEMENT[dtype],
         activations=tokens * _kept_by_stage(recipe, shape, step, stage),
         head=_head_bytes(shape, tokens, plan.tensor) if last else 0,
     )

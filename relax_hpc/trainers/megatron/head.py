@@ -22,6 +22,9 @@ from relax_hpc.trainers.megatron.packing import MicroBatch
 class Policy(GPTModel):  # type: ignore[misc]
     """A GPTModel whose last stage gives hidden states; `token_logprobs` applies its head to some of them."""
 
+    real_vocabulary: int
+    """Tokens beyond it only fill up the embedding."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.post_process:  # token_logprobs gathers the hidden states, and their gradients, itself
@@ -39,11 +42,11 @@ class Policy(GPTModel):  # type: ignore[misc]
 
 
 def token_logprobs(
-    model: Policy, hidden: Tensor, batch: MicroBatch, targets: Tensor, temperature: float, vocabulary: int
+    model: Policy, hidden: Tensor, batch: MicroBatch, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """([M] logprobs of `targets` under logits / temperature, [M] entropies), float32, on every process.
 
-    hidden: what the last stage gave; targets: [M] int64. Tokens beyond `vocabulary` only fill up the embedding.
+    hidden: what the last stage gave; targets: [M] int64.
     """
     groups = model.pg_collection
     if model.config.sequence_parallel:
@@ -52,7 +55,7 @@ def token_logprobs(
         hidden = copy_to_tensor_model_parallel_region(hidden, group=groups.tp)
     held = model.output_layer.output_size_per_partition
     first = groups.tp.rank() * held
-    real = min(held, max(0, vocabulary - first))
+    real = min(held, max(0, model.real_vocabulary - first))
     chosen, wanted = hidden.flatten(0, 1)[batch.predictors], targets[batch.mine]
     size = max(1, LOGITS_PER_CHUNK // held)
     parts = [

@@ -121,6 +121,7 @@ def build(hf: Any, config: TransformerConfig, groups: ProcessGroupCollection) ->
         for stage in ([None] if virtual is None else range(virtual))
     ]
     for chunk in chunks:
+        chunk.real_vocabulary = hf.vocab_size
         attach(chunk.decoder.layers)
     return chunks
 

@@ -11,6 +11,7 @@ other tokens: the sums are the same under every plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ import relax_hpc.trainers.megatron.moments as moments
 import relax_hpc.trainers.megatron.state as state
 import relax_hpc.trainers.megatron.weights as weights
 from relax_hpc.algorithms import make_algorithm
+from relax_hpc.algorithms.base import TEACHER
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import fit, state_files
-from relax_hpc.trainers.build import weights_folder
+from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy, token_logprobs
 from relax_hpc.trainers.megatron.model import build, transformer_config
@@ -72,6 +74,7 @@ class MegatronTrainer(Updating):
         self.reduced = self._reduced()
         self.optimizer = get_megatron_optimizer(_optimizer_config(recipe), self.reduced, use_gloo_process_groups=False)
         self._begin_optimizer()
+        self.teacher = self._beside("algorithm.teacher", model_dir)
         self.reference: list[Policy] = []
         if "reference" in make_algorithm(recipe.algorithm).needs:
             self.reference = build(self.hf, self.config, self.groups)
@@ -182,7 +185,7 @@ class MegatronTrainer(Updating):
         def finish(policy: Policy, number: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             batch = batches[number]
             targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
-            said = token_logprobs(policy, hidden, batch, targets, temperature, self.hf.vocab_size)
+            said = token_logprobs(policy, hidden, batch, targets, temperature)
             # the token count is ours already, so Megatron's is not asked for
             return loss_of(number, *said), torch.zeros((), dtype=torch.int, device=self.device), None
 
@@ -201,9 +204,11 @@ class MegatronTrainer(Updating):
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        models = self.chunks if name == "recomputed" else self.reference
+        models = {"recomputed": self.chunks, "reference": self.reference, TEACHER: self.teacher}[name]
         if not models:
-            raise RunError("the algorithm of this step needs a reference, the recipe's does not: none is held")
+            raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
+        if name == TEACHER:  # its experts are its own
+            rollouts = replace(rollouts, routed_experts=None)
         column = torch.zeros(len(rollouts.tokens), device=self.device)
         batches = self._batches(rollouts)
 
@@ -250,6 +255,18 @@ class MegatronTrainer(Updating):
 
     def _optimizers(self) -> list[Any]:
         return [o for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer]) if not o.is_stub_optimizer]
+
+    @torch.no_grad()
+    def _beside(self, key: str, model_dir: Path) -> list[Policy]:
+        """Another model, that the recipe names under `key`, split as the policy is; nothing where it names none."""
+        path = self.recipe.models_beside.get(key)
+        if path is None:
+            return []
+        check_beside(key, path, model_dir)
+        hf = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+        chunks = build(hf, transformer_config(hf, self.recipe.trainer), self.groups)
+        weights.fill(chunks, path, hf, self.groups)
+        return [chunk.requires_grad_(False) for chunk in chunks]
 
     def _refer(self) -> None:
         for frozen, chunk in zip(self.reference, self.chunks, strict=False):
