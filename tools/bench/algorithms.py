@@ -1,10 +1,12 @@
 """Each algorithm on the quickstart's task: held-out accuracy before and after, by seed.
 
 warm-up ──► one step ──fork──► the same weights and prompts for every algorithm ──► its own last version
+                                        of grpo ──export──► the teacher of opd
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-from tools.bench.common import console, finish, parse, parser, progress
+from relax_hpc.trainers.export import export_checkpoint
+from tools.bench.common import BENCH, console, finish, parse, parser, progress
 from tools.bench.runs import QUICKSTART, run
 
 TIS = "{name = 'tis'}"
@@ -28,6 +31,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {},
     "reinforce_plus_plus_baseline": {},
     "ppo": {"critic": "{learning_rate = 1e-3, warmup_steps = 10}"},
+    "opd": {},
 }
 """Keys of [algorithm] besides its name."""
 OTHER_TABLES: dict[str, dict[str, Any]] = {
@@ -36,11 +40,21 @@ OTHER_TABLES: dict[str, dict[str, Any]] = {
 }
 
 
-def sets(label: str) -> dict[str, Any]:
+def sets(label: str, seed: int) -> dict[str, Any]:
     """What the run of `label` changes in the recipe; the recipe's own [algorithm] gives way as a whole."""
     keys = {"name": f"'{label.split()[0]}'", "group_size": 8} | ALGORITHMS[label]
+    if label == "opd":
+        keys["teacher"] = f"'{teacher(seed)}'"
     table = ", ".join(f"{key} = {value}" for key, value in keys.items())
     return {"algorithm": f"{{{table}}}", **OTHER_TABLES.get(label, {})}
+
+
+def teacher(seed: int) -> Path:
+    """A folder with what grpo made of this seed's weights."""
+    output = BENCH / "runs" / "algorithms" / f"teacher-{seed}"
+    shutil.rmtree(output, ignore_errors=True)
+    export_checkpoint(output.with_name(f"grpo-{seed}"), output)
+    return output
 
 
 def main() -> None:
@@ -51,6 +65,9 @@ def main() -> None:
     )
     arguments.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME")
     given = parse(arguments)
+    if "opd" in given.only and "grpo" not in given.only:
+        arguments.error("--only opd: its teacher is what grpo has made: --only grpo opd")
+    given.only.sort(key=list(ALGORITHMS).index)
     found: dict[str, dict[str, list[float]]] = {
         label: {"before": [], "after": [], "seconds": []} for label in given.only
     }
@@ -62,7 +79,7 @@ def main() -> None:
                 done = run(
                     QUICKSTART,
                     f"algorithms/{label.replace(' ', '-')}-{seed}",
-                    {"run.steps": 1 + given.steps, "evaluation.every": given.steps + 1, **sets(label)},
+                    {"run.steps": 1 + given.steps, "evaluation.every": given.steps + 1, **sets(label, seed)},
                     fork_of=warm.root,
                 )
                 before, after = warm.scores[0][1], done.scores[-1][1]
