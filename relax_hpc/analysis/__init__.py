@@ -174,9 +174,10 @@ class RunView:
                 if order not in seen:
                     yield {"shard": None, "order": order, "fate": fate.fate, "step": fate.step, "reason": fate.reason}
 
-    def metrics(self, role: str, kind: str) -> list[dict[str, Any]]:
-        """Lines of metrics/ROLE.jsonl of one kind, in the order written."""
-        return [line for line in read_metrics(self.run.metrics / f"{role}.jsonl")[0] if line.get("kind") == kind]
+    def metrics(self, role: str, kind: str | None = None) -> list[dict[str, Any]]:
+        """Lines of metrics/ROLE.jsonl, all or of one kind, in the order written."""
+        lines = read_metrics(self.run.metrics / f"{role}.jsonl")[0]
+        return [line for line in lines if kind in (None, line.get("kind"))]
 
     def workers(self) -> dict[str, list[dict[str, Any]]]:
         """Worker -> its lines of kind "order"."""

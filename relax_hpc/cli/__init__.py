@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import doctor, plan, report, run, scale, shards, status, submit
+from relax_hpc.cli import doctor, plan, report, run, scale, shards, status, submit, trace
 
 app = typer.Typer(
     name="relax-hpc",
@@ -50,5 +50,6 @@ app.command("stop")(status.stop)
 app.command("recipe")(status.recipe)
 app.add_typer(shards.app)
 app.command("report")(report.report)
+app.command("trace")(trace.trace)
 app.command("export")(status.export)
 app.command("convert")(status.convert)

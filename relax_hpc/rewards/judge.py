@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -46,6 +47,8 @@ class Judge:
         self._processes = max(LEAST_PROCESSES, recipe.rollout.threads)
         self._rewards = make_rewards(recipe.source)
         self._pool: ProcessPool | None = None
+        self.seconds = 0.0
+        """What all calls of `score` took."""
 
     def score(
         self, samples: Sequence[tuple[Prompt, str]], progress: Callable[[], None] = lambda: None
@@ -54,6 +57,7 @@ class Judge:
 
         `progress` is called at least twice a second, however long the rewards take.
         """
+        began = time.perf_counter()
         verdicts: list[Score | Failure | None] = [None] * len(samples)
         left = []
         for i, (prompt, answer) in enumerate(samples):
@@ -69,6 +73,7 @@ class Judge:
             for i, outcome in zip(left, outcomes, strict=True):
                 verdicts[i] = self._verdict(samples[i][0], outcome or "the pool of reward processes broke")
             left = [i for i, outcome in zip(left, outcomes, strict=True) if outcome is None]
+        self.seconds += time.perf_counter() - began
         return [verdict for verdict in verdicts if verdict is not None]
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake, Replay, check_failures
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.retention import Retention
-from relax_hpc.roles.step_metrics import describe
+from relax_hpc.roles.step_metrics import Clock, describe
 from relax_hpc.roles.untrained import Untrained
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import OrderBook
@@ -63,6 +63,8 @@ class Lead:
         self.evaluations = Evaluations(run, recipe, queue, held_out)
         self.untrained = Untrained(recipe.trainer.max_skipped_steps, self.process.log)
         self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
+        self.checkpoint_s = 0.0
+        """What checkpoints took of the trainer's time since the step before."""
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or from nothing."""
@@ -139,9 +141,7 @@ class Lead:
             '`relax-hpc run RUN_DIR --set spool.quota_gb=…`, or --set spool.keep="needed" to remove what is no longer replayed',
         )
 
-    def after_step(
-        self, entry: Entry, rollouts: Rollouts, metrics: dict[str, float], train_s: float, publish_s: float
-    ) -> None:
+    def after_step(self, entry: Entry, rollouts: Rollouts, metrics: dict[str, float], clock: Clock) -> None:
         """Settle the books, say what happened."""
         replayed = not self.intake.live
         self.intake.settle(entry, self.role.step)
@@ -150,9 +150,11 @@ class Lead:
         values = describe(entry, rollouts, self.recipe) | metrics
         values |= {
             "step": entry.step, "version": self.role.version, "incarnation": self.incarnation, "replayed": replayed,
-            "spool_depth": self.intake.depth, "wait_s": self.waited_s, "train_s": train_s, "publish_s": publish_s,
+            "spool_depth": self.intake.depth, "wait_s": self.waited_s, "checkpoint_s": self.checkpoint_s,
             "step_s": now - self.last_step_at,
         }  # fmt: skip
+        clock.lap("settle_s")
+        values |= {**self.role.trainer.seconds, **clock.laps}
         self.process.telemetry.metrics(kind="step", **values)
         self.process.telemetry.trained(entry.step, self.incarnation, rollouts.ids)
         self.process.telemetry.beat(
@@ -161,7 +163,7 @@ class Lead:
         for order, length in self.intake.late_arrivals():
             self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
         self.longest_step_s = max(now - self.last_step_at - self.waited_s, 0.9 * self.longest_step_s)
-        self.waited_s, self.last_step_at = 0.0, now
+        self.waited_s, self.checkpoint_s, self.last_step_at = 0.0, 0.0, now
         self.process.caches.keep()
 
     def request_score(self) -> None:

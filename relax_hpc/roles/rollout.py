@@ -65,7 +65,7 @@ class RolloutWorker:
         self.held: Version | None = None
         r = self.recipe.rollout
         self.sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
-        self.orders = 0
+        self.orders, self.sync_s, self.blocked_s = 0, 0.0, 0.0
         self.usual_s = 0.0
         """How long it waited for the orders before."""
         self.swapping = False
@@ -109,9 +109,11 @@ class RolloutWorker:
 
     def catch_up(self, claim: Claim) -> None:
         """Take the newest weights, which `claim` is to be played with; where they cannot be had, others get it."""
+        began, held = time.perf_counter(), self.held
         try:
             for pause_s in backoff():
                 if self.take_newest():
+                    self.sync_s = time.perf_counter() - began if self.held is not held else 0.0
                     return
                 self.progress("syncing")
                 time.sleep(pause_s)
@@ -145,7 +147,7 @@ class RolloutWorker:
         if self.process.run.shard(claim.order.id).exists():  # a worker that counted as lost published it after all
             claim.path.unlink(missing_ok=True)
             return
-        order, began = claim.order, time.perf_counter()
+        order, began, began_at, scored_s = claim.order, time.perf_counter(), time.time(), self.judge.seconds
         prompts = [self.sources.prompt(source, index) for source, index in order.prompts]
         cap = self.recipe.rollout.max_attempts
         if claim.ticket.attempt >= cap:
@@ -155,20 +157,24 @@ class RolloutWorker:
             ]
         else:
             groups = self.episodes_or_again(order, prompts)
-        played_s = time.perf_counter() - began
+        score_s = self.judge.seconds - scored_s
+        generate_s = time.perf_counter() - began - score_s
         meta = {
             "version": held.number, "lineage": held.lineage, "attempt": claim.ticket.attempt, "worker": self.workplace,
-            "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": played_s,
+            "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": generate_s,
         }  # fmt: skip
         image = encode(order.id, groups, meta, self.recipe.spool.compression)
         samples = [s for g in groups for s in g.samples]
         about = {
             "order": order.id, "version": held.number, "samples": len(samples), "tokens": sum(len(s.tokens) for s in samples),
             "reward": sum(s.raw_reward for s in samples) / max(len(samples), 1), "failed": sum(bool(g.reason) for g in groups),
-            "wait_s": waited_s, "generate_s": played_s,
+            "began": round(began_at, 3), "wait_s": waited_s, "sync_s": self.sync_s, "blocked_s": self.blocked_s,
+            "generate_s": generate_s, "score_s": score_s,
         }  # fmt: skip
         self.publisher.put(claim, image, about)
+        began = time.perf_counter()
         self.report_published()
+        self.blocked_s = time.perf_counter() - began
 
     def report_published(self) -> None:
         """Say what was published since the last call; what found no room is tried again here."""

@@ -1,7 +1,8 @@
-"""What a training step's samples were like: rewards, lengths, ages."""
+"""What a training step's samples were like (rewards, lengths, ages), and what its parts took."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,20 @@ import numpy as np
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Rollouts
 from relax_hpc.spool.ledger import Entry
+
+
+class Clock:
+    """Seconds of one part after the other."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._at = time.perf_counter()
+
+    def lap(self, name: str) -> float:
+        """The part that ends now is called `name`; its seconds."""
+        before, self._at = self._at, time.perf_counter()
+        self.laps[name] = self._at - before
+        return self.laps[name]
 
 
 def describe(entry: Entry, rollouts: Rollouts, recipe: Recipe) -> dict[str, Any]:

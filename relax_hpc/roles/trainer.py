@@ -26,6 +26,7 @@ from relax_hpc.records import Rollouts, mask_old
 from relax_hpc.roles import gpus
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
+from relax_hpc.roles.step_metrics import Clock
 from relax_hpc.roles.warmup import warm_up
 from relax_hpc.run_dir import RunDir, RunError, read_json
 from relax_hpc.spool.front import Front
@@ -108,22 +109,26 @@ class TrainerRole:
             if word.do == "checkpoint":
                 self.save(keep=1)
             if word.do == "publish":
-                self.publish()
+                self.publish_alone()
             if word.do != "step":
                 continue
             assert word.entry is not None
+            clock = Clock()
             rollouts, masked = self.take(word.entry)
-            began = time.perf_counter()
+            clock.lap("read_s")
             metrics = {} if self.debug == "rollout-only" else self.update(rollouts)
             self.step += 1
-            trained = time.perf_counter()
+            clock.lap("train_s")
             self.publish()
+            clock.lap("publish_s")
             if self.lead:
                 metrics["masked_tokens"] = masked
-                self.lead.after_step(word.entry, rollouts, metrics, trained - began, time.perf_counter() - trained)
+                self.lead.after_step(word.entry, rollouts, metrics, clock)
             self.settle_saving(wait=False)
             if self.step % self.recipe.run.checkpoint_every == 0:
                 self.save(keep=self.recipe.run.keep_checkpoints, wait=not self.recipe.run.async_checkpoints)
+            if self.lead:
+                self.lead.checkpoint_s = clock.lap("checkpoint_s")
         if word.error:
             raise RunError(word.error)
         self.settle_saving()
@@ -146,6 +151,13 @@ class TrainerRole:
         while not self.lead and self._tell("") == "export":
             for _ in self.trainer.export():
                 pass
+
+    def publish_alone(self) -> None:
+        """The same outside a step, which says itself what it published."""
+        clock = Clock()
+        self.publish()
+        if self.lead:
+            self.process.telemetry.metrics(kind="publish", version=self.version, seconds=clock.lap("publish_s"))
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         """Rank 0: one more export, on every rank; to its end even if the reader gives up, for the others do so too."""
@@ -178,7 +190,7 @@ class TrainerRole:
             self.trainer.begin_training()
         if self.lead:
             self.lead.begin(state)
-        self.publish()
+        self.publish_alone()
         if self.lead:
             self.lead.evaluations.resume()
         if found is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -41,6 +41,9 @@ class Trainer(Protocol):
 
     Every process of the trainer holds one and calls the same methods in the same order; all of them are collective.
     """
+
+    seconds: Mapping[str, float]
+    """What the parts of the last step took here: columns_s, forward_backward_s (with the gradients' norm), optimise_s."""
 
     def step(
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None

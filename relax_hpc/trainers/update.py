@@ -8,10 +8,13 @@ A critic learns from the same columns before the policy does, so that neither se
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
@@ -43,6 +46,7 @@ class Updating(ABC):
     recipe: Recipe
     world: int
     device: torch.device
+    seconds: Mapping[str, float] = MappingProxyType({})
 
     def step(
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
@@ -50,7 +54,11 @@ class Updating(ABC):
         rate = rate_of(self.recipe.trainer, step, self.recipe.run.steps)
         temperature = self.recipe.rollout.temperature
         names = columns_before(algorithm, self.recipe)
-        columns = {name: self._column(name, rollouts, temperature, progress) for name in names}
+        self.seconds = {}
+        columns = {}
+        for name in names:
+            with self._timed("columns_s"):
+                columns[name] = self._column(name, rollouts, temperature, progress)
         rollouts = dataclasses.replace(rollouts, columns=columns)
         of_critic: dict[str, float] = {}
         if isinstance(algorithm, ActorCritic):
@@ -79,6 +87,7 @@ class Updating(ABC):
     def supervised_step(
         self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
     ) -> float:
+        self.seconds = {}
         return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
 
     @abstractmethod
@@ -118,13 +127,22 @@ class Updating(ABC):
         metrics = _nothing(float(tokens), rate)
         if tokens == 0:
             return metrics
-        sums = add(self._gather(self._gradients(rollouts, token_loss, temperature, tokens, progress)))
-        metrics |= {name: value / tokens for name, value in sums.items()}
-        metrics["grad_norm"] = norm = self._gradient_norm(token_loss.learner)
+        with self._timed("forward_backward_s"):
+            sums = add(self._gather(self._gradients(rollouts, token_loss, temperature, tokens, progress)))
+            metrics |= {name: value / tokens for name, value in sums.items()}
+            metrics["grad_norm"] = norm = self._gradient_norm(token_loss.learner)
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
             return metrics | {"skipped": 1.0}
-        self._update(token_loss.learner, norm, rate)
+        with self._timed("optimise_s"):
+            self._update(token_loss.learner, norm, rate)
         return metrics
+
+    @contextlib.contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        took = time.perf_counter() - began
+        self.seconds = {**self.seconds, part: self.seconds.get(part, 0.0) + took}
 
     def _gather(self, value: T) -> list[T]:
         """Every process's value, in the order of ranks (so that sums are the same everywhere)."""

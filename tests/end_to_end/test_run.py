@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import relax_hpc as package
 from relax_hpc.analysis.audit import audit
 from relax_hpc.run_dir import RunDir
+from tests import trace_rules
 from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 
@@ -78,6 +79,10 @@ def test_status_report_and_shards_work_after_the_end(finished):
     assert "<svg" in (run.root / "report.html").read_text()
     assert "trained" in relax_hpc("shards", "stats", run.root).stdout
     relax_hpc("shards", "validate", run.root)
+    relax_hpc("trace", run.root)
+    events = trace_rules.read(run.root / "trace.json")
+    heads = [e["cat"] for e in events if e["ph"] == "f"]
+    assert {"v0", "v1"} <= set(heads) and heads.count("order") == 12, "an order that no step is seen to take"
 
 
 def test_snapshot_and_resolved_recipe_are_in_the_run(finished):

@@ -112,7 +112,8 @@ def _metrics(run: RunDir) -> None:
     step = {
         "kind": "step", "raw_reward": 0.5, "loss": 0.1, "grad_norm": 1.0, "learning_rate": 1e-5, "samples": 8, "length_mean": 4.0,
         "length_max": 6, "truncated": 0.5, "wait_s": 1.0, "train_s": 2.0, "publish_s": 0.5, "step_s": 4.0, "spool_depth": 1,
-        "failed_groups": 0, "filtered_groups": 0, "dropped_orders": 0, "replayed": False,
+        "failed_groups": 0, "filtered_groups": 0, "dropped_orders": 0, "replayed": False, "read_s": 0.1, "settle_s": 0.2,
+        "forward_backward_s": 1.5, "optimise_s": 0.25,
     }  # fmt: skip
     lines: dict[str, list[dict[str, Any]]] = {
         "trainer-0": [
@@ -126,8 +127,8 @@ def _metrics(run: RunDir) -> None:
             {"time": 22.0, "kind": "eval", "version": 2, "score": 0.3, "prompts": 1},
         ],
         "rollout-0": [
-            {"time": 4.0 + i, "kind": "order", "order": o, "version": 0, "samples": 4, "tokens": 16, "generate_s": 3.0, "score_s": 0.5,
-             "publish_s": 0.1, "wait_s": 0.4, "reward": 0.5}
+            {"time": 5.8 + 2.5 * i, "kind": "order", "order": o, "version": i // 4, "samples": 4, "tokens": 16, "began": 4.0 + 2.5 * i,
+             "generate_s": 1.0, "score_s": 0.5, "publish_s": 0.1, "wait_s": 0.4, "sync_s": 0.0 if i % 4 else 0.1, "reward": 0.5}
             for i, o in enumerate(["o000000-000", "o000000-001", "o000001-000", "o000001-001", LAST_TRAINED, "o000002-000"])
         ],
         "supervisor": [
