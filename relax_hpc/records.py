@@ -58,6 +58,8 @@ class Sample:
     """Numbers that an environment or a reward adds; a column of the shard each."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
     """Which experts each token of prompt and answer was routed to, but the last, which no router saw."""
+    seconds: float = 0.0
+    """That the engine took for its turns; not kept in the shard."""
 
     def text(self, tokenizer: Any) -> str:
         """The model's own words."""

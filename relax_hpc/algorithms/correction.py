@@ -16,7 +16,8 @@ from relax_hpc.recipe.correction import Correction, Mis, Tis
 
 
 def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """([M] weights, metrics: the weights, and where they were below and above the bounds, with what became of those).
+    """([M] weights, metrics: the weights, the greatest before any bound, and where they were below and above the bounds, with
+    what became of those).
 
     tis: w, truncated to the bounds. icepop: w, 0 outside of them. mis: the product, or the geometric mean, of a sample's w
     at all of its tokens, 0 outside.
@@ -34,7 +35,7 @@ def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, 
     else:
         weights = raw.where(~(below | above), 0)
         out["correction_masked"] = (below | above).float()
-    return weights, {"correction_weight": weights, **out}
+    return weights, {"correction_weight": weights, "correction_raw_max": raw, **out}
 
 
 def sequence_mask(threshold: float, inputs: LossInputs) -> Tensor:

@@ -63,8 +63,8 @@ class PolicyAlgorithm:
         loss, said = self._corrected(loss, inputs)
         metrics |= said
         terms, said = self._terms(inputs, old)
+        metrics |= {"pg_loss": loss.detach(), **said}
         if said:
-            metrics |= {"pg_loss": loss.detach(), **said}
             loss = loss + terms
         if inputs.teacher is not None:
             metrics["teacher_kl"] = k1(inputs.logprobs, inputs.teacher).detach()

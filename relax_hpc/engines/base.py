@@ -35,6 +35,8 @@ class Completion:
     finish: Finish
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
     """Which experts each token of prompt and answer was routed to, where the recipe asks for it."""
+    seconds: float = 0.0
+    """From the request to its last token."""
 
 
 class EngineError(Exception):

@@ -59,6 +59,8 @@ class _Output:
     logprobs: Tensor  # [N, T] float32
     lengths: Tensor  # [N] int64
     stopped: Tensor  # [N] bool
+    began: float
+    times: list[float]  # [T] seconds from `began` to each step's end
 
 
 class TorchEngine:
@@ -108,7 +110,7 @@ class TorchEngine:
     ) -> list[Completion]:
         if not len(prompts) * copies:
             return []
-        rooms = room_for(prompts, self.context, sampling.max_new_tokens)
+        began, rooms = time.monotonic(), room_for(prompts, self.context, sampling.max_new_tokens)
         steps = max(rooms)
         cache, logits, batch = self._prefill(prompts, copies, rooms, progress)
         count = len(batch.rows)
@@ -117,6 +119,8 @@ class TorchEngine:
             logprobs=torch.zeros(count, steps, device=self.device),
             lengths=torch.zeros(count, dtype=torch.long, device=self.device),
             stopped=torch.zeros(count, dtype=torch.bool, device=self.device),
+            began=began,
+            times=[],
         )
         self._decode(cache, logits, batch, out, steps, sampling, seed, progress)
         return self._completions(out)
@@ -141,6 +145,7 @@ class TorchEngine:
                 ended = ended | stops.ended(out.tokens[batch.rows, : step + 1], tokens)
             out.stopped[batch.rows] |= ended & batch.alive
             batch.alive &= ~ended & (batch.room > step + 1)
+            out.times.append(time.monotonic() - out.began)
             if step % look_every == look_every - 1 or step == steps - 1:
                 going = int(batch.alive.sum())
                 generated = int(out.lengths.sum())
@@ -226,6 +231,7 @@ class TorchEngine:
                 logprobs=logprobs[i, :length].copy(),
                 spans=[(0, self.version)],
                 finish=Finish.STOP if stopped else Finish.LENGTH,
+                seconds=out.times[length - 1],
             )
             for i, (length, stopped) in enumerate(zip(out.lengths.tolist(), out.stopped.tolist(), strict=True))
         ]

@@ -208,6 +208,11 @@ class Rollout(Table):
         8, "Workers that may die on one order before its groups are kept as failed.", resume=True
     )
 
+    @property
+    def devices_each(self) -> int:
+        """Devices of one worker: the GPUs of its server, or the one that it computes on itself."""
+        return self.sglang.tensor_parallel * self.sglang.data_parallel if self.engine == "sglang" else 1
+
     @model_validator(mode="after")
     def _spreads(self) -> Rollout:
         even_share("rollout.workers", self.workers, "rollout.nodes", self.nodes)

@@ -34,6 +34,7 @@ class Episode:
     last: Turn | None = None
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
     """Of the last turn, whose context is all that was before."""
+    seconds: float = 0.0
 
     @property
     def length(self) -> int:
@@ -59,6 +60,7 @@ class Episode:
         """Add a turn of the model's."""
         self.add(turn.tokens, turn.logprobs, turn.spans)
         self.finish, self.routed_experts = turn.finish, turn.routed_experts
+        self.seconds += turn.seconds
 
     def sample(self, version: int) -> Sample:
         turn = self.last or Turn(done=True)
@@ -74,6 +76,7 @@ class Episode:
             turns=self.turns,
             extra=dict(turn.extra),
             routed_experts=self.routed_experts,
+            seconds=self.seconds,
         )
 
 

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptCursor
-from relax_hpc.records import Rollouts
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake, Replay, check_failures
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.retention import Retention
-from relax_hpc.roles.step_metrics import Clock, describe
+from relax_hpc.roles.step_metrics import Batch, Clock, describe
 from relax_hpc.roles.untrained import Untrained
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import OrderBook
@@ -141,17 +140,19 @@ class Lead:
             '`relax-hpc run RUN_DIR --set spool.quota_gb=…`, or --set spool.keep="needed" to remove what is no longer replayed',
         )
 
-    def after_step(self, entry: Entry, rollouts: Rollouts, metrics: dict[str, float], clock: Clock) -> None:
+    def after_step(self, entry: Entry, batch: Batch, metrics: dict[str, float], clock: Clock) -> None:
         """Settle the books, say what happened."""
-        replayed = not self.intake.live
+        rollouts, replayed = batch.rollouts, not self.intake.live
         self.intake.settle(entry, self.role.step)
         self.untrained.note(entry, rollouts, metrics)
         now = time.perf_counter()
-        values = describe(entry, rollouts, self.recipe) | metrics
+        step_s, tokens = now - self.last_step_at, int(rollouts.lengths().sum())
+        values = describe(entry, batch, self.recipe) | metrics
         values |= {
             "step": entry.step, "version": self.role.version, "incarnation": self.incarnation, "replayed": replayed,
             "spool_depth": self.intake.depth, "wait_s": self.waited_s, "checkpoint_s": self.checkpoint_s,
-            "step_s": now - self.last_step_at,
+            "step_s": step_s, "tokens_per_s": tokens / step_s,
+            "tokens_per_device_s": tokens / clock.laps["train_s"] / self.recipe.trainer.processes,
         }  # fmt: skip
         clock.lap("settle_s")
         values |= {**self.role.trainer.seconds, **clock.laps}
@@ -162,7 +163,7 @@ class Lead:
         )
         for order, length in self.intake.late_arrivals():
             self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
-        self.longest_step_s = max(now - self.last_step_at - self.waited_s, 0.9 * self.longest_step_s)
+        self.longest_step_s = max(step_s - self.waited_s, 0.9 * self.longest_step_s)
         self.waited_s, self.checkpoint_s, self.last_step_at = 0.0, 0.0, now
         self.process.caches.keep()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from transformers import AutoTokenizer
 from relax_hpc.data import PromptSources
 from relax_hpc.engines import EngineError, EngineRestarted, Sampling, make_engine
 from relax_hpc.environments import make_environments
-from relax_hpc.records import Group, Prompt
+from relax_hpc.records import Finish, Group, Prompt
 from relax_hpc.rewards import Judge
 from relax_hpc.roles import gpus
 from relax_hpc.roles.episodes import play
@@ -165,9 +166,14 @@ class RolloutWorker:
         }  # fmt: skip
         image = encode(order.id, groups, meta, self.recipe.spool.compression)
         samples = [s for g in groups for s in g.samples]
+        lengths, tokens = [len(s.tokens) for s in samples], sum(int(s.loss_mask.sum()) for s in samples)
         about = {
-            "order": order.id, "version": held.number, "samples": len(samples), "tokens": sum(len(s.tokens) for s in samples),
-            "reward": sum(s.raw_reward for s in samples) / max(len(samples), 1), "failed": sum(bool(g.reason) for g in groups),
+            "order": order.id, "version": held.number, "samples": len(samples), "tokens": sum(lengths),
+            "length_max": max(lengths, default=0), "turns_mean": mean([s.turns for s in samples]),
+            "truncated": mean([s.finish is Finish.LENGTH for s in samples]),
+            "longest_s": max((s.seconds for s in samples), default=0.0),
+            "tokens_per_s": tokens / generate_s, "tokens_per_device_s": tokens / generate_s / self.recipe.rollout.devices_each,
+            "reward": mean([s.raw_reward for s in samples]), "failed": sum(bool(g.reason) for g in groups),
             "began": round(began_at, 3), "wait_s": waited_s, "sync_s": self.sync_s, "blocked_s": self.blocked_s,
             "generate_s": generate_s, "score_s": score_s,
         }  # fmt: skip
@@ -223,3 +229,7 @@ class RolloutWorker:
         self.process.telemetry.beat(state, orders=self.orders)
         if self.swapping and state == "generating":
             self.take_newest()
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / max(len(values), 1)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -26,7 +27,7 @@ from relax_hpc.records import Rollouts, mask_old
 from relax_hpc.roles import gpus
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
-from relax_hpc.roles.step_metrics import Clock
+from relax_hpc.roles.step_metrics import Batch, Clock
 from relax_hpc.roles.warmup import warm_up
 from relax_hpc.run_dir import RunDir, RunError, read_json
 from relax_hpc.spool.front import Front
@@ -114,16 +115,15 @@ class TrainerRole:
                 continue
             assert word.entry is not None
             clock = Clock()
-            rollouts, masked = self.take(word.entry)
+            batch = self.take(word.entry)
             clock.lap("read_s")
-            metrics = {} if self.debug == "rollout-only" else self.update(rollouts)
+            metrics = {} if self.debug == "rollout-only" else self.update(batch.rollouts)
             self.step += 1
             clock.lap("train_s")
             self.publish()
             clock.lap("publish_s")
             if self.lead:
-                metrics["masked_tokens"] = masked
-                self.lead.after_step(word.entry, rollouts, metrics, clock)
+                self.lead.after_step(word.entry, batch, metrics, clock)
             self.settle_saving(wait=False)
             if self.step % self.recipe.run.checkpoint_every == 0:
                 self.save(keep=self.recipe.run.keep_checkpoints, wait=not self.recipe.run.async_checkpoints)
@@ -212,16 +212,18 @@ class TrainerRole:
         self.beat("waiting for data" if word.do == "wait" else "training")
         return word
 
-    def take(self, entry: Entry) -> tuple[Rollouts, int]:
-        """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token.
-
-        And how many tokens it kept out of the loss, where async.late = "mask".
-        """
-        parts, replay = [], self.recipe.rollout.routed_experts and self.recipe.trainer.backend == "megatron"
+    def take(self, entry: Entry) -> Batch:
+        """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
+        parts, played, replay = (
+            [],
+            list[NDArray[np.float32]](),
+            self.recipe.rollout.routed_experts and self.recipe.trainer.backend == "megatron",
+        )
         for taken in entry.take:
             with Shard(self.front.path(taken.order)) as shard:
                 out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
                 parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out)), replay))
+                played += shard.raw_rewards()
         rollouts, masked = concatenate(parts), 0
         if self.recipe.async_.late == "mask":
             rollouts, masked = mask_old(rollouts, entry.step - self.bound)
@@ -231,7 +233,7 @@ class TrainerRole:
                 f"step {entry.step}: tokens are {ages.min()} to {ages.max()} versions old, the bound is {self.bound}; "
                 "this is a defect of relax_hpc: please report it with the ledger entry"
             )
-        return rollouts, masked
+        return Batch(rollouts, masked, played)
 
     def save(self, keep: int, wait: bool = True) -> None:
         """Checkpoint this step; collective. Without `wait`, training goes on while it is written."""

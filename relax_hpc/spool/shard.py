@@ -269,6 +269,11 @@ class Shard:
             **flat,
         )
 
+    def raw_rewards(self) -> list[NDArray[np.float32]]:
+        """[samples] of each group that did not fail."""
+        of_group, rewards = self.samples["group"], self.samples["raw_reward"]
+        return [rewards[of_group == g] for g in np.flatnonzero(self.groups["failed"] == 0)]
+
     def _routed(self, picked: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]] | None:
         """[sum of P + T - 1, layers, k] of the samples, one after the other."""
         parts = [part for i in picked.tolist() if (part := self.routed_experts(i)) is not None]

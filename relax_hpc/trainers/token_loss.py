@@ -19,12 +19,15 @@ from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Totals
 from relax_hpc.algorithms.advantages import explained_variance
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.algorithms.kl import k3
+from relax_hpc.algorithms.losses import exp_ratio
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 
 Learner = Literal["policy", "critic"]
 """The models that a trainer trains."""
+PEAK = "_max"
+"""Metrics whose names end so, of numbers that are not negative, are the greatest of all tokens, not their mean."""
 
 
 class TokenLoss:
@@ -39,7 +42,7 @@ class TokenLoss:
         return -logprobs, {"entropy": entropies}
 
     def __call__(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """(sum of the losses, sums of the losses and of the metrics). Raises RunError for a loss of the wrong shape."""
+        """(sum of the losses, sums of the losses and of the metrics, or their PEAK). Raises RunError for a loss of the wrong shape."""
         loss, metrics = self.tokens(targets, *said)
         values = {"loss": loss, **metrics}
         wrong = [n for n, v in values.items() if v.shape != targets.shape]
@@ -47,8 +50,10 @@ class TokenLoss:
             raise RunError(
                 f"the algorithm's {wrong} have other shapes than [{targets.size}]: one number a token is expected"
             )
-        sums = torch.stack([v.detach().to(loss) for v in values.values()]).double().sum(1)
-        return loss.sum(), dict(zip(values, sums.tolist(), strict=True))
+        table = torch.stack([v.detach().to(loss) for v in values.values()]).double()
+        peak = torch.tensor([name.endswith(PEAK) for name in values], device=table.device)
+        said = table.sum(1).where(~peak, table.amax(1) if targets.size else 0.0)
+        return loss.sum(), dict(zip(values, said.tolist(), strict=True))
 
 
 class PolicyLoss(TokenLoss):
@@ -85,8 +90,12 @@ class PolicyLoss(TokenLoss):
             teacher=columns.get(TEACHER),
         )
         loss, metrics = self.algorithm.loss(inputs)
-        # of behaviour to current: the tokens are the behaviour's
-        return loss, {"entropy": entropies, "kl": k3(inputs.behaviour, logprobs.detach()), **metrics}
+        now = logprobs.detach()
+        apart, ratio = (now - inputs.behaviour).abs(), exp_ratio(now - inputs.behaviour)
+        return loss, {
+            "entropy": entropies, "kl": k3(inputs.behaviour, now),  # of behaviour to current: the tokens are the behaviour's
+            "logprob_diff": apart, "logprob_diff_max": apart, "importance": ratio, "importance_max": ratio, **metrics,
+        }  # fmt: skip
 
 
 class ValueLoss(TokenLoss):
@@ -148,7 +157,7 @@ def _shares(rollouts: Rollouts, count: int) -> list[Rollouts]:
 
 
 def together(said: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: means over tokens; sums of tokens and of skipped updates."""
+    """The metrics of a step from those of its updates: means over tokens, peaks; sums of tokens and of skipped updates."""
     if len(said) == 1:
         return said[0]
     tokens = sum(one["tokens"] for one in said)
@@ -156,19 +165,25 @@ def together(said: Sequence[dict[str, float]]) -> dict[str, float]:
         name: sum(one[name] * one["tokens"] for one in said if one["tokens"]) / max(tokens, 1)
         for name in dict.fromkeys(name for one in said for name in one)
     }
-    return found | {
-        "tokens": tokens,
-        "learning_rate": said[0]["learning_rate"],
-        "skipped": sum(one["skipped"] for one in said),
-    }
+    peaks = {name: max(one.get(name, 0.0) for one in said) for name in found if name.endswith(PEAK)}
+    return (
+        found
+        | peaks
+        | {
+            "tokens": tokens,
+            "learning_rate": said[0]["learning_rate"],
+            "skipped": sum(one["skipped"] for one in said),
+        }
+    )
 
 
 def add(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Sums by name."""
+    """Sums by name, or the PEAK."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
-            total[name] = total.get(name, 0.0) + value
+            before = total.get(name, 0.0)
+            total[name] = max(before, value) if name.endswith(PEAK) else before + value
     return total
 
 

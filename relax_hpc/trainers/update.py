@@ -27,6 +27,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers.optim import learning_rate as rate_of
 from relax_hpc.trainers.token_loss import (
+    PEAK,
     Learner,
     TokenLoss,
     add,
@@ -129,7 +130,7 @@ class Updating(ABC):
             return metrics
         with self._timed("forward_backward_s"):
             sums = add(self._gather(self._gradients(rollouts, token_loss, temperature, tokens, progress)))
-            metrics |= {name: value / tokens for name, value in sums.items()}
+            metrics |= {name: value if name.endswith(PEAK) else value / tokens for name, value in sums.items()}
             metrics["grad_norm"] = norm = self._gradient_norm(token_loss.learner)
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
             return metrics | {"skipped": 1.0}

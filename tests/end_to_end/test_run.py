@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import relax_hpc as package
 from relax_hpc.analysis.audit import audit
 from relax_hpc.run_dir import RunDir
-from tests import trace_rules
+from relax_hpc.telemetry import read_metrics
+from tests import metric_lists, trace_rules
 from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 
@@ -83,6 +84,28 @@ def test_status_report_and_shards_work_after_the_end(finished):
     events = trace_rules.read(run.root / "trace.json")
     heads = [e["cat"] for e in events if e["ph"] == "f"]
     assert {"v0", "v1"} <= set(heads) and heads.count("order") == 12, "an order that no step is seen to take"
+
+
+def test_every_metric_is_on_the_page_that_lists_them_and_every_listed_one_is_written(finished):
+    _, run, _ = finished
+    kinds, seen = metric_lists.listed(), {}
+    for role in ("trainer-0", "rollout-0"):
+        for line in read_metrics(run.metrics / f"{role}.jsonl")[0]:
+            seen.setdefault(line["kind"], []).append(line)
+            assert not kinds[line["kind"]].complaint(line), line
+    assert {"step", "eval", "checkpoint", "publish", "order"} <= set(seen)
+    usual = {
+        "entropy",
+        "kl",
+        "logprob_diff_max",
+        "importance_max",
+        "clip_high",
+        "pg_loss",
+        "forward_backward_s",
+        "optimise_s",
+    }
+    assert all(usual <= set(line) for line in seen["step"])
+    assert all(0 < o["longest_s"] <= o["generate_s"] for o in seen["order"])
 
 
 def test_snapshot_and_resolved_recipe_are_in_the_run(finished):

@@ -307,5 +307,6 @@ def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused
         with pytest.raises(RunError, match="1 to 3 versions old, the bound is 1"):
             TrainerRole.take(role, entry)  # type: ignore[arg-type]
         return
-    rollouts, masked = TrainerRole.take(role, entry)  # type: ignore[arg-type]
+    batch = TrainerRole.take(role, entry)  # type: ignore[arg-type]
+    rollouts, masked = batch.rollouts, batch.masked
     assert rollouts.loss_mask.tolist() == [0, 0, 0, 1, 0] * 2 and masked == 6

@@ -256,6 +256,7 @@ class SglangEngine:
             spans=[(span["start"], int(span["version"])) for span in versions],
             finish=FINISHES[kind],
             routed_experts=self._experts.decode(about["routed_experts"]) if self._experts else None,
+            seconds=float(about["e2e_latency"]),
         )
 
 

@@ -1,0 +1,63 @@
+"""Metrics of a step's samples against plain counting."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from relax_hpc.roles.step_metrics import of_played, pass_at, repetition
+from relax_hpc.trainers.token_loss import TokenLoss, add, together
+from tests.tiny import random_rollouts
+
+
+@pytest.mark.parametrize(("samples", "right"), [(4, 0), (4, 1), (5, 2), (4, 3), (3, 3)])
+def test_pass_at_is_the_share_of_draws_with_a_right_answer(samples: int, right: int) -> None:
+    answers = [True] * right + [False] * (samples - right)
+    for k in range(1, samples + 1):
+        draws = list(itertools.combinations(answers, k))
+        assert pass_at(k, samples, right) == pytest.approx(sum(any(d) for d in draws) / len(draws))
+
+
+def test_what_was_played_counts_groups_that_a_filter_keeps_out() -> None:
+    groups = [np.array(g, np.float32) for g in ([1, 1, 1, 1], [1, 0, 0, 0], [0, 0], [0, 0, 0, 0])]
+    found = of_played(groups)
+    assert found["played_groups"] == 4 and found["zero_std_groups"] == 3
+    assert found["played_reward"] == pytest.approx(5 / 14)
+    assert found["pass_at_1"] == pytest.approx((1 + 1 / 4) / 4) and found["pass_at_2"] == pytest.approx((1 + 1 / 2) / 4)
+    assert found["pass_at_4"] == pytest.approx(2 / 3), "a group of two says nothing of four attempts"
+    assert "pass_at_8" not in found
+    assert not any(name.startswith("pass_at") for name in of_played([np.array([0.5, 1.0], np.float32)]))
+    assert of_played([]) == {"played_groups": 0, "played_reward": 0.0, "zero_std_groups": 0}
+
+
+def test_repetition_counts_the_4_grams_that_were_said_before() -> None:
+    rollouts = random_rollouts(24)
+    rollouts = replace(rollouts, tokens=rollouts.tokens % 2)
+    shares = []
+    for i in range(len(rollouts)):
+        begin, end = rollouts.offsets[i : i + 2]
+        tokens = rollouts.tokens[begin:end][rollouts.loss_mask[begin:end] == 1].tolist()
+        grams = [tuple(tokens[j : j + 4]) for j in range(len(tokens) - 3)]
+        if grams:
+            shares.append(1 - len(set(grams)) / len(grams))
+    assert any(shares), "nothing is repeated: the test proves nothing"
+    assert repetition(rollouts) == pytest.approx(sum(shares) / len(shares))
+    assert repetition(replace(rollouts, loss_mask=np.zeros_like(rollouts.loss_mask))) == 0.0
+
+
+class Peaks(TokenLoss):
+    def tokens(self, targets, logprobs, entropies):  # type: ignore[no-untyped-def]
+        return -logprobs, {"x": entropies, "x_max": entropies}
+
+
+def test_a_metric_that_ends_in_max_is_the_greatest_over_tokens_micro_batches_and_updates() -> None:
+    first = Peaks()(np.arange(3), torch.zeros(3), torch.tensor([1.0, 5.0, 2.0]))[1]
+    second = Peaks()(np.arange(2), torch.zeros(2), torch.tensor([4.0, 3.0]))[1]
+    none = Peaks()(np.arange(0), torch.zeros(0), torch.zeros(0))[1]
+    assert add([first, none, second]) == {"loss": 0.0, "entropy": 15.0, "x": 15.0, "x_max": 5.0}
+    about = {"tokens": 1.0, "learning_rate": 1.0, "skipped": 0.0}
+    assert together([{"x_max": 2.0, **about}, {"x_max": 7.0, **about}])["x_max"] == 7.0
