@@ -58,7 +58,10 @@ def _inner(name: str, table: type[Table]) -> list[str]:
     found: dict[type[Table], list[str]] = {}
     for key, field in table.model_fields.items():
         for inner in tables(field.annotation):
-            found.setdefault(inner, []).append(f"`[{name}.{alias(key, field)}]`")
+            header = f"{name}.{alias(key, field)}"
+            found.setdefault(inner, []).append(
+                f"`[[{header}]]`" if get_origin(field.annotation) is list else f"`[{header}]`"
+            )
     return [_table(" and ".join(headers), inner) for inner, headers in found.items()]
 
 

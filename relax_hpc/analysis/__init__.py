@@ -3,6 +3,7 @@
 run = relax_hpc.open_run("runs/countdown")
 run.trajectories()          one row a sample: text, reward, fate, age, …
 run.steps(), run.evals()    the curves         run.orders(), run.ages()    what was trained on what
+run.eval_sources()          the scores of each source, with pass@k
 for table in run.iter_trajectories(): …        a shard at a time, for runs that do not fit into memory
 """
 
@@ -142,8 +143,18 @@ class RunView:
         return _frame(last_of(self.metrics("trainer-0", "step"), "step"))
 
     def evals(self) -> pd.DataFrame:
-        """One row an evaluated version: version, score, prompts."""
-        return _frame(last_of(self.metrics("trainer-0", "eval"), "version"))
+        """One row an evaluated version: version, score, low and high (its 95% interval), prompts, samples, failed, …"""
+        lines = last_of(self.metrics("trainer-0", "eval"), "version")
+        return _frame([{k: v for k, v in line.items() if k not in ("sources", "pass_at")} for line in lines])
+
+    def eval_sources(self) -> pd.DataFrame:
+        """One row an evaluated version and source: version, source, name, score, low, high, pass@1, pass@2, … and so on."""
+        rows = []
+        for line in last_of(self.metrics("trainer-0", "eval"), "version"):
+            for one in line.get("sources", []):
+                passes = {f"pass@{k}": share for k, share in one["pass_at"].items()}
+                rows.append({"version": line["version"], **{k: v for k, v in one.items() if k != "pass_at"}, **passes})
+        return _frame(rows)
 
     def ages(self) -> pd.DataFrame:
         """One row a step and age: step, age (in versions), tokens trained at that age."""

@@ -42,12 +42,20 @@ def reward(steps: pd.DataFrame) -> str | None:
     )
 
 
-def score(evals: pd.DataFrame) -> str | None:
-    """The held-out score of each evaluated version."""
+def score(evals: pd.DataFrame, sources: pd.DataFrame) -> str | None:
+    """The score of each evaluated version with its interval; of each source, where there are several."""
     if not len(evals):
         return None
+    several = len(sources) and sources["name"].nunique() > 1
+    parts = list(sources.groupby("name", sort=False)) if several else [("", evals)]
     with _figure() as (figure, axes):
-        axes.plot(evals["version"], evals["score"], color=SERIES[1], marker="o", markersize=4)
+        for (name, part), color in zip(parts, (SERIES[1:] + SERIES[:1]) * len(parts), strict=False):
+            axes.plot(part["version"], part["score"], color=color, marker="o", markersize=4, label=str(name))
+            if "low" in part:
+                low, high = part["low"].to_numpy(float), part["high"].to_numpy(float)
+                axes.fill_between(part["version"].to_numpy(float), low, high, color=color, alpha=0.15, linewidth=0)
+        if several:
+            axes.legend()
         axes.set_xlabel("version")
         axes.set_ylim(min(0, evals["score"].min()), max(1, evals["score"].max()) * 1.03)
         return svg(figure)

@@ -60,6 +60,7 @@ def render(view: RunView) -> str:
         events=events[-EVENTS_SHOWN:],
         events_hidden=max(0, len(events) - EVENTS_SHOWN),
         dropped=dropped(view),
+        scores=list(score_rows(view)),
         samples=best_and_worst(view, paths, EXAMPLES),
         recipe=view.recipe_text,
         when=lambda t: time.strftime("%m-%d %H:%M:%S", time.localtime(t)),
@@ -111,7 +112,7 @@ def sections(view: RunView) -> list[tuple[str, list[Figure]]]:
     plan: list[tuple[str, list[tuple[str, str, str | None]]]] = [
         ("Learning", [
             ("Reward", "mean over a step's samples", plots.reward(steps)),
-            ("Held-out score", "greedy answers to prompts that training never sees", plots.score(view.evals())),
+            ("Held-out score", "prompts that training never sees, with 95% intervals", plots.score(view.evals(), view.eval_sources())),
             ("Loss", "policy loss per token", plots.loss(steps)),
             ("Gradient norm", "before clipping", plots.optimisation(steps)),
         ]),
@@ -171,6 +172,14 @@ def fate_rows(counts: Counts) -> Iterator[dict[str, Any]]:
             }
             row |= {"truncated": f"{tally.truncated:.1%}"}
         yield row
+
+
+def score_rows(view: RunView) -> Iterator[dict[str, Any]]:
+    """The newest version's score on each source."""
+    lines = sorted(view.metrics("trainer-0", "eval"), key=lambda line: int(line["version"]))
+    for one in lines[-1].get("sources", []) if lines else []:
+        passes = ", ".join(f"pass@{k} {share:.3f}" for k, share in one["pass_at"].items())
+        yield one | {"version": lines[-1]["version"], "passes": passes, "how": one["interval"]}
 
 
 def dropped(view: RunView) -> dict[str, float] | None:

@@ -116,7 +116,9 @@ class _Stream(Sampler[PromptRef]):
             index = int(self._order(source, epoch)[place])
             if not self._sources.is_held_out(source, index):
                 return PromptRef(source, index, epoch)
-        raise RunError(f"source {source} has {size} prompts, and all of them are held out: lower evaluation.holdout")
+        raise RunError(
+            f"source {source} has {size} prompts, and all of them are held out: lower evaluation.holdout, or leave out the [[evaluation.source]] with the same texts"
+        )
 
     def _order(self, source: int, epoch: int) -> NDArray[np.int64]:
         at, permutation = self._orders.get(source, (-1, np.empty(0, np.int64)))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_hpc.data.items import Item
-from relax_hpc.recipe.source import FileSource
+from relax_hpc.recipe.source import FilePrompts
 from relax_hpc.run_dir import RunError
 
 ROW_GROUPS_CACHED = 4
@@ -113,7 +113,7 @@ class FileItems:
 
     procedural = False
 
-    def __init__(self, source: FileSource) -> None:
+    def __init__(self, source: FilePrompts) -> None:
         path = source.prompts
         if path.suffix not in FORMATS:
             raise RunError(f"source.prompts = '{path}': expected a file that ends in {' or '.join(FORMATS)}")

@@ -9,9 +9,15 @@ from __future__ import annotations
 from hashlib import blake2b
 
 _HASH_BYTES = 8
+_FINGERPRINT_BYTES = 16
 
 
 def falls_in(text: str, share: float) -> bool:
     """Whether the hash of `text`, as a fraction of its range, lies below `share`."""
     digest = blake2b(text.encode(), digest_size=_HASH_BYTES, person=b"relax-holdout").digest()
     return int.from_bytes(digest, "big") / 256.0**_HASH_BYTES < share
+
+
+def fingerprint(text: str) -> bytes:
+    """What stands for `text` in a set of texts."""
+    return blake2b(text.encode(), digest_size=_FINGERPRINT_BYTES).digest()

@@ -1,52 +1,73 @@
-"""The recipe's [[source]] tables as prompts that are looked up by (source, index).
+"""The recipe's [[source]] and [[evaluation.source]] tables as prompts that are looked up by (source, index).
 
 item (file row or procedural) ──► text (chat template) ──► tokens ──► Prompt
-                                    └──► hash ──► held out or not
+                                    └──► in the held-out share, or asked by an evaluation source? then never trained on
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.data.files import FileItems
-from relax_hpc.data.holdout import falls_in
+from relax_hpc.data.holdout import falls_in, fingerprint
 from relax_hpc.data.items import Item, Items
 from relax_hpc.data.render import ContentError, render
 from relax_hpc.data.shuffle import order
 from relax_hpc.data.tasks import TaskItems
-from relax_hpc.recipe.source import AnySource, FileSource
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.source import AnyEvaluationSource, AnySource, FilePrompts, keys_of
 from relax_hpc.records import Prompt
 from relax_hpc.run_dir import RunError
 
 CHECKED_AT_ONCE = 512
 """Rows that `check` tokenizes in one call."""
+_TRAINED, _SHARE, _ELSEWHERE = 1, 2, 3
+"""What a training source's prompt is for: training; the held-out share; nothing, as an evaluation source asks it."""
 
 
 class PromptSources:
     """All sources of a recipe. The same (source, index) is the same prompt in every process.
 
     `tokenizer`: a Hugging Face tokenizer. `context`: the model's longest sequence in tokens. `holdout`: the share of
-    distinct texts that is held out (0: none). Building it reads no prompt; call `check` once before a run starts.
+    distinct texts of the training sources that is held out (0: none). `evaluation`: sources that are only evaluated; they
+    count on after those of training. Building it reads no prompt; call `check` once before a run starts.
     """
 
-    def __init__(self, sources: Sequence[AnySource], tokenizer: Any, context: int, holdout: float = 0.0) -> None:
-        self._sources, self._tokenizer, self._context, self._holdout = sources, tokenizer, context, holdout
-        self._items: list[Items] = [FileItems(s) if isinstance(s, FileSource) else TaskItems(s) for s in sources]
+    def __init__(
+        self,
+        sources: Sequence[AnySource],
+        tokenizer: Any,
+        context: int,
+        holdout: float = 0.0,
+        evaluation: Sequence[AnyEvaluationSource] = (),
+    ) -> None:
+        self._sources, self._evaluation = sources, evaluation
+        self._tokenizer, self._context, self._holdout = tokenizer, context, holdout
+        every = [*sources, *evaluation]
+        self._keys = keys_of(every)
+        self._items: list[Items] = [FileItems(s) if isinstance(s, FilePrompts) else TaskItems(s) for s in every]
         self._side: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
-        """What `is_held_out` found: 0 not asked yet, 1 no, 2 yes."""
+        """What `_side_of` found, by index."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: Any, context: int) -> PromptSources:
+        """Those of `recipe`."""
+        asked = recipe.evaluation
+        return cls(recipe.source, tokenizer, context, asked.holdout if asked else 0.0, asked.source if asked else ())
 
     @property
     def sizes(self) -> list[int]:
-        """Items of each source."""
-        return [len(items) for items in self._items]
+        """Items of each training source."""
+        return [len(items) for items in self._items[: len(self._sources)]]
 
     @property
     def weights(self) -> list[float]:
-        """How much of the prompts each source gives, against the others."""
+        """How much of the prompts each training source gives, against the others."""
         return [source.weight for source in self._sources]
 
     def prompt(self, source: int, index: int) -> Prompt:
@@ -73,22 +94,50 @@ class PromptSources:
                 progress()
 
     def is_held_out(self, source: int, index: int) -> bool:
-        """Whether the prompt belongs to the evaluation, by the hash of its text. Found once, then remembered."""
-        if not self._holdout:
-            return False
+        """Whether a training source's prompt is for evaluation alone: by the hash of its text, or as an evaluation source has it."""
+        return self._side_of(source, index) != _TRAINED
+
+    def _side_of(self, source: int, index: int) -> int:
+        """_TRAINED, _SHARE or _ELSEWHERE. Found once, then remembered."""
+        if not self._holdout and not self._evaluation:
+            return _TRAINED
         side = self._side[source]
         if not side[index]:
-            side[index] = 1 + falls_in(self.text(source, index), self._holdout)
-        return bool(side[index] == 2)
+            text = self.text(source, index)
+            elsewhere = _ELSEWHERE if fingerprint(text) in self._evaluation_texts else _TRAINED
+            side[index] = _SHARE if falls_in(text, self._holdout) else elsewhere
+        return int(side[index])
+
+    @cached_property
+    def _evaluation_texts(self) -> frozenset[bytes]:
+        """Fingerprints of all texts of the evaluation sources, those beyond their limits too."""
+        numbers = range(len(self._sources), len(self._items))
+        return frozenset(fingerprint(self.text(n, i)) for n in numbers for i in range(len(self._items[n])))
+
+    def evaluated(self, count: int) -> list[tuple[int, int]]:
+        """(source, index) of all that is evaluated: `count` of the held-out share, then each evaluation source's own.
+
+        They depend on the sources alone, not on the run's seed. Raises RunError where nothing is held out.
+        """
+        found = self.held_out(count) if self._holdout else []
+        for number, asked in enumerate(self._evaluation, start=len(self._sources)):
+            texts: set[str] = set()
+            for index in order(len(self._items[number]), "evaluated", number).tolist():
+                if len(texts) == asked.limit:
+                    break
+                if (text := self.text(number, index)) not in texts:
+                    texts.add(text)
+                    found.append((number, index))
+        return found
 
     def held_out(self, count: int) -> list[tuple[int, int]]:
-        """(source, index) of up to `count` held-out prompts of distinct texts, shared among sources by weight.
+        """(source, index) of up to `count` prompts of the held-out share, of distinct texts, shared among sources by weight.
 
         They depend on the sources alone, not on the run's seed. Raises RunError where nothing is held out.
         """
         found: list[tuple[int, int]] = []
         texts: set[str] = set()
-        streams = {source: self._held_out_of(source) for source in range(len(self._items))}
+        streams = {source: self._held_out_of(source) for source in range(len(self._sources))}
         taken = [0] * len(streams)
         while streams and len(found) < count:
             source = next_source(taken, self.weights, streams)
@@ -102,12 +151,13 @@ class PromptSources:
         if not found:
             raise RunError(
                 f"evaluation.holdout = {self._holdout} of {sum(self.sizes)} prompts holds none out: "
-                "raise it, give more prompts, or remove [evaluation]"
+                "raise it, give more prompts, set it to 0 where there are [[evaluation.source]]s, or remove [evaluation]"
             )
         return found
 
     def _held_out_of(self, source: int) -> Iterator[int]:
-        return (int(i) for i in order(self.sizes[source], "held out", source) if self.is_held_out(source, int(i)))
+        indices = order(self.sizes[source], "held out", source).tolist()
+        return (i for i in indices if self._side_of(source, i) == _SHARE)
 
     def _render(self, source: int, index: int, item: Item) -> tuple[str, bool]:
         try:
@@ -134,7 +184,7 @@ class PromptSources:
             )
 
     def _where(self, source: int, index: int) -> str:
-        return f"source {source}, prompt {index} ({self._items[source].where(index)})"
+        return f"{self._keys[source].replace('.', ' ')}, prompt {index} ({self._items[source].where(index)})"
 
 
 def next_source(taken: Sequence[int], weights: Sequence[float], among: Iterable[int]) -> int:

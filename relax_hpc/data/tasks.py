@@ -7,11 +7,11 @@ import difflib
 from typing import Any
 
 from relax_hpc.data.items import Item
-from relax_hpc.recipe.source import ReasoningGymSource
+from relax_hpc.recipe.source import TaskPrompts
 from relax_hpc.run_dir import RunError
 
 
-def load_task(source: ReasoningGymSource) -> Any:
+def load_task(source: TaskPrompts) -> Any:
     """The reasoning_gym dataset that a source names. Raises RunError for a task or options that it does not have."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
@@ -39,7 +39,7 @@ class TaskItems:
 
     procedural = True
 
-    def __init__(self, source: ReasoningGymSource) -> None:
+    def __init__(self, source: TaskPrompts) -> None:
         self._source = source
         self._task = load_task(source)
 

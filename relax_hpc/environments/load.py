@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 
 from relax_hpc.environments.base import Environment
 from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.recipe.source import AnySource
+from relax_hpc.recipe.source import AnyPrompts
 from relax_hpc.registry import RegistryError, check_call, resolve
 
 BUILT_IN = {"single_turn": SingleTurn}
 METHODS: dict[str, tuple[str, ...]] = {"reset": ("prompt",), "step": ("answer",), "close": ()}
 
 
-def make_environments(sources: Sequence[AnySource]) -> list[Callable[[], Environment]]:
+def make_environments(sources: Sequence[AnyPrompts]) -> list[Callable[[], Environment]]:
     """For every source a function that makes an environment; each plays one sample.
 
     Raises RegistryError for a class that does not load, lacks a method, or takes other arguments.
@@ -22,7 +22,7 @@ def make_environments(sources: Sequence[AnySource]) -> list[Callable[[], Environ
     return [_load(source) for source in sources]
 
 
-def _load(source: AnySource) -> Callable[[], Environment]:
+def _load(source: AnyPrompts) -> Callable[[], Environment]:
     name, options = source.environment, source.environment_options
     made_by = resolve("environment", name, BUILT_IN)
     check_call("environment", name, made_by, **options)

@@ -28,18 +28,17 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     """Build RUN/model and check algorithm, filters, rewards, environments and prompts. Raises RunError or RegistryError."""
     make_algorithm(recipe.algorithm)
     make_filters(recipe.algorithm.filters)
-    make_rewards(recipe.source)
-    make_environments(recipe.source)
+    make_rewards(recipe.sources)
+    make_environments(recipe.sources)
     materialise(recipe.model, run.model, recipe.run.seed)
     for key, path in recipe.models_beside.items():
         check_beside(key, path, run.model)
     fit.check(recipe, run.model)
     context = int(AutoConfig.from_pretrained(run.model).max_position_embeddings)
-    holdout = recipe.evaluation.holdout if recipe.evaluation else 0.0
-    sources = PromptSources(recipe.source, AutoTokenizer.from_pretrained(run.model), context, holdout)
+    sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
     sources.check()
     if recipe.evaluation:
-        sources.held_out(recipe.evaluation.prompts)
+        sources.evaluated(recipe.evaluation.prompts)
 
 
 def main(run: RunDir) -> NoReturn:

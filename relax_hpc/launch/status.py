@@ -30,7 +30,8 @@ class Status:
     recipe: Recipe
     beats: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
-    evals: dict[int, float] = field(default_factory=dict)
+    evals: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Version -> its scores, as the trainer's metrics have them."""
     warmup: dict[str, Any] | None = None
     orders: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Status:
             if record["kind"] == "step":
                 self.steps = [*self.steps, record][-RECENT:]
             elif record["kind"] == "eval":
-                self.evals[record["version"]] = record["score"]
+                self.evals[record["version"]] = record
             elif record["kind"] == "warmup":
                 self.warmup = record
         workers = self._in_turn()

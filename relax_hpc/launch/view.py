@@ -28,7 +28,10 @@ def render(status: Status) -> RenderableType:
     """The panel."""
     colour = STATE_COLOURS.get(status.state, "white")
     title = f"[bold]{status.recipe.run.name}[/bold] [{colour}]{status.state}[/{colour}]"
-    parts: list[RenderableType] = [_progress(status), _numbers(status), _roles(status)]
+    parts: list[RenderableType] = [_progress(status), _numbers(status)]
+    if (scores := _sources(status)) is not None:
+        parts.append(scores)
+    parts.append(_roles(status))
     if status.slurm is not None:
         parts += cluster_view.parts(status)
     if status.outcome and status.outcome.get("reason"):
@@ -163,12 +166,28 @@ def _last_score(status: Status) -> str:
     if not status.evals:
         return "–"
     versions = sorted(status.evals)
-    first, last = versions[0], versions[-1]
-    return (
-        f"{status.evals[first]:.3f} → {status.evals[last]:.3f} (v{last})"
-        if first != last
-        else f"{status.evals[last]:.3f} (v{last})"
-    )
+    first, last = status.evals[versions[0]], status.evals[versions[-1]]
+    begun = f"{first['score']:.3f} → " if len(versions) > 1 else ""
+    interval = f" [{last['low']:.3f}, {last['high']:.3f}]" if "low" in last else ""
+    return f"{begun}{last['score']:.3f}{interval} (v{versions[-1]})"
+
+
+def _sources(status: Status) -> RenderableType | None:
+    """The newest scores by source, where there is more to say than one mean."""
+    scores = status.evals[max(status.evals)].get("sources", []) if status.evals else []
+    if len(scores) < 2 and all(len(s["pass_at"]) < 2 for s in scores):
+        return None
+    grid = Table.grid(padding=(0, 2))
+    for s in scores:
+        passes = (
+            "  ".join(f"pass@{k} {share:.3f}" for k, share in s["pass_at"].items()) if len(s["pass_at"]) > 1 else ""
+        )
+        grid.add_row(
+            Text(s["name"], style="dim"),
+            f"{s['score']:.3f} [{s['low']:.3f}, {s['high']:.3f}]",
+            passes,
+        )
+    return grid
 
 
 def _mean(status: Status, name: str) -> float:

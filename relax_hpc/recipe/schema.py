@@ -15,7 +15,7 @@ from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, 
 from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
-from relax_hpc.recipe.source import AnySource, FileSource
+from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, FilePrompts
 from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
 
@@ -231,15 +231,40 @@ class Rollout(Table):
 
 
 class Evaluation(Table):
-    """A held-out score, played by the rollout workers between orders."""
+    """Scores on prompts that are never trained on, played by the rollout workers between orders."""
 
     every: PositiveInt = Key(
         50, "Steps between two evaluations; the first and the last version are always scored.", resume=True
     )
-    prompts: PositiveInt = Key(256, "Held-out prompts that are played, one greedy answer each.")
+    prompts: PositiveInt = Key(256, "Prompts of the held-out share that are played, over all training sources.")
     holdout: float = Key(
-        0.1, "Share of each source's distinct prompts that neither warm-up nor training ever sees.", gt=0, lt=1
+        0.1,
+        "Share of each training source's distinct prompts that neither warm-up nor training ever sees; 0 evaluates "
+        "[[evaluation.source]] alone.",
+        ge=0,
+        lt=1,
     )
+    samples: PositiveInt = Key(1, "Answers to each prompt; pass@k is told for k = 1, 2, 4, … up to this.")
+    temperature: float = Key(
+        0.0, "Of these answers: 0 is greedy; above it, rollout.top_p and rollout.top_k hold too.", ge=0
+    )
+    solved_at: float = Key(1.0, "Reward from which an answer counts as solved, for pass@k.")
+    source: list[AnyEvaluationSource] = Key(
+        [], "Sets of prompts that are evaluated besides; what has the same text in a training source is not trained on."
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Evaluation:
+        if not self.holdout and not self.source:
+            raise conflict(
+                "evaluation.holdout = 0 leaves nothing to evaluate: raise it, or add an [[evaluation.source]] table"
+            )
+        if self.samples > 1 and not self.temperature:
+            raise conflict(
+                f"evaluation.samples = {self.samples} greedy answers would all be the same: set evaluation.temperature "
+                "above 0, such as 0.6, or samples to 1"
+            )
+        return self
 
 
 class Spool(Table):
@@ -314,6 +339,11 @@ class Recipe(Table):
     slurm: Slurm | None = Key(None, "How the run is sent to a Slurm cluster.", resume=True)
 
     @property
+    def sources(self) -> list[AnyPrompts]:
+        """All sources by their number: those of training, then those of evaluation."""
+        return [*self.source, *(self.evaluation.source if self.evaluation else ())]
+
+    @property
     def orders_per_step(self) -> int:
         """Orders that one training step consumes."""
         return self.trainer.prompts_per_step // self.rollout.groups_per_order
@@ -365,7 +395,7 @@ class Recipe(Table):
         wrong = misfit(self.trainer.parallel, self.trainer.processes, getattr(self.model, "sizes", None))
         if wrong:
             raise conflict(wrong)
-        if self.warmup and any(isinstance(s, FileSource) and not s.answer_key for s in self.source):
+        if self.warmup and any(isinstance(s, FilePrompts) and not s.answer_key for s in self.source):
             raise conflict("[warmup] learns the sources' answers, but a source has an empty answer_key")
         if self.async_.late == "mask" and self.rollout.engine == "torch":
             raise conflict(

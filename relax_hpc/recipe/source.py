@@ -1,26 +1,33 @@
-"""The recipe's [[source]]: where prompts come from, and what they are rewarded by."""
+"""[[source]] and [[evaluation.source]]: where prompts come from, how they are played, and what they are rewarded by."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag
 
 from relax_hpc.recipe.table import Key, Table, named
 
+WEIGHT = "Share of prompts drawn from this source, against the other sources' weights."
+LIMIT = "Prompts of this source that are played, at most; absent plays all of them."
 
-class Source(Table):
+
+class Prompts(Table):
     """What all prompt sources have."""
 
-    weight: PositiveFloat = Key(1.0, "Share of prompts drawn from this source, against the other sources' weights.")
+    table: ClassVar[str] = "source"
+    """The list of the recipe that it stands in."""
+
     environment: str = Key(
         "single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True
     )
     environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
 
 
-class FileSource(Source):
+class FilePrompts(Prompts):
     """Prompts from a JSONL or Parquet file."""
 
     name: Literal["file"] = Key("file", "A .jsonl or .parquet file, one prompt a row.")
@@ -36,7 +43,7 @@ class FileSource(Source):
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
 
 
-class ReasoningGymSource(Source):
+class TaskPrompts(Prompts):
     """Prompts and verifier of a reasoning-gym task."""
 
     name: Literal["reasoning_gym"] = Key("reasoning_gym", "Procedural tasks with their own verifiers.")
@@ -51,7 +58,60 @@ class ReasoningGymSource(Source):
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
 
 
+class FileSource(FilePrompts):
+    """Prompts from a JSONL or Parquet file."""
+
+    weight: PositiveFloat = Key(1.0, WEIGHT)
+
+
+class ReasoningGymSource(TaskPrompts):
+    """Prompts and verifier of a reasoning-gym task."""
+
+    weight: PositiveFloat = Key(1.0, WEIGHT)
+
+
+class EvaluationFile(FilePrompts):
+    """A file of prompts that are evaluated, never trained on."""
+
+    table: ClassVar[str] = "evaluation.source"
+    limit: PositiveInt | None = Key(None, LIMIT)
+
+
+class EvaluationTask(TaskPrompts):
+    """A reasoning-gym task that is evaluated; its texts are never trained on."""
+
+    table: ClassVar[str] = "evaluation.source"
+    limit: PositiveInt | None = Key(None, LIMIT)
+
+
+def _kind(value: dict[str, Any]) -> str:
+    return "reasoning_gym" if "task" in value else "file"
+
+
 AnySource = Annotated[
     Union[Annotated[FileSource, Tag("file")], Annotated[ReasoningGymSource, Tag("reasoning_gym")]],
-    named(default=lambda v: "reasoning_gym" if "task" in v else "file"),
+    named(default=_kind),
 ]
+AnyEvaluationSource = Annotated[
+    Union[Annotated[EvaluationFile, Tag("file")], Annotated[EvaluationTask, Tag("reasoning_gym")]],
+    named(default=_kind),
+]
+AnyPrompts = FilePrompts | TaskPrompts
+
+
+def keys_of(sources: Sequence[AnyPrompts]) -> list[str]:
+    """Where each stands in the recipe: "source.0", …, "evaluation.source.0", …"""
+    seen: Counter[str] = Counter()
+    keys = []
+    for source in sources:
+        keys.append(f"{source.table}.{seen[source.table]}")
+        seen[source.table] += 1
+    return keys
+
+
+def labels(sources: Sequence[AnyPrompts]) -> list[str]:
+    """A short name for each: its file's or its task's, with the number where that is another one's too."""
+    names = [s.prompts.stem if isinstance(s, FilePrompts) else s.task for s in sources]
+    return [
+        name if names.count(name) == 1 else f"{name} {key}" for name, key in zip(names, keys_of(sources), strict=True)
+    ]

@@ -43,9 +43,9 @@ class Judge:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self._sources, self._limit_s = recipe.source, recipe.rollout.reward_time_limit_s
+        self._sources, self._limit_s = recipe.sources, recipe.rollout.reward_time_limit_s
         self._processes = max(LEAST_PROCESSES, recipe.rollout.threads)
-        self._rewards = make_rewards(recipe.source)
+        self._rewards = make_rewards(recipe.sources)
         self._pool: ProcessPool | None = None
         self.seconds = 0.0
         """What all calls of `score` took."""

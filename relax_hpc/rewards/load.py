@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relax_hpc.recipe.source import AnySource, ReasoningGymSource
+from relax_hpc.recipe.source import AnyPrompts, TaskPrompts, keys_of
 from relax_hpc.records import Prompt
 from relax_hpc.registry import check_call, resolve
 from relax_hpc.rewards.base import Reward, parts
@@ -31,27 +31,27 @@ class LoadedReward:
         return parts(self.function(prompt, answer, **self.options))
 
 
-def make_rewards(sources: Sequence[AnySource]) -> list[LoadedReward]:
+def make_rewards(sources: Sequence[AnyPrompts]) -> list[LoadedReward]:
     """The reward of every source. Raises RunError or RegistryError for one that cannot be used."""
-    return [_load(number, source) for number, source in enumerate(sources)]
+    return [_load(key, source) for key, source in zip(keys_of(sources), sources, strict=True)]
 
 
-def _load(number: int, source: AnySource) -> LoadedReward:
-    function, is_quick = _function(number, source)
+def _load(key: str, source: AnyPrompts) -> LoadedReward:
+    function, is_quick = _function(key, source)
     check_call("reward", source.reward, function, "prompt", "answer", **source.reward_options)
     return LoadedReward(source.reward, function, source.reward_options, is_quick)
 
 
-def _function(number: int, source: AnySource) -> tuple[Reward, bool]:
+def _function(key: str, source: AnyPrompts) -> tuple[Reward, bool]:
     if source.reward == "reasoning_gym":
-        if not isinstance(source, ReasoningGymSource):
-            raise RunError(f"source.{number}.reward = 'reasoning_gym': only a source with a `task` has its verifier")
+        if not isinstance(source, TaskPrompts):
+            raise RunError(f"{key}.reward = 'reasoning_gym': only a source with a `task` has its verifier")
         from relax_hpc.rewards.reasoning_gym import Verifier
 
         verifier = Verifier(source)
         return verifier, verifier.is_quick
     if source.reward in ("exact", "math") and not getattr(source, "answer_key", "answer"):
-        raise RunError(f"source.{number}.reward = '{source.reward}' compares with an answer, but answer_key is empty")
+        raise RunError(f"{key}.reward = '{source.reward}' compares with an answer, but answer_key is empty")
     if source.reward == "exact":
         return exact, True
     if source.reward == "math":

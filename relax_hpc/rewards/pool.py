@@ -18,7 +18,7 @@ from typing import Any
 
 from pebble import ProcessPool
 
-from relax_hpc.recipe.source import AnySource
+from relax_hpc.recipe.source import AnyPrompts
 from relax_hpc.records import Prompt
 from relax_hpc.rewards.load import LoadedReward, make_rewards
 
@@ -30,7 +30,7 @@ _rewards: list[LoadedReward] = []
 """In a child: the rewards of all sources."""
 
 
-def make_pool(sources: Sequence[AnySource], processes: int) -> ProcessPool:
+def make_pool(sources: Sequence[AnyPrompts], processes: int) -> ProcessPool:
     """A pool whose children have the sources' rewards loaded; run `judge_in_child` in it."""
     return ProcessPool(
         processes, initializer=_begin_child, initargs=(list(sources), os.getpid()), context=_LightContext()
@@ -50,7 +50,7 @@ def judge(reward: LoadedReward, prompt: Prompt, answer: str) -> Outcome:
         return f"{type(error).__name__}: {error}"
 
 
-def _begin_child(sources: Sequence[AnySource], parent: int) -> None:
+def _begin_child(sources: Sequence[AnyPrompts], parent: int) -> None:
     # A reward in an endless loop never notices that its parent was killed; the kernel does.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from relax_hpc.data.tasks import load_task
-from relax_hpc.recipe.source import ReasoningGymSource
+from relax_hpc.recipe.source import TaskPrompts
 from relax_hpc.records import Prompt
 from relax_hpc.run_dir import RunError
 
@@ -20,7 +20,7 @@ class Verifier:
     count. An answer that makes the verifier raise is wrong: some tasks parse it without care.
     """
 
-    def __init__(self, source: ReasoningGymSource) -> None:
+    def __init__(self, source: TaskPrompts) -> None:
         from reasoning_gym.dataset import ProceduralDataset
 
         self._task: Any = load_task(source)

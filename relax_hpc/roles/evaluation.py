@@ -1,10 +1,15 @@
-"""The held-out score: evaluation orders, played greedily by the rollout workers between orders, never trained on."""
+"""Evaluations: orders on prompts that are never trained on, played by the rollout workers between orders, and their scores."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
+from relax_hpc.analysis.scores import SourceScore, answers, score
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.source import labels
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.orders import Order, order_seed
 from relax_hpc.spool.queue import Queue
@@ -15,15 +20,39 @@ from relax_hpc.telemetry import read_metrics
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A version's held-out score."""
+    """What a version reaches."""
 
     asked: int
     """The version that was asked for."""
     version: int
     """The weights that really played it; a worker may have had newer ones than were asked for."""
-    score: float
-    prompts: int
-    failed: int
+    all: SourceScore
+    sources: list[SourceScore]
+
+    def to_json(self) -> dict[str, Any]:
+        """For metrics: the score over all prompts, and that of each source."""
+        whole = {key: value for key, value in self.all.to_json().items() if key not in ("source", "name")}
+        return {"asked": self.asked, "version": self.version, **whole, "sources": [s.to_json() for s in self.sources]}
+
+
+def evaluation_orders(recipe: Recipe, prompts: Sequence[tuple[int, int]], version: int) -> list[Order]:
+    """The orders that evaluate `version` on `prompts`, (source, index) each; as many answers in one as training's orders have."""
+    copies = recipe.evaluation.samples if recipe.evaluation else 1
+    rows = max(1, recipe.rollout.groups_per_order * recipe.algorithm.group_size // copies)
+    names = [f"e{version:06d}-{k:03d}" for k in range(-(-len(prompts) // rows))]
+    return [
+        Order(name, tuple(prompts[k * rows : (k + 1) * rows]), copies, order_seed(recipe.run.seed, name), version)
+        for k, name in enumerate(names)
+    ]
+
+
+def read_score(run: RunDir, recipe: Recipe, version: int, orders: Sequence[str]) -> Score:
+    """The score of `version` from the shards of its orders."""
+    solved_at = recipe.evaluation.solved_at if recipe.evaluation else 1.0
+    with ExitStack() as opened:
+        shards = [opened.enter_context(Shard(run.shard(order))) for order in orders]
+        played = min(int(shard.meta["version"]) for shard in shards)
+        return Score(version, played, *score(answers(shards), labels(recipe.sources), solved_at))
 
 
 @dataclass(slots=True)
@@ -33,8 +62,8 @@ class Evaluations:
     run: RunDir
     recipe: Recipe
     queue: Queue
-    held_out: list[tuple[int, int]]
-    """(source, index) of the held-out prompts."""
+    prompts: list[tuple[int, int]]
+    """(source, index) of all that is evaluated."""
     pending: dict[int, list[str]] = field(default_factory=dict)
     watch: FolderWatch = field(init=False)
     _asked: set[int] = field(default_factory=set)
@@ -60,33 +89,15 @@ class Evaluations:
 
     def _ask(self, version: int) -> None:
         self._asked.add(version)
-        rows = self.recipe.rollout.groups_per_order * self.recipe.algorithm.group_size
-        orders = []
-        for k, begin in enumerate(range(0, len(self.held_out), rows)):
-            name = f"e{version:06d}-{k:03d}"
-            prompts = tuple(self.held_out[begin : begin + rows])
-            orders.append(Order(name, prompts, 1, order_seed(self.recipe.run.seed, name), version))
+        orders = evaluation_orders(self.recipe, self.prompts, version)
         self.pending[version] = [o.id for o in orders]
         in_play = self.queue.in_play()
         self.queue.put([o for o in orders if o.id not in in_play and not self.run.shard(o.id).exists()])
 
-    def collect(self) -> list[Score]:
+    def collect(self) -> Iterator[Score]:
         """Scores that became complete since the last call."""
         if not self.pending:
-            return []
+            return
         names = self.watch.names()
-        ready = [v for v, orders in self.pending.items() if all(f"{o}.h5" in names for o in orders)]
-        return [self._score(version, self.pending.pop(version)) for version in ready]
-
-    def _score(self, asked: int, orders: list[str]) -> Score:
-        rewards: list[float] = []
-        versions, failed, prompts = [], 0, 0
-        for order in orders:
-            with Shard(self.run.shard(order)) as shard:
-                fine = shard.groups["failed"][shard.samples["group"]] == 0
-                rewards += shard.samples["raw_reward"][fine].tolist()
-                versions.append(int(shard.meta["version"]))
-                failed += int(shard.groups["failed"].sum())
-                prompts += len(shard.groups)
-        # A group that could not be judged counts as not solved: leaving it out would flatter the score.
-        return Score(asked, min(versions), sum(rewards) / max(prompts, 1), prompts, failed)
+        for version in [v for v, orders in self.pending.items() if all(f"{o}.h5" in names for o in orders)]:
+            yield read_score(self.run, self.recipe, version, self.pending.pop(version))

@@ -58,8 +58,8 @@ class Lead:
         else:
             self.intake = Replay(role.shards, ledger)
         self.publisher = make_publisher(recipe, run, via, self.incarnation)
-        held_out = role.sources.held_out(recipe.evaluation.prompts) if recipe.evaluation else []
-        self.evaluations = Evaluations(run, recipe, queue, held_out)
+        evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
+        self.evaluations = Evaluations(run, recipe, queue, evaluated)
         self.untrained = Untrained(recipe.trainer.max_skipped_steps, self.process.log)
         self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
         self.checkpoint_s = 0.0
@@ -174,16 +174,12 @@ class Lead:
 
     def report_scores(self) -> None:
         for score in self.evaluations.collect():
-            self.process.log.info("held-out score of version %d: %.3f", score.version, score.score)
-            self.process.telemetry.metrics(
-                kind="eval",
-                asked=score.asked,
-                version=score.version,
-                score=score.score,
-                prompts=score.prompts,
-                failed=score.failed,
-            )
-            self.process.telemetry.beat(score=score.score)
+            for one in score.sources:
+                self.process.log.info(
+                    "version %d on %s: %.3f [%.3f, %.3f]", score.version, one.name, one.score, one.low, one.high
+                )
+            self.process.telemetry.metrics(kind="eval", **score.to_json())
+            self.process.telemetry.beat(score=score.all.score)
 
     def state_dict(self) -> dict[str, Any]:
         own = {"lineage": self.publisher.lineage, "removed_before": self.retention.removed_before}

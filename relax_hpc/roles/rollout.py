@@ -7,22 +7,15 @@ newest weights ──fetch, verify──► engine                              
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-import torch
-from transformers import AutoTokenizer
-
-from relax_hpc.data import PromptSources
-from relax_hpc.engines import EngineError, EngineRestarted, Sampling, make_engine
-from relax_hpc.environments import make_environments
+from relax_hpc.engines import EngineRestarted
 from relax_hpc.records import Finish, Group, Prompt
-from relax_hpc.rewards import Judge
 from relax_hpc.roles import gpus
-from relax_hpc.roles.episodes import play
+from relax_hpc.roles.player import Player
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
 from relax_hpc.run_dir import RunError
 from relax_hpc.spool.front import Front
@@ -40,32 +33,23 @@ def body(process: RoleProcess) -> Exit:
         worker.work()
     finally:
         worker.publisher.close()
-        worker.judge.close()
         worker.receiver.close()
-        worker.engine.close()
+        worker.player.close()
 
 
 class RolloutWorker:
-    """One worker: an engine, the rewards, and a folder for the order it plays."""
+    """One worker: what plays orders, and a folder for the one it plays."""
 
     def __init__(self, process: RoleProcess, workplace: str) -> None:
         self.process, self.workplace, self.recipe = process, workplace, process.recipe
         process.telemetry.beat("starting", orders=0, gpus=gpus.visible() or None)
-        torch.set_num_threads(self.recipe.rollout.threads)
-        gpus.computes_on_gpu(self.recipe.rollout.device, "rollout")
-        self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
-        self.engine = make_engine(self.recipe, process.run.model)
-        holdout = self.recipe.evaluation.holdout if self.recipe.evaluation else 0.0
-        self.sources = PromptSources(self.recipe.source, self.tokenizer, self.engine.context, holdout)
-        self.environments = make_environments(self.recipe.source)
-        self.judge = Judge(self.recipe)
+        self.player = Player(self.recipe, process.run.model)
+        self.engine = self.player.engine
         self.receiver = make_receiver(self.recipe, process.run, workplace)
         self.queue = Queue(process.run, self.recipe.rollout.workers)
         self.queue.open_workplace(workplace)
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
         self.held: Version | None = None
-        r = self.recipe.rollout
-        self.sampling = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self.orders, self.sync_s, self.blocked_s = 0, 0.0, 0.0
         self.usual_s = 0.0
         """How long it waited for the orders before."""
@@ -148,8 +132,8 @@ class RolloutWorker:
         if self.process.run.shard(claim.order.id).exists():  # a worker that counted as lost published it after all
             claim.path.unlink(missing_ok=True)
             return
-        order, began, began_at, scored_s = claim.order, time.perf_counter(), time.time(), self.judge.seconds
-        prompts = [self.sources.prompt(source, index) for source, index in order.prompts]
+        order, began, began_at, scored_s = claim.order, time.perf_counter(), time.time(), self.player.scored_s
+        prompts = self.player.prompts(order)
         cap = self.recipe.rollout.max_attempts
         if claim.ticket.attempt >= cap:
             groups = [
@@ -158,7 +142,7 @@ class RolloutWorker:
             ]
         else:
             groups = self.episodes_or_again(order, prompts)
-        score_s = self.judge.seconds - scored_s
+        score_s = self.player.scored_s - scored_s
         generate_s = time.perf_counter() - began - score_s
         meta = {
             "version": held.number, "lineage": held.lineage, "attempt": claim.ticket.attempt, "worker": self.workplace,
@@ -193,21 +177,10 @@ class RolloutWorker:
             self.process.caches.keep()
 
     def episodes(self, order: Order, prompts: list[Prompt]) -> list[Group]:
-        """The groups of an order; an evaluation is played greedily."""
-        evaluation = order.id.startswith("e")
-        sampling = dataclasses.replace(self.sampling, temperature=0.0) if evaluation else self.sampling
-        self.swapping = self.recipe.async_.late == "mask" and self.engine.swaps and not evaluation
+        """The groups of an order."""
+        self.swapping = self.recipe.async_.late == "mask" and self.engine.swaps and not order.evaluates
         try:
-            return play(
-                prompts, order.copies, order.seed, sampling, self.recipe.rollout.max_turns, self.engine, self.tokenizer,
-                self.environments, self.judge, self.progress,
-            )  # fmt: skip
-        except (EngineError, RunError):
-            raise
-        except Exception as error:
-            # An environment or a prompt that cannot be played must not cost the run: its groups are kept, with the reason.
-            self.process.log.exception("order %s failed", order.id)
-            return [Group(p, [], f"{type(error).__name__}: {error}") for p in prompts]
+            return self.player.groups(order, prompts, self.progress)
         finally:
             self.swapping = False
 

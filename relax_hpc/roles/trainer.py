@@ -90,9 +90,8 @@ class TrainerRole:
         self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.saving: tuple[Begun, float] | None = None
-        holdout = recipe.evaluation.holdout if recipe.evaluation else 0.0
         self.context = int(AutoConfig.from_pretrained(process.run.model).max_position_embeddings)
-        self.sources = PromptSources(recipe.source, self.tokenizer, self.context, holdout)
+        self.sources = PromptSources.of(recipe, self.tokenizer, self.context)
         self.lead = Lead(self) if self.rank == 0 else None
 
     @property

@@ -38,8 +38,13 @@ class Order:
 
     @property
     def batch(self) -> int:
-        """The step it was released for."""
+        """The step it was released for; the version that an evaluation asks for."""
         return int(self.id[1:7])
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it is an evaluation: played with a temperature of its own, never trained on."""
+        return self.id.startswith("e")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

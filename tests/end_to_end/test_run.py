@@ -15,12 +15,27 @@ from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, trace_rules
 from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
+EVALUATION = """
+[evaluation]
+every = 3
+prompts = 16
+holdout = 0.2
+samples = 2
+temperature = 0.8
+[[evaluation.source]]
+task = "chain_sum"
+size = 12
+limit = 5
+template = "{{metadata[expression]}} = "
+config = {{min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}}
+"""
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run with evaluations that was made to its end, once for this module."""
     folder = tmp_path_factory.mktemp("runs")
-    recipe = write_recipe(folder, SMALL + "\n[evaluation]\nevery = 3\nprompts = 20\nholdout = 0.2\n")
+    recipe = write_recipe(folder, SMALL + EVALUATION)
     done = relax_hpc("run", recipe)
     return recipe, RunDir(folder / "small"), done.stdout
 
@@ -42,7 +57,18 @@ def test_the_first_and_the_last_version_are_scored_on_prompts_that_training_neve
     scored = {e["version"] for e in view.evals().to_dict("records")}
     assert {0, 6} <= scored
     rows = view.trajectories()
-    assert not set(rows[rows.fate == "evaluation"].prompt) & set(rows[rows.fate == "trained"].prompt)
+    evaluated = rows[rows.fate == "evaluation"]
+    assert not set(evaluated.prompt) & set(rows[rows.fate == "trained"].prompt)
+    assert set(evaluated.groupby(["order", "group"]).size()) == {2}, "answers a prompt"
+    last = view.eval_sources().query("version == 6").set_index("name")
+    assert last.prompts.to_dict() == {"basic_arithmetic": 16, "chain_sum": 5}
+    assert last.samples.to_dict() == {"basic_arithmetic": 32, "chain_sum": 10}
+    for name, source in (("basic_arithmetic", 0), ("chain_sum", 1)):
+        mine = evaluated[(evaluated.source == source) & evaluated.order.str.startswith("e000006")]
+        best = mine.groupby("prompt_index").raw_reward.max()
+        assert last.score[name] == pytest.approx(mine.raw_reward.mean())
+        assert last["pass@2"][name] == pytest.approx((best >= 1).mean())
+        assert 0 <= last.low[name] <= last.score[name] <= last.high[name] <= 1
 
 
 def test_the_same_command_says_that_a_finished_run_is_done(finished):
@@ -75,9 +101,11 @@ def test_exports_a_model_that_from_pretrained_loads(finished, tmp_path):
 
 def test_status_report_and_shards_work_after_the_end(finished):
     _, run, _ = finished
-    assert "done" in relax_hpc("status", run.root).stdout
+    shown = relax_hpc("status", run.root).stdout
+    assert "done" in shown and "chain_sum" in shown and "pass@2" in shown
     relax_hpc("report", run.root)
-    assert "<svg" in (run.root / "report.html").read_text()
+    page = (run.root / "report.html").read_text()
+    assert "<svg" in page and "<td>chain_sum</td>" in page
     assert "trained" in relax_hpc("shards", "stats", run.root).stdout
     relax_hpc("shards", "validate", run.root)
     relax_hpc("trace", run.root)

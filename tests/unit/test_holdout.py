@@ -12,7 +12,7 @@ from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptCursor, PromptSources
 from relax_hpc.data.holdout import falls_in
-from relax_hpc.recipe.source import FileSource, ReasoningGymSource
+from relax_hpc.recipe.source import EvaluationFile, FileSource, ReasoningGymSource
 from relax_hpc.run_dir import RunError
 
 ADDITION = ReasoningGymSource(
@@ -93,6 +93,24 @@ def test_held_out_prompts_follow_the_weights_and_are_distinct_across_sources(tmp
     assert {sources.text(*ref) for ref in everything} == {
         t for t in [*same, *(f"q{i}" for i in range(2000))] if falls_in(t, 0.2)
     }
+
+
+def test_what_an_evaluation_source_asks_is_never_trained_on(tmp_path: Path) -> None:
+    """Nor what it would ask beyond its limit; and the held-out share does not ask it again."""
+    trained = [f"p{i}" for i in range(300)]
+    source = prompts_file(tmp_path / "a.jsonl", trained)
+    asked = [f"p{i}" for i in range(0, 300, 3)] + ["p0", "new"]
+    own = EvaluationFile(prompts=prompts_file(tmp_path / "e.jsonl", asked).prompts, limit=20)
+    sources = PromptSources([source], char_tokenizer(), 64, 0.2, [own])
+    texts = {sources.text(ref.source, ref.index) for ref in PromptCursor(sources, 0).take(600)}
+    assert texts == {t for t in trained if not falls_in(t, 0.2)} - set(asked)
+    played = sources.evaluated(10**6)
+    share, rest = ({sources.text(*ref) for ref in played if ref[0] == n} for n in (0, 1))
+    assert share == {t for t in trained if falls_in(t, 0.2)}
+    assert len(rest) == sum(n == 1 for n, _ in played) == 20 and rest < set(asked)
+    everything = PromptSources([source], char_tokenizer(), 64, 0.0, [own.model_copy(update={"limit": None})])
+    assert {everything.text(*ref) for ref in everything.evaluated(5)} == set(asked)
+    assert len(everything.evaluated(5)) == len(set(asked))
 
 
 def test_nothing_held_out_is_an_error_and_zero_holds_nothing_out(tmp_path: Path) -> None:

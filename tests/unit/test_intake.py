@@ -251,12 +251,12 @@ def test_a_score_is_asked_for_once_and_told_once(run: RunDir) -> None:
     for version in (0, 0, 1):
         asked.request(version)
     assert in_play(run) == {"e000000-000", "e000000-001"}
-    assert asked.collect() == []
+    assert list(asked.collect()) == []
     play(run, 1)
     (score,) = asked.collect()
-    assert (score.version, score.prompts, score.failed) == (1, 2, 0)
+    assert (score.version, score.all.prompts, score.all.failed) == (1, 2, 0)
     asked.request(0)
-    assert asked.collect() == [] and asked.pending == {} and in_play(run) == set()
+    assert list(asked.collect()) == [] and asked.pending == {} and in_play(run) == set()
 
 
 def test_a_score_that_an_earlier_trainer_asked_for_is_waited_for(run: RunDir) -> None:
@@ -280,7 +280,7 @@ def test_a_score_that_was_complete_but_not_told_is_told_by_the_successor(run: Ru
     Telemetry(run, "trainer-0", 0).metrics("eval", asked=2)
     third = evaluations(run)
     third.resume()
-    assert third.collect() == [] and in_play(run) == set()
+    assert list(third.collect()) == [] and in_play(run) == set()
 
 
 @pytest.mark.parametrize("late", ["wait", "mask"])

@@ -59,7 +59,7 @@ def setup(tmp_path: Path) -> Iterator[Setup]:
     made = Setup(tmp_path / "run")
     yield made
     made.worker.publisher.close()
-    made.worker.judge.close()
+    made.worker.player.close()
     for number, handler in before.items():
         signal.signal(number, handler)
 

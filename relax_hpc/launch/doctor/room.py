@@ -11,6 +11,7 @@ from typing import NamedTuple
 from relax_hpc.launch.doctor.checks import Check, failed, gigabytes, note, ok, warning
 from relax_hpc.launch.doctor.files import AREA, existing_part
 from relax_hpc.recipe.schema import PathModel, Recipe, TinyModel
+from relax_hpc.recipe.source import keys_of
 
 STATE_BYTES = 12
 """Of a parameter in a checkpoint: master weights and two moments of AdamW, in float32."""
@@ -104,11 +105,11 @@ def inputs(recipe: Recipe) -> list[Check]:
     found = []
     if isinstance(recipe.model, PathModel):
         found.append(_model(recipe.model.path))
-    for index, source in enumerate(recipe.source):
+    for table, source in zip(keys_of(recipe.sources), recipe.sources, strict=True):
         path = getattr(source, "prompts", None)
         if path is None:
             continue
-        key = f"source[{index}].prompts"
+        key = f"{table}.prompts"
         if Path(path).is_file() and os.access(path, os.R_OK):
             found.append(ok(AREA, key, str(path)))
         else:

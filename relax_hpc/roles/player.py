@@ -1,0 +1,70 @@
+"""What turns orders into groups, for whoever plays them: an engine with the recipe's prompts, environments and rewards.
+
+order ──(source, index)──► prompts ──episodes──► groups; one that cannot be played becomes failed groups, with the reason
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from relax_hpc.data import PromptSources
+from relax_hpc.engines import EngineError, Sampling, make_engine
+from relax_hpc.environments import make_environments
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Group, Prompt
+from relax_hpc.rewards import Judge
+from relax_hpc.roles import gpus
+from relax_hpc.roles.episodes import play
+from relax_hpc.run_dir import RunError
+from relax_hpc.spool.orders import Order
+
+
+class Player:
+    """An engine, still without weights, and all that an episode needs besides."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        torch.set_num_threads(recipe.rollout.threads)
+        gpus.computes_on_gpu(recipe.rollout.device, "rollout")
+        self._max_turns = recipe.rollout.max_turns
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.engine = make_engine(recipe, model_dir)
+        self.sources = PromptSources.of(recipe, self._tokenizer, self.engine.context)
+        self._environments = make_environments(recipe.sources)
+        self._judge = Judge(recipe)
+        r, asked = recipe.rollout, recipe.evaluation
+        self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
+        self._evaluation = dataclasses.replace(self._training, temperature=asked.temperature if asked else 0.0)
+
+    def prompts(self, order: Order) -> list[Prompt]:
+        """The order's prompts, tokenized."""
+        return [self.sources.prompt(source, index) for source, index in order.prompts]
+
+    def groups(self, order: Order, prompts: list[Prompt], progress: Callable[[str], None]) -> list[Group]:
+        """The groups of an order; an evaluation has a temperature of its own. Raises EngineError, and RunError for what a person must mend."""
+        try:
+            return play(
+                prompts, order.copies, order.seed, self._evaluation if order.evaluates else self._training, self._max_turns,
+                self.engine, self._tokenizer, self._environments, self._judge, progress,
+            )  # fmt: skip
+        except (EngineError, RunError):
+            raise
+        except Exception as error:
+            # An environment or a prompt that cannot be played must not cost the run: its groups are kept, with the reason.
+            logging.getLogger("episodes").exception("order %s failed", order.id)
+            return [Group(p, [], f"{type(error).__name__}: {error}") for p in prompts]
+
+    @property
+    def scored_s(self) -> float:
+        """Seconds that scoring took so far."""
+        return self._judge.seconds
+
+    def close(self) -> None:
+        """End the engine and the rewards' processes."""
+        self._judge.close()
+        self.engine.close()
