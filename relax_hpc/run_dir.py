@@ -15,6 +15,7 @@
       caches/                               compiled kernels, packed once for nodes that have none
       slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job;
                                             slurm/places/GROUP-INDEX.json, the agent that a node of a group has now
+      evaluated/                            evaluations of its checkpoints by `relax-hpc eval`, each laid out like a run
       stop  outcome.json                    how it shall end, how it ended
 
 Publishing is always: unique temporary name, write, fsync, link or rename, fsync of the directory. A trainer's temporary

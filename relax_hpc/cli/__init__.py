@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import doctor, plan, report, run, scale, shards, status, submit, trace
+from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, status, submit, trace
 
 app = typer.Typer(
     name="relax-hpc",
@@ -49,6 +49,7 @@ app.command("logs")(status.logs)
 app.command("stop")(status.stop)
 app.command("recipe")(status.recipe)
 app.add_typer(shards.app)
+app.command("eval")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("trace")(trace.trace)
 app.command("export")(status.export)

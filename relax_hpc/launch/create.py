@@ -79,6 +79,10 @@ def create(
 
 def resume(run: RunDir, overrides: list[str]) -> Recipe:
     """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step."""
+    if identity(run)["debug"] == "evaluate":
+        raise RunError(
+            f"'{run.root}' is an evaluation, no run: `relax-hpc eval` made it, and the same command goes on with it"
+        )
     old = load_recipe(run.recipe)
     new = change_on_resume(old, overrides)
     changes = differences(old, new)

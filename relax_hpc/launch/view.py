@@ -168,14 +168,13 @@ def _last_score(status: Status) -> str:
     versions = sorted(status.evals)
     first, last = status.evals[versions[0]], status.evals[versions[-1]]
     begun = f"{first['score']:.3f} → " if len(versions) > 1 else ""
-    interval = f" [{last['low']:.3f}, {last['high']:.3f}]" if "low" in last else ""
-    return f"{begun}{last['score']:.3f}{interval} (v{versions[-1]})"
+    return f"{begun}{last['score']:.3f} (v{versions[-1]})"
 
 
 def _sources(status: Status) -> RenderableType | None:
-    """The newest scores by source, where there is more to say than one mean."""
+    """The newest scores by source."""
     scores = status.evals[max(status.evals)].get("sources", []) if status.evals else []
-    if len(scores) < 2 and all(len(s["pass_at"]) < 2 for s in scores):
+    if not scores:
         return None
     grid = Table.grid(padding=(0, 2))
     for s in scores:

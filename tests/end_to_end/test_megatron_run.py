@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.analysis.audit import audit
+from relax_hpc.launch.evaluate import evaluate
 from relax_hpc.run_dir import RunDir
 from tests.runs import SMALL, outcome, relax_hpc, steps_of, write_recipe
 
@@ -30,6 +31,12 @@ def test_a_run_goes_on_under_another_plan_and_its_checkpoint_is_exported(tmp_pat
     relax_hpc("export", run.root, tmp_path / "model")
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    asked = ["evaluation.holdout=0.3", "evaluation.prompts=12"]
+    scores = [
+        evaluate(target, recipe, asked, output=tmp_path / f"scored-{i}").score.all
+        for i, target in enumerate((run.root, tmp_path / "model"))
+    ]
+    assert scores[0].prompts == 12 and scores[0].length_mean == scores[1].length_mean > 0
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_the_run_begins(tmp_path: Path) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import relax_hpc as package
 from relax_hpc.analysis.audit import audit
-from relax_hpc.run_dir import RunDir
+from relax_hpc.cli import app
+from relax_hpc.launch.create import resume
+from relax_hpc.launch.evaluate import evaluate
+from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, trace_rules
 from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
@@ -38,6 +44,11 @@ def finished(tmp_path_factory):
     recipe = write_recipe(folder, SMALL + EVALUATION)
     done = relax_hpc("run", recipe)
     return recipe, RunDir(folder / "small"), done.stdout
+
+
+def tokens_of(path):
+    with Shard(path) as shard:
+        return shard.read("tokens").tolist()
 
 
 def test_a_run_ends_done_with_every_step_trained_once(finished):
@@ -71,6 +82,53 @@ def test_the_first_and_the_last_version_are_scored_on_prompts_that_training_neve
         assert 0 <= last.low[name] <= last.score[name] <= last.high[name] <= 1
 
 
+def test_eval_plays_what_the_run_played_and_only_what_is_missing(finished):
+    _, run, _ = finished
+    found = evaluate(run.root, None, [])
+    own = package.open_run(run.root).metrics("trainer-0", "eval")[-1]
+    told = found.score.to_json()
+    assert found.step == own["version"] == 6 and not found.seen
+    assert told == {key: own[key] for key in told}, "the same weights, orders and seeds: the same answers"
+    shards = sorted((found.folder / "evals").glob("*.h5"))
+    before = tokens_of(shards[0])
+    shards[0].unlink()
+    played: list[object] = []
+    evaluate(run.root, None, [], advance=lambda: played.append(None))
+    assert len(played) == 1 and tokens_of(shards[0]) == before
+    with pytest.raises(RunError, match="holds something else.*--output"):
+        evaluate(run.root, None, ["evaluation.solved_at=0.5"])
+    with pytest.raises(RunError, match="is an evaluation, no run"):
+        resume(RunDir(found.folder), [])
+    shown = json.loads(CliRunner().invoke(app, ["eval", str(run.root), "--json"]).stdout)
+    assert shown.pop("folder") == str(found.folder) and shown.pop("step") == 6 and shown == told
+    assert set(package.open_run(found.folder).trajectories().fate) == {"evaluation"}
+    table = CliRunner().invoke(app, ["eval", str(run.root)]).stdout
+    assert "chain_sum" in table and "pass@2" in table and str(found.folder) in table
+
+
+def test_eval_says_what_it_cannot_do(finished, tmp_path):
+    recipe, run, _ = finished
+    for wrong, target, options in (
+        ("has no checkpoint of step 5: it has", run.root, {"step": 5}),
+        ("neither a run .* nor a model", tmp_path, {}),
+        ("say by a RECIPE", run.model, {}),
+        ("only runs have checkpoints", run.model, {"step": 2}),
+    ):
+        with pytest.raises(RunError, match=wrong):
+            evaluate(target, None, [], **options)
+    plain = tmp_path / "plain.toml"
+    plain.write_text(SMALL.format(root=tmp_path))
+    with pytest.raises(RunError, match=r"has no \[evaluation\] table"):
+        evaluate(run.root, plain, [])
+    more = evaluate(run.root, recipe, ["evaluation.holdout=0.5"], output=tmp_path / "more")
+    assert "0.5 here and 0.2 in the run" in more.seen
+    other = shutil.copytree(run.model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    with pytest.raises(RunError, match="do not fit its config.json.*gate_proj"):
+        evaluate(other, recipe, [], output=tmp_path / "wrong")
+
+
 def test_the_same_command_says_that_a_finished_run_is_done(finished):
     recipe, run, _ = finished
     for target in (recipe, run.root):
@@ -94,6 +152,10 @@ def test_exports_a_model_that_from_pretrained_loads(finished, tmp_path):
     relax_hpc("export", run.root, tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    recipe, _, _ = finished
+    scored = evaluate(tmp_path / "model", recipe, [], output=tmp_path / "scored")
+    own = package.open_run(run.root).metrics("trainer-0", "eval")[-1]
+    assert (scored.step, scored.score.all.prompts) == (None, own["prompts"])
     text = tokenizer("1 + 2 = ", return_tensors="pt")
     assert model.generate(**text, max_new_tokens=3).shape[1] > text["input_ids"].shape[1]
     assert "has no checkpoint of step 5" in relax_hpc("export", run.root, tmp_path / "x", "--step", "5", code=2).stderr

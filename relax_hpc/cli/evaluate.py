@@ -1,0 +1,113 @@
+"""`relax-hpc eval`: scores of a checkpoint or a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.run import Sets, Site
+
+if TYPE_CHECKING:
+    from relax_hpc.launch.evaluate import Evaluated
+
+
+def evaluate(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="RUN|MODEL", help="A run's directory, or a Hugging Face model's.", show_default=False),
+    ],
+    recipe: Annotated[
+        Optional[Path],
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="What is asked, and how it is played. [dim]default: the run's own[/dim]",
+            show_default=False,
+        ),
+    ] = None,
+    sets: Sets = [],  # noqa: B006
+    site: Site = None,
+    step: Annotated[
+        Optional[int], typer.Option(help="Which checkpoint of the run; the newest by default.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Optional[Path],
+        typer.Option(
+            "--output",
+            "-o",
+            help="The directory to make. [dim]default: RUN/evaluated/step-…, or run.root/eval-MODEL[/dim]",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
+) -> None:
+    """Score a run's checkpoint, or a model, on the evaluation prompts of a recipe: its held-out share and [bold]evaluation.source[/bold]s.
+
+    One engine of this machine plays them, as a worker of a run would; `relax-hpc shards` and `report` open the directory that it makes. The same command again goes on with what is missing. A run may be going on meanwhile.
+
+    [dim]relax-hpc eval runs/gsm --set evaluation.samples=16 --set evaluation.temperature=0.6[/dim]
+    [dim]relax-hpc eval models/Qwen3-4B recipes/math.toml --json[/dim]
+    """  # fmt: skip
+    import json
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from relax_hpc.roles.__main__ import prepare_cpu
+
+    prepare_cpu()
+    errors = Console(stderr=True)
+    with friendly(), Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        from relax_hpc.launch.evaluate import evaluate as play
+
+        task = progress.add_task("evaluating", total=None)
+        done = play(
+            target, recipe, sets, step=step, output=output, site=site,
+            begin=lambda done, orders: progress.update(task, completed=done, total=orders),
+            advance=lambda: progress.advance(task),
+        )  # fmt: skip
+    if done.seen:
+        typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
+        typer.echo(done.seen, err=True)
+    if as_json:
+        typer.echo(json.dumps({"folder": str(done.folder), "step": done.step, **done.score.to_json()}, indent=1))
+    else:
+        _print(done)
+
+
+def _print(done: Evaluated) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console, score = Console(), done.score
+    if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
+        console = Console(width=140)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("source", no_wrap=True)
+    passes = list(score.all.pass_at)
+    columns = (
+        "prompts",
+        "samples",
+        "reward",
+        "95% interval",
+        *(f"pass@{k}" for k in passes),
+        "length",
+        "truncated",
+        "failed",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    for one in [*score.sources, *([score.all] if len(score.sources) > 1 else [])]:
+        table.add_row(
+            one.name, str(one.prompts), str(one.samples), f"{one.score:.3f}", f"{one.low:.3f} – {one.high:.3f}",
+            *(f"{one.pass_at.get(k, float('nan')):.3f}" for k in passes), f"{one.length_mean:.1f}", f"{one.truncated:.1%}", str(one.failed),
+            end_section=one is score.sources[-1],
+        )  # fmt: skip
+    console.print(table)
+    how = dict.fromkeys(one.interval for one in score.sources)
+    console.print(
+        f"intervals: {', '.join(how)}; answers: [bold]relax-hpc shards ls {done.folder}[/bold]", soft_wrap=True
+    )

@@ -1,0 +1,278 @@
+"""Scores of a checkpoint or a model, outside of its run: an engine of this process plays the evaluation orders of a recipe.
+
+    RUN's checkpoint │ MODEL ──► engine;   evaluation orders ──Player──► OUTPUT/evals/ORDER.h5 ──► scores
+
+OUTPUT is laid out like a run, so that whatever reads runs reads it. The same evaluation again plays only what is missing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoTokenizer
+
+import relax_hpc
+from relax_hpc.data import PromptSources
+from relax_hpc.engines import EngineError, EngineRestarted
+from relax_hpc.recipe import dump_recipe, load_recipe, site_file
+from relax_hpc.recipe.describe import toml
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.source import AnyPrompts, labels
+from relax_hpc.records import Group
+from relax_hpc.roles.evaluation import Score, evaluation_orders, read_score
+from relax_hpc.roles.player import Player
+from relax_hpc.run_dir import RunDir, RunError, open_existing, publish, read_json, to_json, write_file
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.shard import encode
+from relax_hpc.telemetry import Telemetry
+from relax_hpc.trainers.build import materialise
+from relax_hpc.trainers.export import DISTRIBUTED
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is evaluated."""
+
+    target: Path
+    run: RunDir | None
+    step: int
+    """Of the run's checkpoint; 0 for a model."""
+    weights: Path
+    """The folder that they are in: the checkpoint, or the model's."""
+
+    @property
+    def config(self) -> Path:
+        """Where config.json and the tokenizer are."""
+        return self.run.model if self.run else self.weights
+
+    def identity(self) -> dict[str, Any]:
+        """What tells it from others: which it is, and that its files are the same ones."""
+        files = [
+            (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(self.weights.iterdir()) if p.is_file()
+        ]
+        return {"target": str(self.target), "step": self.step, "files": [list(file) for file in files]}
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """An evaluation that is complete."""
+
+    folder: Path
+    step: int | None
+    """Of the checkpoint; None for a model."""
+    score: Score
+    seen: str
+    """Why some of the prompts may have been trained on; empty where none was."""
+
+
+def evaluate(
+    target: Path,
+    recipe_path: Path | None,
+    overrides: list[str],
+    *,
+    step: int | None = None,
+    output: Path | None = None,
+    site: Path | None = None,
+    begin: Callable[[int, int], None] = lambda done, orders: None,
+    advance: Callable[[], None] = lambda: None,
+) -> Evaluated:
+    """Evaluate a run's checkpoint (the newest, or that of `step`) or a model. Raises RunError, RecipeError, RegistryError.
+
+    `begin` is told how many orders were played before, of how many; `advance` is called after each other one.
+    """
+    subject = find(target.absolute(), step)
+    recipe = recipe_for(subject, recipe_path, overrides, site)
+    name = f"step-{subject.step:08d}" if subject.run else f"eval-{subject.target.name}"
+    folder = output or ((subject.run.root / "evaluated" if subject.run else recipe.run.root) / name)
+    place = prepare(folder, subject, recipe)
+    assert recipe.evaluation is not None
+    sources = PromptSources.of(
+        recipe, AutoTokenizer.from_pretrained(place.model), context=0
+    )  # texts alone are asked of it
+    orders = evaluation_orders(recipe, sources.evaluated(recipe.evaluation.prompts), subject.step)
+    missing = [order for order in orders if not place.shard(order.id).exists()]
+    begin(len(orders) - len(missing), len(orders))
+    if missing:
+        play(place, subject, recipe, missing, advance)
+    score = read_score(place, recipe, subject.step, [order.id for order in orders])
+    if missing:
+        Telemetry(place, "trainer-0", 0).metrics("eval", **score.to_json())
+    publish(
+        place.outcome, to_json({"outcome": "done", "reason": "evaluated", "step": subject.step, "time": time.time()})
+    )
+    return Evaluated(place.root, subject.step if subject.run else None, score, seen_in_training(subject, recipe))
+
+
+def find(target: Path, step: int | None) -> Subject:
+    """What `target` means. Raises RunError where there is nothing to evaluate."""
+    if (target / "run.json").is_file():
+        run = open_existing(target)
+        steps = run.checkpoint_steps()
+        if not steps:
+            raise RunError(f"'{target}' has no checkpoint: nothing was trained yet")
+        chosen = steps[-1] if step is None else step
+        if chosen not in steps:
+            raise RunError(f"'{target}' has no checkpoint of step {chosen}: it has {steps}")
+        return Subject(target, run, chosen, run.checkpoint(chosen))
+    if not (target / "config.json").is_file():
+        raise RunError(
+            f"'{target}' is neither a run (no run.json in it) nor a model (no config.json): give a run's directory, or a "
+            "Hugging Face model's such as `relax-hpc export` makes"
+        )
+    if step is not None:
+        raise RunError(f"--step {step}: '{target}' is a model; only runs have checkpoints of steps")
+    return Subject(target, None, 0, target)
+
+
+def recipe_for(subject: Subject, path: Path | None, overrides: list[str], site: Path | None) -> Recipe:
+    """The recipe that says what is asked and how it is played, with the subject as its model."""
+    if path is None and subject.run is None:
+        raise RunError(f"'{subject.target}' is a model: say by a RECIPE what it is asked (relax-hpc eval MODEL RECIPE)")
+    if path is None:
+        assert subject.run is not None
+        path, profile = subject.run.recipe, None
+    else:
+        profile = site_file(site)
+    recipe = load_recipe(path, [*overrides, f"model={toml({'path': str(subject.config)})}"], profile)
+    if recipe.evaluation is None:
+        raise RunError(
+            f"'{path}' has no [evaluation] table, so there are no prompts to ask: add one with an [[evaluation.source]], "
+            "give a RECIPE that has one, or say which share is held out (--set evaluation.holdout=0.1)"
+        )
+    return recipe
+
+
+def seen_in_training(subject: Subject, recipe: Recipe) -> str:
+    """Why a run may have been trained on what it is asked; empty where it was not."""
+    if subject.run is None or recipe.evaluation is None:
+        return ""
+    own = load_recipe(subject.run.recipe).evaluation
+    held, asked = own.holdout if own else 0.0, recipe.evaluation.holdout
+    if asked > held:
+        return f"evaluation.holdout is {asked} here and {held} in the run: it was trained on some of these prompts"
+    kept = [_what(source) for source in own.source] if own else []
+    new = [
+        name for name, source in zip(_names(recipe), recipe.evaluation.source, strict=True) if _what(source) not in kept
+    ]
+    return f"the run did not keep the texts of {', '.join(new)} out of its training" if new else ""
+
+
+def _names(recipe: Recipe) -> list[str]:
+    return labels(recipe.sources)[len(recipe.source) :]
+
+
+def _what(source: AnyPrompts) -> dict[str, Any]:
+    """Which prompts they are, whatever they are worth and how they are played."""
+    return source.model_dump(
+        exclude={"reward", "reward_options", "environment", "environment_options", "answer_key", "limit"}
+    )
+
+
+def prepare(folder: Path, subject: Subject, recipe: Recipe) -> RunDir:
+    """The directory of the evaluation, made or found. Raises RunError where something else is there."""
+    place, about = RunDir(folder), subject.identity()
+    text = dump_recipe(recipe)
+    if place.exists and read_json(place.identity).get("evaluates") == about and place.recipe.read_text() == text:
+        return place
+    if place.root.exists():
+        raise RunError(
+            f"'{place.root}' holds something else (another recipe, other settings, or weights that have changed since): "
+            "choose another directory with --output, or remove it"
+        )
+    place.root.parent.mkdir(parents=True, exist_ok=True)
+    draft = RunDir(place.root.with_name(f".{place.root.name}.{uuid.uuid4().hex[:8]}.new"))
+    try:
+        draft.create()
+        if subject.run is None:
+            materialise(recipe.model, draft.model, recipe.run.seed)
+        else:
+            shutil.copytree(subject.config, draft.model, ignore=shutil.ignore_patterns("*.safetensors"))
+        write_file(draft.recipe, text.encode())
+        identity = {
+            "name": place.root.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
+            "debug": "evaluate", "shards_from": None, "fork_of": None, "evaluates": about,
+        }  # fmt: skip
+        write_file(draft.identity, to_json(identity))
+        draft.root.rename(place.root)
+    finally:
+        shutil.rmtree(draft.root, ignore_errors=True)
+    return place
+
+
+def play(place: RunDir, subject: Subject, recipe: Recipe, orders: list[Order], advance: Callable[[], None]) -> None:
+    """Play `orders` with the subject's weights; each becomes a shard in `place`."""
+    with ExitStack() as opened:
+        player = Player(recipe, place.model)
+        opened.callback(player.close)
+        folder = opened.enter_context(hugging_face(subject))
+        load(player, folder, subject.step, recipe)
+        for order in orders:
+            began = time.perf_counter()
+            try:
+                groups = groups_of(player, order)
+            except EngineRestarted:
+                load(player, folder, subject.step, recipe)
+                groups = groups_of(player, order)
+            meta = {
+                "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": order.seed,
+                "copies": order.copies, "created": time.time(), "generate_s": time.perf_counter() - began,
+            }  # fmt: skip
+            publish(place.shard(order.id), encode(order.id, groups, meta, recipe.spool.compression))
+            advance()
+
+
+def groups_of(player: Player, order: Order) -> list[Group]:
+    """The order's groups. Raises EngineRestarted, and RunError for an engine that is lost."""
+    try:
+        return player.groups(order, player.prompts(order), lambda state: None)
+    except EngineRestarted:
+        raise
+    except EngineError as error:
+        raise RunError(
+            f"the engine was lost while it played {order.id}: {error}; the same command goes on from there"
+        ) from error
+
+
+def load(player: Player, folder: Path, version: int, recipe: Recipe) -> None:
+    """Give the engine the weights in `folder`. Raises RunError for those of another model, or damaged ones."""
+    try:
+        player.engine.load(version, tensors(folder, getattr(torch, recipe.trainer.dtype)))
+    except (ValueError, SafetensorError, FileNotFoundError) as error:
+        raise RunError(f"the weights in '{folder}' do not fit its config.json, or are damaged: {error}") from error
+
+
+def tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Its tensors in the type that a run would publish them in, one at a time."""
+    index = folder / INDEX
+    files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
+    for name in files:
+        with safe_open(folder / name, "pt") as file:
+            for key in list(file.keys()):
+                tensor = file.get_tensor(key)
+                yield key, tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@contextmanager
+def hugging_face(subject: Subject) -> Iterator[Path]:
+    """The folder with the subject's weights as Hugging Face names them; Megatron's are converted for as long as it is entered."""
+    if not (subject.weights / DISTRIBUTED).exists():
+        yield subject.weights
+        return
+    from relax_hpc.trainers.megatron.convert import to_hugging
+
+    with tempfile.TemporaryDirectory(prefix="relax-hpc-eval-") as folder:
+        to_hugging(subject.weights, subject.config, Path(folder))
+        yield Path(folder)
