@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_hpc.analysis.scores import pass_at, powers_of_two
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Rollouts
 from relax_hpc.spool.ledger import Entry
@@ -83,16 +83,10 @@ def of_played(groups: Sequence[NDArray[np.float32]]) -> dict[str, float]:
     if not len(rewards) or not np.isin(rewards, (0.0, 1.0)).all():
         return found
     most = max(len(group) for group in groups)
-    for k in (2**i for i in range(most.bit_length())):
-        chances = [pass_at(k, len(group), int(group.sum())) for group in groups if len(group) >= k]
+    for k in powers_of_two(most):
+        chances = [pass_at(len(group), int(group.sum()), k) for group in groups if len(group) >= k]
         found[f"pass_at_{k}"] = _mean(chances)
     return found
-
-
-def pass_at(k: int, samples: int, right: int) -> float:
-    """The chance that k of `samples` answers, drawn without putting back, hold one of the `right` ones: an unbiased estimate
-    of solving a prompt in k attempts (arXiv 2107.03374, eq. 1)."""
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
 def repetition(rollouts: Rollouts) -> float:

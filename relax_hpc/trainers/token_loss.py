@@ -52,8 +52,8 @@ class TokenLoss:
             )
         table = torch.stack([v.detach().to(loss) for v in values.values()]).double()
         peak = torch.tensor([name.endswith(PEAK) for name in values], device=table.device)
-        said = table.sum(1).where(~peak, table.amax(1) if targets.size else 0.0)
-        return loss.sum(), dict(zip(values, said.tolist(), strict=True))
+        totals = table.sum(1).where(~peak, table.amax(1) if targets.size else 0.0)
+        return loss.sum(), dict(zip(values, totals.tolist(), strict=True))
 
 
 class PolicyLoss(TokenLoss):
