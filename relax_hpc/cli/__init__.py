@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, status, submit, trace
+from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, simulate, status, submit, trace
 
 app = typer.Typer(
     name="relax-hpc",
@@ -41,6 +41,7 @@ app.command("run")(run.run)
 app.command("submit")(submit.submit)
 app.command("render")(submit.render)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("scale")(scale.scale)
 app.command("doctor")(doctor.doctor)
 app.command("status")(status.status)

@@ -50,11 +50,13 @@ class RolloutWorker:
         self.queue.open_workplace(workplace)
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
         self.held: Version | None = None
-        self.orders, self.sync_s, self.blocked_s = 0, 0.0, 0.0
+        self.orders, self.blocked_s = 0, 0.0
         self.usual_s = 0.0
         """How long it waited for the orders before."""
         self.swapping = False
         """Whether new weights are taken while an order is played."""
+        self.fetch_s = 0.0
+        """What taking weights took since this was last read."""
 
     def work(self) -> NoReturn:
         """Play orders until asked to stop."""
@@ -94,11 +96,9 @@ class RolloutWorker:
 
     def catch_up(self, claim: Claim) -> None:
         """Take the newest weights, which `claim` is to be played with; where they cannot be had, others get it."""
-        began, held = time.perf_counter(), self.held
         try:
             for pause_s in backoff():
                 if self.take_newest():
-                    self.sync_s = time.perf_counter() - began if self.held is not held else 0.0
                     return
                 self.progress("syncing")
                 time.sleep(pause_s)
@@ -111,6 +111,7 @@ class RolloutWorker:
         newest = self.receiver.newest()
         if newest is None or newest == self.held:
             return newest is not None
+        began = time.perf_counter()
         try:
             with self.receiver.fetch(newest, lambda: self.progress("syncing")) as tensors:
                 self.engine.load(newest.number, tensors, functools.partial(self.process.telemetry.beat, "syncing"))
@@ -124,6 +125,8 @@ class RolloutWorker:
             # Retired while we looked, or damaged: what is held stays valid for its orders, the next look sees a newer one.
             self.process.log.warning("%s", error)
             return False
+        finally:
+            self.fetch_s += time.perf_counter() - began
 
     def play(self, claim: Claim, waited_s: float) -> None:
         """Play the claimed order and publish its shard."""
@@ -133,6 +136,7 @@ class RolloutWorker:
             claim.path.unlink(missing_ok=True)
             return
         order, began, began_at, scored_s = claim.order, time.perf_counter(), time.time(), self.player.scored_s
+        sync_s, self.fetch_s = self.fetch_s, 0.0
         prompts = self.player.prompts(order)
         cap = self.recipe.rollout.max_attempts
         if claim.ticket.attempt >= cap:
@@ -144,6 +148,7 @@ class RolloutWorker:
             groups = self.episodes_or_again(order, prompts)
         score_s = self.player.scored_s - scored_s
         generate_s = time.perf_counter() - began - score_s
+        swap_s, self.fetch_s = self.fetch_s, 0.0
         meta = {
             "version": held.number, "lineage": held.lineage, "attempt": claim.ticket.attempt, "worker": self.workplace,
             "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": generate_s,
@@ -158,8 +163,8 @@ class RolloutWorker:
             "longest_s": max((s.seconds for s in samples), default=0.0),
             "tokens_per_s": tokens / generate_s, "tokens_per_device_s": tokens / generate_s / self.recipe.rollout.devices_each,
             "reward": mean([s.raw_reward for s in samples]), "failed": sum(bool(g.reason) for g in groups),
-            "began": round(began_at, 3), "wait_s": waited_s, "sync_s": self.sync_s, "blocked_s": self.blocked_s,
-            "generate_s": generate_s, "score_s": score_s,
+            "began": round(began_at, 3), "wait_s": waited_s, "sync_s": sync_s, "blocked_s": self.blocked_s,
+            "generate_s": generate_s, "swap_s": swap_s, "score_s": score_s,
         }  # fmt: skip
         self.publisher.put(claim, image, about)
         began = time.perf_counter()

@@ -1,0 +1,175 @@
+"""`relax-hpc simulate`: how many workers, how much staleness, what faults cost, in simulated time."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Optional
+
+import typer
+
+from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.run import Sets, Site
+
+if TYPE_CHECKING:
+    from relax_hpc.launch.simulation.outcome import Outcome
+    from relax_hpc.recipe import Recipe
+
+STEPS = 300
+SHARES = (0.5, 1, 2, 4)
+"""Of the recipe's workers, that are tried when nobody says how many."""
+
+
+def _seconds(says: str) -> typer.models.OptionInfo:
+    """An option for a time in place of the one that is assumed or measured."""
+    option: typer.models.OptionInfo = typer.Option(
+        metavar="S", help=says, min=0.0, show_default=False, rich_help_panel="Times"
+    )
+    return option
+
+
+def simulate(
+    target: Annotated[
+        Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe (TOML) or a run's directory.", show_default=False)
+    ],
+    workers: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="N,N,…", help="Rollout workers. [dim]default: half, all, 2 and 4 times the recipe's[/dim]", show_default=False
+        ),
+    ] = None,
+    staleness: Annotated[
+        Optional[str],
+        typer.Option(metavar="N,N,…", help="async.max_staleness. [dim]default: the recipe's[/dim]", show_default=False),
+    ] = None,
+    late: Annotated[
+        Optional[str],
+        typer.Option(
+            metavar="POLICY,…", help="async.late: wait, drop, mask. [dim]default: the recipe's[/dim]", show_default=False
+        ),
+    ] = None,
+    mtbf: Annotated[
+        str,
+        typer.Option(metavar="HOURS,…", help="Mean time between failures of a node, trainer nodes as well; or none."),
+    ] = "none",
+    steps: Annotated[int, typer.Option(help="Training steps of each simulation.", min=20)] = STEPS,
+    seed: Annotated[int, typer.Option(help="Same seed, same result.", min=0)] = 0,
+    sets: Sets = [],  # noqa: B006
+    site: Site = None,
+    config: Annotated[
+        Optional[Path],
+        typer.Option(
+            help="The model's config.json, where model.path is on another machine, as for `plan`.", show_default=False
+        ),
+    ] = None,
+    answer_tokens: Annotated[
+        Optional[float],
+        typer.Option(help="Mean tokens of an answer; for a recipe.", min=1, show_default=False, rich_help_panel="Times"),
+    ] = None,
+    sigma: Annotated[
+        Optional[float],
+        typer.Option(
+            help="How long the tail of answers is: sigma of a lognormal; for a recipe.", min=0, show_default=False, rich_help_panel="Times"
+        ),
+    ] = None,
+    token_s: Annotated[Optional[float], _seconds("From one token of an answer to the next; for a recipe.")] = None,
+    bandwidth: Annotated[
+        Optional[float],
+        typer.Option(
+            metavar="GB/S", help="Of weights and checkpoints; for a recipe.", min=0.001, show_default=False, rich_help_panel="Times"
+        ),
+    ] = None,
+    train_s: Annotated[Optional[float], _seconds("A training step.")] = None,
+    publish_s: Annotated[Optional[float], _seconds("The trainer publishes a version of the weights.")] = None,
+    fetch_s: Annotated[Optional[float], _seconds("A worker takes a version of the weights.")] = None,
+    checkpoint_s: Annotated[Optional[float], _seconds("The trainer stands still for a checkpoint.")] = None,
+    restart_s: Annotated[Optional[float], _seconds("From a fault until the trainer, or a node, is back.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON: seconds, shares.")] = False,
+) -> None:
+    """Simulate a run: how many rollout workers, which max_staleness, which late policy, what faults and file systems cost.
+
+    The run's own rules decide (which orders are asked for, what a step may take, what is late), in simulated time; every
+    combination is a row. A RUN is simulated with the times that its metrics tell, a RECIPE with assumed ones, which are printed.
+    Nothing is started; thousands of workers take a minute.
+
+    [dim]relax-hpc simulate recipe.toml --answer-tokens 3000 --sigma 1 --workers 8,16,32,64[/dim]
+    [dim]relax-hpc simulate runs/countdown --staleness 0,1,2,4 --late wait,drop[/dim]
+    [dim]relax-hpc simulate recipe.toml --workers 2048 --set trainer.prompts_per_step=4096 --mtbf none,2000,500[/dim]
+    """
+    import json
+
+    from relax_hpc.launch.simulation.assume import Asked
+    from relax_hpc.launch.simulation.sweep import Grid, late_of, recommend, sweep, times_of_recipe, times_of_run
+    from relax_hpc.recipe import load_recipe, site_file
+    from relax_hpc.recipe.load import change_on_resume
+    from relax_hpc.run_dir import open_existing
+
+    asked = Asked(
+        answer_tokens, sigma, token_s, train_s, publish_s, fetch_s, checkpoint_s, restart_s,
+        None if bandwidth is None else bandwidth * 1e9,
+    )  # fmt: skip
+    with friendly():
+        if target.is_dir():
+            run = open_existing(target)
+            recipe = change_on_resume(load_recipe(run.recipe), sets)
+            times = times_of_run(recipe, target, asked)
+        else:
+            recipe = load_recipe(target, sets, site_file(site))
+            times = times_of_recipe(recipe, target, config, asked)
+        grid = Grid(
+            workers=_numbers("--workers", workers, 1) if workers else _some_workers(recipe),
+            staleness=_numbers("--staleness", staleness, 0) if staleness else [recipe.async_.max_staleness],
+            late=late_of(late.split(",")) if late else [recipe.async_.late],
+            mtbf_h=_hours(mtbf),
+            steps=steps,
+            seed=seed,
+        )
+        notes = [f"{steps} steps (--steps)", *times(grid.workers[0])[1]]
+        outcomes = sweep(recipe, grid, times)
+        best, why = recommend(outcomes)
+    if as_json:
+        rows = [outcome.to_json() for outcome in outcomes]
+        typer.echo(json.dumps({"from": notes, "rows": rows, "recommended": best.to_json(), "why": why}, indent=1))
+    else:
+        _print(outcomes, best, why, notes)
+
+
+def _numbers(option: str, text: str, least: int) -> list[int]:
+    """Raises RunError for what is no list of whole numbers from `least` on."""
+    from relax_hpc.run_dir import RunError
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) >= least for word in words):
+        raise RunError(f"{option} {text}: expected whole numbers from {least} on with commas between them, such as 1,2,4")
+    return sorted({int(word) for word in words})
+
+
+def _hours(text: str) -> list[float | None]:
+    """Raises RunError for what is no list of hours above 0."""
+    from relax_hpc.run_dir import RunError
+
+    found: list[float | None] = []
+    for word in (word.strip() for word in text.split(",")):
+        try:
+            hours = None if word == "none" else float(word)
+        except ValueError:
+            hours = math.nan
+        if hours is not None and not 0 < hours < math.inf:
+            raise RunError(f"--mtbf {text}: expected hours above 0, or none, with commas between them, such as none,2000,500")
+        found.append(hours)
+    return list(dict.fromkeys(found))
+
+
+def _some_workers(recipe: Recipe) -> list[int]:
+    return sorted({max(1, int(share * recipe.rollout.workers)) for share in SHARES})
+
+
+def _print(outcomes: list[Outcome], best: Outcome, why: str, notes: list[str]) -> None:
+    from rich.console import Console
+
+    from relax_hpc.cli.simulate_table import show
+
+    console = Console()
+    if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
+        console = Console(width=150)
+    show(outcomes, best, why, notes, console)
