@@ -35,7 +35,9 @@ def simulate(
     workers: Annotated[
         Optional[str],
         typer.Option(
-            metavar="N,N,…", help="Rollout workers. [dim]default: half, all, 2 and 4 times the recipe's[/dim]", show_default=False
+            metavar="N,N,…",
+            help="Rollout workers. [dim]default: half, all, 2 and 4 times the recipe's[/dim]",
+            show_default=False,
         ),
     ] = None,
     staleness: Annotated[
@@ -45,7 +47,9 @@ def simulate(
     late: Annotated[
         Optional[str],
         typer.Option(
-            metavar="POLICY,…", help="async.late: wait, drop, mask. [dim]default: the recipe's[/dim]", show_default=False
+            metavar="POLICY,…",
+            help="async.late: wait, drop, mask. [dim]default: the recipe's[/dim]",
+            show_default=False,
         ),
     ] = None,
     mtbf: Annotated[
@@ -64,19 +68,28 @@ def simulate(
     ] = None,
     answer_tokens: Annotated[
         Optional[float],
-        typer.Option(help="Mean tokens of an answer; for a recipe.", min=1, show_default=False, rich_help_panel="Times"),
+        typer.Option(
+            help="Mean tokens of an answer; for a recipe.", min=1, show_default=False, rich_help_panel="Times"
+        ),
     ] = None,
     sigma: Annotated[
         Optional[float],
         typer.Option(
-            help="How long the tail of answers is: sigma of a lognormal; for a recipe.", min=0, show_default=False, rich_help_panel="Times"
+            help="How long the tail of answers is: sigma of a lognormal; for a recipe.",
+            min=0,
+            show_default=False,
+            rich_help_panel="Times",
         ),
     ] = None,
     token_s: Annotated[Optional[float], _seconds("From one token of an answer to the next; for a recipe.")] = None,
     bandwidth: Annotated[
         Optional[float],
         typer.Option(
-            metavar="GB/S", help="Of weights and checkpoints; for a recipe.", min=0.001, show_default=False, rich_help_panel="Times"
+            metavar="GB/S",
+            help="Of weights and checkpoints; for a recipe.",
+            min=0.001,
+            show_default=False,
+            rich_help_panel="Times",
         ),
     ] = None,
     train_s: Annotated[Optional[float], _seconds("A training step.")] = None,
@@ -140,7 +153,9 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) >= least for word in words):
-        raise RunError(f"{option} {text}: expected whole numbers from {least} on with commas between them, such as 1,2,4")
+        raise RunError(
+            f"{option} {text}: expected whole numbers from {least} on with commas between them, such as 1,2,4"
+        )
     return sorted({int(word) for word in words})
 
 
@@ -155,7 +170,9 @@ def _hours(text: str) -> list[float | None]:
         except ValueError:
             hours = math.nan
         if hours is not None and not 0 < hours < math.inf:
-            raise RunError(f"--mtbf {text}: expected hours above 0, or none, with commas between them, such as none,2000,500")
+            raise RunError(
+                f"--mtbf {text}: expected hours above 0, or none, with commas between them, such as none,2000,500"
+            )
         found.append(hours)
     return list(dict.fromkeys(found))
 

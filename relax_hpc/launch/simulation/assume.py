@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from relax_hpc.launch.simulation.times import Lognormal, Times
 from relax_hpc.launch.sizing.engine import engine_memory
 from relax_hpc.launch.sizing.estimate import PROMPT_TOKENS
 from relax_hpc.launch.sizing.model import Shape, parameters
 from relax_hpc.launch.sizing.traffic import traffic
 from relax_hpc.launch.sizing.trainer import ELEMENT, checkpoint_bytes
-from relax_hpc.launch.simulation.times import Lognormal, Times
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.weights import FileWeights
 from relax_hpc.run_dir import RunError
@@ -91,7 +91,8 @@ def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str
     )
     notes = [
         f"answers of {mean:g} tokens on average (--answer-tokens), lognormal with sigma {sigma:g} (--sigma), cut at {most}",
-        f"{token_s * 1e3:.3g} ms from token to token (--token-s)" + _why(asked.token_s, "an H100 at half its bandwidth"),
+        f"{token_s * 1e3:.3g} ms from token to token (--token-s)"
+        + _why(asked.token_s, "an H100 at half its bandwidth"),
         f"an order of {samples} answers lasts as long as its longest one",
         f"{train_s:.3g} s a training step (--train-s)" + _why(asked.train_s, "H100s at 30 % of their arithmetic"),
         f"{publish_s:.3g} s to publish weights (--publish-s), {fetch_s:.3g} s to take them (--fetch-s), {checkpoint_s:.3g} s for a "

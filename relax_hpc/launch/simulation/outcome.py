@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.launch.simulation.file_calls import calls_per_second
-from relax_hpc.launch.simulation.model import Late, Setup, Trace
+from relax_hpc.launch.simulation.setup import Late, Setup, Trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,9 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from relax_hpc.launch.simulation.assume import Asked, assumed
-from relax_hpc.launch.simulation.model import Late, Setup, Simulation
+from relax_hpc.launch.simulation.model import Simulation
 from relax_hpc.launch.simulation.outcome import Outcome, summarise
+from relax_hpc.launch.simulation.setup import Late, Setup
 from relax_hpc.launch.simulation.times import Times
 from relax_hpc.recipe import Recipe
 from relax_hpc.recipe.problems import explain
@@ -62,9 +63,7 @@ def times_of_run(recipe: Recipe, path: Path, asked: Asked) -> TimesFor:
     return lambda workers: found
 
 
-def sweep(
-    recipe: Recipe, grid: Grid, times: TimesFor, done: Callable[[], None] = lambda: None
-) -> list[Outcome]:
+def sweep(recipe: Recipe, grid: Grid, times: TimesFor, done: Callable[[], None] = lambda: None) -> list[Outcome]:
     """An outcome for each point; `done` is called after each. Raises RecipeError for what the recipe cannot be."""
     for staleness, late in itertools.product(grid.staleness, grid.late):
         check(recipe, staleness, late)
@@ -116,7 +115,11 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[Outcome, str]:
     best = min(enough, key=lambda o: (o.workers, o.max_staleness, ("wait", "mask", "drop").index(o.late)))
     why = f"{best.samples_s:.3g} samples/s"
     if best is most:
-        why += ", more than any other that is not biased towards short answers" if len(there) > len(fair) else ", the most of all"
+        why += (
+            ", more than any other that is not biased towards short answers"
+            if len(there) > len(fair)
+            else ", the most of all"
+        )
     else:
         why += (
             f", {best.samples_s / most.samples_s:.0%} of the most ({most.workers} workers, max_staleness {most.max_staleness}, "
@@ -126,7 +129,7 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[Outcome, str]:
     bound = "the trainer waits" if best.trainer_waits > best.workers_idle else "workers wait"
     share = max(best.trainer_waits, best.workers_idle)
     return best, (
-        f"{best.workers} workers on {best.nodes} nodes, async.max_staleness = {best.max_staleness}, async.late = \"{best.late}\"{under}: "
+        f'{best.workers} workers on {best.nodes} nodes, async.max_staleness = {best.max_staleness}, async.late = "{best.late}"{under}: '
         f"{why}; {bound} {share:.0%} of the time"
     )
 
@@ -135,5 +138,7 @@ def late_of(words: Sequence[str]) -> list[Late]:
     """Raises RunError for a policy that there is not."""
     unknown = [w for w in words if w not in LATE]
     if unknown:
-        raise RunError(f"--late {unknown[0]}: there is no such policy; use any of {', '.join(LATE)}, with commas between them")
+        raise RunError(
+            f"--late {unknown[0]}: there is no such policy; use any of {', '.join(LATE)}, with commas between them"
+        )
     return [late for late in LATE if late in words]

@@ -1,14 +1,20 @@
-"""GRPO whose every training step takes a fixed time, as a large model's would: named in recipes as FILE.py:paced."""
+"""A large model's times with a tiny one: GRPO whose steps last as long as one says, and orders with a long tail.
+
+Named in recipes as FILE.py:paced and FILE.py:LongTail.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 
+import numpy as np
 from torch import Tensor
 
 from relax_hpc.algorithms.policy import PolicyAlgorithm
+from relax_hpc.environments.single_turn import SingleTurn
 from relax_hpc.recipe.algorithm import Grpo
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Prompt, Rollouts
 
 
 class Paced(PolicyAlgorithm):
@@ -25,3 +31,16 @@ class Paced(PolicyAlgorithm):
 
 def paced(seconds: float) -> Paced:
     return Paced(seconds)
+
+
+class LongTail(SingleTurn):
+    """An answer is judged at once, but its prompt takes a lognormal time that depends on the prompt alone."""
+
+    def __init__(self, seconds: float, sigma: float, copies: int) -> None:
+        """seconds: the mean; copies: samples that share it."""
+        super().__init__()
+        self.middle, self.sigma, self.copies = math.log(seconds) - sigma**2 / 2, sigma, copies
+
+    def reset(self, prompt: Prompt) -> None:
+        time.sleep(np.random.default_rng(prompt.index).lognormal(self.middle, self.sigma) / self.copies)
+        super().reset(prompt)
