@@ -137,7 +137,12 @@ def simulate(
             steps=steps,
             seed=seed,
         )
-        notes = [f"{steps} steps (--steps)", *times(grid.workers[0])[1]]
+        orders = recipe.orders_per_step
+        notes = [
+            f"{steps} steps (--steps) of {orders} orders (trainer.prompts_per_step / rollout.groups_per_order), so {orders} workers "
+            "and as many for each version of max_staleness have something to do at most",
+            *times(grid.workers[0])[1],
+        ]
         outcomes = sweep(recipe, grid, times)
         best, why = recommend(outcomes)
     if as_json:
@@ -188,5 +193,5 @@ def _print(outcomes: list[Outcome], best: Outcome, why: str, notes: list[str]) -
 
     console = Console()
     if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
-        console = Console(width=150)
+        console = Console(width=170)
     show(outcomes, best, why, notes, console)

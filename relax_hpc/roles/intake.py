@@ -19,16 +19,12 @@ from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
 from relax_hpc.spool.orders import Choice, Order, OrderBook, replacement_id
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import LOOK_AT_STARTS_S, Queue
 from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch, backoff
 
 POLL_FOR_S = 1.0
 """How long one wait lasts before the other processes hear that there is nothing yet (they must not look hung)."""
-
-
-LOOK_AT_STARTS_S = 0.1
-"""Between two listings of what was started when: they cost a folder a worker."""
 
 
 class Intake:

@@ -21,6 +21,9 @@ from relax_hpc.run_dir import Data, RunDir, publish, read_json, to_json
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.watch import FolderWatch
 
+LOOK_AT_STARTS_S = 0.1
+"""Between two calls of `in_play`, which costs a folder a worker."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ticket:

@@ -18,14 +18,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from relax_hpc.cli import app
-from relax_hpc.launch.simulation import model
 from relax_hpc.launch.simulation.file_calls import calls_per_second
 from relax_hpc.launch.simulation.model import Simulation
 from relax_hpc.launch.simulation.outcome import Outcome, summarise
 from relax_hpc.launch.simulation.setup import Late, Setup, Trace
 from relax_hpc.launch.simulation.sweep import recommend
 from relax_hpc.launch.simulation.times import Floats, Lognormal, Measured, Times
-from relax_hpc.roles import intake
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.orders import Choice
 
@@ -144,7 +142,7 @@ RANDOM_SETUPS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(run=RANDOM_SETUPS, train=st.sampled_from([1.0, 20.0, 150.0]), sigma=st.floats(0, 1.5))
 def test_every_order_is_trained_once_and_no_token_is_too_old(run: Setup, train: float, sigma: float) -> None:
     orders = Lognormal(mean=1000, sigma=sigma, longest=10**6, samples=2, base_s=1.0, token_s=0.03)
@@ -182,10 +180,6 @@ def test_dropping_the_long_tail_is_faster() -> None:
 def test_faults_without_end_are_said() -> None:
     with pytest.raises(RunError, match="checkpoint_every = 10"):
         Simulation(setup(2, 1, 1, trainer_mtbf_s=60.0), times(10.0)).run()
-
-
-def test_constants_are_those_of_the_roles() -> None:
-    assert model.LOOK_AT_STARTS_S == intake.LOOK_AT_STARTS_S
 
 
 @pytest.mark.parametrize(("workers", "order", "idle"), [(2, 221, 74), (8, 259, 86), (32, 366, 131)])

@@ -1,8 +1,8 @@
-"""Does the simulation say what runs do? Real runs at several max_staleness; one calibrates, the others are predicted.
+"""Does the simulation say what runs do? Real runs of several setups; one of them calibrates, the others are predicted.
 
-Training and generation are sleeps (sides/paced.py: a step of a second, orders of a lognormal second), so that two cores carry
-trainer and three workers; orders, shards, weights and files are those of any run. The mean time of a step, without the first
-ones, predicted over measured: 1 is exact, above 1 the run was faster than was said.
+A setup is max_staleness:workers:late. Training and generation are sleeps (sides/paced.py: a step of a second, orders of a
+lognormal second), so that two cores carry trainer and workers; orders, shards, weights and files are those of any run.
+The mean time of a step, without the first ones, predicted over measured: 1 is exact, above 1 the run was faster than said.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich.table import Table
 
 from relax_hpc.launch.simulation.assume import Asked
-from relax_hpc.launch.simulation.sweep import Grid, sweep, times_of_run
+from relax_hpc.launch.simulation.sweep import Grid, late_of, sweep, times_of_run
 from relax_hpc.recipe import load_recipe
 from tools.bench.common import ROOT, console, finish, parse, parser, progress
 from tools.bench.runs import Finished, run
 
 RECIPE = ROOT / "tools" / "bench" / "simulate.toml"
+POINTS = ("1:3:wait", "0:3:wait", "2:3:wait", "4:3:wait", "1:2:wait", "1:3:drop")
+"""The first one calibrates."""
 SIMULATED_STEPS = 2000
 DROP = 6
 """First steps that are left out: the pipeline fills, every process does things for the first time."""
@@ -32,43 +34,42 @@ def step_s(done: Finished) -> float:
     return float((ends[-1] - ends[0]) / (len(ends) - 1))
 
 
+def predicted_s(calibration: Finished, point: str) -> float:
+    """The same of a setup, from another one's run."""
+    recipe = load_recipe(calibration.root / "recipe.toml")
+    staleness, workers, late = point.split(":")
+    grid = Grid([int(workers)], [int(staleness)], late_of([late]), [None], SIMULATED_STEPS, seed=0)
+    outcome = sweep(recipe, grid, times_of_run(recipe, calibration.root, Asked()))[0]
+    return recipe.trainer.prompts_per_step * recipe.algorithm.group_size / outcome.samples_s
+
+
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2, 4], help="values of async.max_staleness")
-    arguments.add_argument(
-        "--calibrate", type=int, default=1, help="the one whose run is looked at (default: %(default)s)"
-    )
+    arguments.add_argument("--points", nargs="+", default=list(POINTS), help="setups; the first one calibrates")
     arguments.add_argument("--steps", type=int, default=60, help="run.steps (default: %(default)s)")
     given = parse(arguments)
-    if given.calibrate not in given.bounds or given.steps < DROP + 10:
-        arguments.error(f"--calibrate must be one of --bounds, --steps at least {DROP + 10}")
-    runs: dict[int, Finished] = {}
-    with progress("simulate: runs", len(given.bounds)) as step:
-        for bound in given.bounds:
-            runs[bound] = run(RECIPE, f"simulate-{bound}", {"run.steps": given.steps, "async.max_staleness": bound})
+    if given.steps < DROP + 10:
+        arguments.error(f"--steps {given.steps}: at least {DROP + 10}, since the first {DROP} are left out")
+    runs: dict[str, Finished] = {}
+    with progress("simulate: runs", len(given.points)) as step:
+        for point in given.points:
+            staleness, workers, late = point.split(":")
+            sets = {"async.max_staleness": staleness, "rollout.workers": workers, "async.late": late}
+            runs[point] = run(RECIPE, f"simulate-{point.replace(':', '-')}", {"run.steps": given.steps, **sets})
             step()
-    root = runs[given.calibrate].root
-    recipe = load_recipe(root / "recipe.toml")
-    grid = Grid([recipe.rollout.workers], given.bounds, ["wait"], [None], SIMULATED_STEPS, seed=0)
-    samples = recipe.trainer.prompts_per_step * recipe.algorithm.group_size
-    measured = {bound: step_s(runs[bound]) for bound in given.bounds}
-    outcomes = sweep(recipe, grid, times_of_run(recipe, root, Asked()))
-    predicted = {outcome.max_staleness: samples / outcome.samples_s for outcome in outcomes}
-    table = Table("max_staleness", "measured s a step", "predicted", "predicted / measured")
-    for bound in given.bounds:
-        ratio = f"{predicted[bound] / measured[bound]:.3f}"
-        said = ratio + (" (calibrated from it)" if bound == given.calibrate else "")
-        table.add_row(str(bound), f"{measured[bound]:.3f}", f"{predicted[bound]:.3f}", said)
+    measured = {point: step_s(done) for point, done in runs.items()}
+    predicted = {point: predicted_s(runs[given.points[0]], point) for point in given.points}
+    ratio = {point: predicted[point] / measured[point] for point in given.points}
+    table = Table("max_staleness:workers:late", "measured s a step", "predicted", "predicted / measured")
+    for point in given.points:
+        said = f"{ratio[point]:.3f}" + (" (calibrates)" if point == given.points[0] else "")
+        table.add_row(point, f"{measured[point]:.3f}", f"{predicted[point]:.3f}", said)
     console.print(table)
-    finish(
-        {
-            "measured_s": {str(b): round(measured[b], 4) for b in given.bounds},
-            "predicted_s": {str(b): round(predicted[b], 4) for b in given.bounds},
-            "ratio": {str(b): round(predicted[b] / measured[b], 4) for b in given.bounds},
-            "calibrated_from": given.calibrate,
-        },
-        given.json,
-    )
+    rounded = {
+        name: {point: round(value, 4) for point, value in found.items()}
+        for name, found in (("measured_s", measured), ("predicted_s", predicted), ("ratio", ratio))
+    }
+    finish({**rounded, "calibrated_from": given.points[0]}, given.json)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from relax_hpc.launch.simulation.setup import Prompts, Setup, Spans, Trace
 from relax_hpc.launch.simulation.times import Times
 from relax_hpc.run_dir import RunError
 from relax_hpc.spool.orders import MAX_DROPS, Choice, Order, OrderBook
+from relax_hpc.spool.queue import LOOK_AT_STARTS_S
 
-LOOK_AT_STARTS_S = 0.1
-"""As in roles.intake."""
 VAIN_FAULTS = 100
 """Faults of the trainer without a new checkpoint, after which it is clear that there will be none."""
 
