@@ -52,7 +52,8 @@ def times(generate: float | Any, train: float = TRAIN_S, **other: float) -> Time
 
 
 def setup(workers: int, staleness: int, n: int, late: Late = "wait", steps: int = 40, **other: Any) -> Setup:
-    return Setup(workers, 2, staleness, late, n, 2, 4, steps, **{"checkpoint_every": 10, **other})
+    about = {"workers_per_node": 2, "groups_per_order": 2, "copies": 4, "checkpoint_every": 10, **other}
+    return Setup(workers=workers, max_staleness=staleness, orders_per_step=n, late=late, steps=steps, **about)
 
 
 def mean_step_s(trace: Trace) -> float:
@@ -120,12 +121,12 @@ class Watched(Simulation):
     def _held_up(self, step: int) -> bool:
         held_up = super()._held_up(step)
         if held_up:
-            assert self.book.choose(step, self._first, self.rollouts.in_play()) is None
+            assert self.book.choose(step, self.first, self.rollouts.in_play()) is None
         return held_up
 
     def _choose(self, step: int) -> Generator[Any, Any, Choice | None]:
         choice = yield from super()._choose(step)
-        assert choice is None or self.setup.late == "mask" or all(i in self._first for i in choice.take)
+        assert choice is None or self.setup.late == "mask" or all(i in self.first for i in choice.take)
         return choice
 
 
@@ -151,6 +152,7 @@ def test_every_order_is_trained_once_and_no_token_is_too_old(run: Setup, train: 
     stems = sorted(i.partition("r")[0] for take, _ in trace.ledger for i in take)
     assert stems == [f"o{batch:06d}-{k:03d}" for batch in range(run.steps) for k in range(run.orders_per_step)]
     assert simulation.book.outstanding == {}, "all that was asked for was trained on"
+    assert not simulation.complete and not simulation.tokens, "nothing is left of it"
     assert max(trace.ages, default=0) <= run.max_staleness
     assert run.late == "drop" or not any(drop for _, drop in trace.ledger)
     assert (run.late == "mask") or trace.masked_tokens == 0
@@ -165,6 +167,38 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first, again = (Simulation(faulty, times(orders)).run() for _ in range(2))
     assert first == again
     assert Simulation(replace(faulty, seed=1), times(orders)).run() != first
+
+
+def test_what_a_lost_worker_played_holds_nothing_up_once_it_is_given_back() -> None:
+    """An order of version 0 lasts 1000 s, so step 1 waits for it; its worker is lost at 500 s, and 15 s later it may start later."""
+    simulation = Simulation(setup(2, 1, 1, steps=3), times(InTurn([1000.0, 100.0]), fetch_s=0.0))
+
+    def fault() -> Generator[Any, Any, None]:
+        yield simulation.env.timeout(500.0)
+        player = next(w for w in simulation.rollouts.workers if w.order == "o000000-000")
+        player.process.interrupt()
+
+    simulation.env.process(fault())
+    trace = simulation.run()
+    assert trace.ended_s[1] == pytest.approx(515 + TRAIN_S + PUBLISH_S, abs=1)
+    assert ("o000000-000",) in [take for take, _ in trace.ledger]
+
+
+def test_a_worker_that_is_lost_on_its_way_to_an_order_leaves_it_to_another() -> None:
+    never = 1e7
+    simulation = Simulation(setup(2, 0, 1, steps=3, workers_per_node=1), times(100.0, worker_restart_s=never))
+    rollouts, lost = simulation.rollouts, []
+    call = rollouts.call
+
+    def called(count: int) -> None:
+        before = set(rollouts.waiting)
+        call(count)
+        if not lost and (gone := before - set(rollouts.waiting)):
+            lost.append(gone.pop())
+            simulation.env.timeout(0).callbacks.append(lambda _: lost[0].process.interrupt())
+
+    rollouts.call = called  # type: ignore[method-assign]
+    assert simulation.run().ended_s[-1] < never and len(lost) == 1
 
 
 def test_dropping_the_long_tail_is_faster() -> None:

@@ -46,10 +46,10 @@ class Simulation:
         self.rollouts = Rollouts(
             self.env, setup, times, self.trace, (self._fault_rng, self._look_rng), self._played, self._tell
         )
-        self._tokens: dict[str, float] = {}
+        self.tokens: dict[str, float] = {}
         """Of outstanding orders."""
-        self._complete: dict[str, Spans] = {}
-        self._first: dict[str, int] = {}
+        self.complete: dict[str, Spans] = {}
+        self.first: dict[str, int] = {}
         """First version of each complete order: what the book asks for."""
         self._news = self.env.event()
         self._looked_at_starts = float("-inf")
@@ -69,14 +69,14 @@ class Simulation:
             return
         seconds, tokens = (drawn.tolist() for drawn in self.times.orders.draw(rng, len(orders)))
         ids = [order.id for order in orders]
-        self._tokens |= zip(ids, tokens, strict=True)
+        self.tokens |= zip(ids, tokens, strict=True)
         oldest = {order.id: order.min_version for order in orders}
         self.rollouts.put(oldest, dict(zip(ids, seconds, strict=True)))
 
     def _played(self, order_id: str, spans: Spans) -> None:
         """An order's shard is there."""
         if order_id in self.book.outstanding:  # it was not dropped meanwhile
-            self._complete[order_id], self._first[order_id] = spans, spans.versions[0]
+            self.complete[order_id], self.first[order_id] = spans, spans.versions[0]
             self._tell()
 
     def _train_all(self) -> Work:
@@ -150,13 +150,13 @@ class Simulation:
             self.trace.trainer_s["wait"] += self.env.now - began
 
     def _choose(self, step: int) -> Generator[simpy.Event, Any, Choice | None]:
-        if len(self._first) < self.book.n or self._held_up(step):
+        if len(self.first) < self.book.n or self._held_up(step):
             return None
-        choice = self.book.choose(step, self._first, {})
+        choice = self.book.choose(step, self.first, {})
         if choice is None or choice.drop:  # something unfinished seems due: look when it was started
             yield self.env.timeout(max(self._looked_at_starts + LOOK_AT_STARTS_S - self.env.now, 0.0))
             self._looked_at_starts = self.env.now
-            choice = self.book.choose(step, self._first, self.rollouts.in_play())
+            choice = self.book.choose(step, self.first, self.rollouts.in_play())
         return choice
 
     def _held_up(self, step: int) -> bool:
@@ -173,11 +173,11 @@ class Simulation:
         self.trace.ended_s.append(self.env.now)
         self.trace.ledger.append((choice.take, choice.drop))
         for order_id in choice.take:
-            self._account(step, self._complete[order_id], self._tokens[order_id])
+            self._account(step, self.complete[order_id], self.tokens[order_id])
         for order_id in (*choice.take, *choice.drop):
-            self._complete.pop(order_id, None)
-            self._first.pop(order_id, None)
-            del self._tokens[order_id]
+            self.complete.pop(order_id, None)
+            self.first.pop(order_id, None)
+            del self.tokens[order_id]
         self.rollouts.withdraw(choice.drop)
         replacements = self.book.apply(step, choice.take, choice.drop)
         self._put(replacements, self._replaced_rng)

@@ -67,13 +67,13 @@ class Rollouts:
         """A heap of open orders; some are claimed or withdrawn."""
         self._seconds: dict[str, float] = {}
         """What playing each order takes, of those that are open or claimed."""
-        self._waiting: dict[Worker, None] = {}
-        self._workers = [Worker(i // setup.workers_per_node) for i in range(setup.workers)]
-        for worker in self._workers:
+        self.waiting: dict[Worker, None] = {}
+        self.workers = [Worker(i // setup.workers_per_node) for i in range(setup.workers)]
+        for worker in self.workers:
             worker.process = env.process(self._labour(worker))
         if setup.node_mtbf_s < float("inf"):
             for node in range(setup.nodes):
-                env.process(self._node_faults([w for w in self._workers if w.node == node]))
+                env.process(self._node_faults([w for w in self.workers if w.node == node]))
 
     def put(self, oldest: Mapping[str, int], seconds: Mapping[str, float]) -> None:
         """Open orders, with the oldest version that each may start from and what playing it takes."""
@@ -98,13 +98,13 @@ class Rollouts:
 
     def idle_s(self) -> float:
         """What all workers together have waited for orders."""
-        return sum(w.idle_s for w in self._workers) + sum(self.env.now - w.waits_since for w in self._waiting)
+        return sum(w.idle_s for w in self.workers) + sum(self.env.now - w.waits_since for w in self.waiting)
 
     def _open(self, orders: Mapping[str, int]) -> None:
         self.open |= orders
         for order_id in orders:
             heapq.heappush(self._by_name, order_id)
-        self._call(len(self.open))
+        self.call(len(self.open))
 
     def _claim(self) -> str | None:
         """The first open order by name that the newest weights may start, as spool.queue claims it."""
@@ -124,18 +124,18 @@ class Rollouts:
             self.started[found] = self.version
         return found
 
-    def _call(self, count: int) -> None:
+    def call(self, count: int) -> None:
         """Let the `count` workers look that look next; the later ones would find nothing."""
-        if not self._waiting or not count:
+        if not self.waiting or not count:
             return
         since, each = pauses(self.setup.workers)
-        waiting, now = list(self._waiting), self.env.now
+        waiting, now = list(self.waiting), self.env.now
         pause = np.array([each[bisect.bisect_right(since, now - w.waits_since) - 1] for w in waiting])
         delay = pause * self._look_rng.random(len(waiting))
         for i in np.argsort(delay, kind="stable")[:count]:
             worker = waiting[i]
             assert worker.wake is not None
-            del self._waiting[worker]
+            del self.waiting[worker]
             worker.wake.succeed(float(delay[i]))
 
     def _labour(self, worker: Worker) -> Work:
@@ -151,7 +151,7 @@ class Rollouts:
         worker.waits_since = began
         while (order_id := self._claim()) is None:
             worker.wake = env.event()
-            self._waiting[worker] = None
+            self.waiting[worker] = None
             yield env.timeout((yield worker.wake))
         worker.idle_s += env.now - began
         worker.waits_since, worker.order = env.now, order_id
@@ -199,8 +199,8 @@ class Rollouts:
         worker.held = -1
         if worker.order is None:
             worker.idle_s += self.env.now - worker.waits_since
-            self._waiting.pop(worker, None)
-            self._call(len(self.open))  # it may have been called for an order
+            self.waiting.pop(worker, None)
+            self.call(len(self.open))  # it may have been called for an order
             return
         gone = self.env.timeout(self.times.worker_lost_s)
         assert gone.callbacks is not None
