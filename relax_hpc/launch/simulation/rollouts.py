@@ -106,7 +106,7 @@ class Rollouts:
             heapq.heappush(self._by_name, order_id)
         self.call(len(self.open))
 
-    def _claim(self) -> str | None:
+    def claim(self) -> str | None:
         """The first open order by name that the newest weights may start, as spool.queue claims it."""
         too_new, found = [], None
         while self._by_name and found is None:
@@ -149,7 +149,7 @@ class Rollouts:
     def _one_order(self, worker: Worker) -> Work:
         env, began = self.env, self.env.now
         worker.waits_since = began
-        while (order_id := self._claim()) is None:
+        while (order_id := self.claim()) is None:
             worker.wake = env.event()
             self.waiting[worker] = None
             yield env.timeout((yield worker.wake))

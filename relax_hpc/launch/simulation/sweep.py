@@ -40,6 +40,10 @@ class Grid:
     steps: int
     seed: int
 
+    @property
+    def points(self) -> int:
+        return len(self.workers) * len(self.staleness) * len(self.late) * len(self.mtbf_h)
+
 
 def times_of_recipe(recipe: Recipe, path: Path, config: Path | None, asked: Asked) -> TimesFor:
     """Assumed times; how long weights travel depends on the number of workers. Raises RunError where the model has no numbers."""
