@@ -20,6 +20,7 @@ from relax_hpc.roles.rollout import RolloutWorker
 from relax_hpc.run_dir import RunDir, RunError, to_json
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Queue
+from relax_hpc.telemetry import read_metrics
 from relax_hpc.weights import FilePublisher
 from tests import tiny
 from tests.runs import wait_for
@@ -31,7 +32,7 @@ class Setup:
     def __init__(self, folder: Path) -> None:
         self.run = RunDir(folder)
         self.run.create()
-        recipe = tiny.recipe(rollout={"device": "cpu"})
+        recipe = tiny.recipe(model={"context": 256}, rollout={"device": "cpu"})
         self.run.recipe.write_text(dump_recipe(recipe))
         self.run.identity.write_bytes(to_json({"id": "test"}))
         self.weights = load_file(tiny.folder(recipe, self.run.model) / "model.safetensors")
@@ -78,11 +79,16 @@ def test_versions_are_read_with_an_order_not_before(setup: Setup) -> None:
     setup.publish(0)
     thread = threading.Thread(target=trainer)
     thread.start()
-    claim, _ = setup.worker.wait_for_claim()
+    claim, waited_s = setup.worker.wait_for_claim()
     thread.join()
     assert seen == [0], "a version was read that nothing was played with"
     assert setup.worker.held is not None and setup.worker.held.number == setup.worker.engine.version == 3
     assert claim.ticket.name == "o000000-000.a0.v3"
+    setup.worker.play(claim, waited_s)
+    setup.worker.publisher.close()
+    setup.worker.report_published()
+    (said,), _ = read_metrics(setup.run.metrics / "rollout-0.jsonl")
+    assert 0 < said["fetch_s"] < said["wait_s"] == waited_s and said["swap_s"] == 0 < said["generate_s"]
 
 
 def test_an_order_whose_weights_are_damaged_is_open_again_and_no_worker_died_on_it(setup: Setup) -> None:
