@@ -146,6 +146,7 @@ def simulate(
         notes = [
             f"{steps} steps (--steps) of {orders} orders (trainer.prompts_per_step / rollout.groups_per_order), so {orders} workers "
             "and as many for each version of max_staleness have something to do at most",
+            "orders that are given back, or replace a dropped one, last as long again",
             *times(grid.workers[0])[1],
         ]
         with Progress(console=Console(stderr=True), transient=True) as bar:

@@ -4,13 +4,13 @@
               fault: restart, then every step since the checkpoint again, without waiting for data
     workers   rollouts.py
 
-Answers of an order have the same lengths whoever plays it, and however often; two simulations that differ in workers,
-staleness or faults see the same orders.
+Answers to the same prompts have the same lengths, whoever plays them and however often: an order that is given back or that
+replaces a dropped one takes as long again. Two simulations that differ in workers, staleness or faults see the same orders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import numpy as np
@@ -33,21 +33,17 @@ class Simulation:
 
     def __init__(self, setup: Setup, times: Times) -> None:
         self.setup, self.times, self.env, self.trace = setup, times, simpy.Environment(), Trace()
-        work, steps, replaced, faults, looks = (
-            np.random.default_rng(s) for s in np.random.SeedSequence(setup.seed).spawn(5)
-        )
-        self._work_rng, self._replaced_rng, self._fault_rng, self._look_rng = work, replaced, faults, looks
+        work, steps, faults, looks = (np.random.default_rng(s) for s in np.random.SeedSequence(setup.seed).spawn(4))
+        self._work_rng, self._fault_rng, self._look_rng = work, faults, looks
         self._train, self._publish = times.steps(steps, setup.steps)
         self.book = OrderBook(
             n=setup.orders_per_step, groups_per_order=setup.groups_per_order, copies=setup.copies,
             max_staleness=setup.max_staleness, late=setup.late, seed=setup.seed, cursor=Prompts(),
             ahead=setup.max_staleness, batches=setup.steps,
         )  # fmt: skip
-        self.rollouts = Rollouts(
-            self.env, setup, times, self.trace, (self._fault_rng, self._look_rng), self._played, self._tell
-        )
-        self.tokens: dict[str, float] = {}
-        """Of outstanding orders."""
+        self.rollouts = Rollouts(self.env, setup, times, self.trace, (faults, looks), self._played, self._tell)
+        self.drawn: dict[str, tuple[float, float]] = {}
+        """Seconds and tokens of outstanding orders."""
         self.complete: dict[str, Spans] = {}
         self.first: dict[str, int] = {}
         """First version of each complete order: what the book asks for."""
@@ -63,15 +59,18 @@ class Simulation:
         self.trace.idle_s = self.rollouts.idle_s()
         return self.trace
 
-    def _put(self, orders: list[Order], rng: np.random.Generator) -> None:
-        """Draw what orders will take, and open them."""
-        if not orders:
-            return
-        seconds, tokens = (drawn.tolist() for drawn in self.times.orders.draw(rng, len(orders)))
-        ids = [order.id for order in orders]
-        self.tokens |= zip(ids, tokens, strict=True)
+    def _release(self, upto: int) -> None:
+        """Ask for batches, and draw what their orders will take."""
+        orders = self.book.release(upto)
+        if orders:
+            seconds, tokens = self.times.orders.draw(self._work_rng, len(orders))
+            self._put(orders, zip(seconds.tolist(), tokens.tolist(), strict=True))
+
+    def _put(self, orders: list[Order], drawn: Iterable[tuple[float, float]]) -> None:
+        found = dict(zip((order.id for order in orders), drawn, strict=True))
+        self.drawn |= found
         oldest = {order.id: order.min_version for order in orders}
-        self.rollouts.put(oldest, dict(zip(ids, seconds, strict=True)))
+        self.rollouts.put(oldest, {order_id: seconds for order_id, (seconds, _) in found.items()})
 
     def _played(self, order_id: str, spans: Spans) -> None:
         """An order's shard is there."""
@@ -83,7 +82,7 @@ class Simulation:
         setup, times = self.setup, self.times
         at = made = saved = vain = 0
         choice: Choice | None = None
-        self._put(self.book.release(upto=self.book.last_batch(0)), self._work_rng)
+        self._release(self.book.last_batch(0))
         while at < setup.steps:
             try:
                 if at < made:
@@ -173,15 +172,15 @@ class Simulation:
         self.trace.ended_s.append(self.env.now)
         self.trace.ledger.append((choice.take, choice.drop))
         for order_id in choice.take:
-            self._account(step, self.complete[order_id], self.tokens[order_id])
+            self._account(step, self.complete[order_id], self.drawn[order_id][1])
+        again = [self.drawn[order_id] for order_id in choice.drop]
         for order_id in (*choice.take, *choice.drop):
             self.complete.pop(order_id, None)
             self.first.pop(order_id, None)
-            del self.tokens[order_id]
+            del self.drawn[order_id]
         self.rollouts.withdraw(choice.drop)
-        replacements = self.book.apply(step, choice.take, choice.drop)
-        self._put(replacements, self._replaced_rng)
-        self._put(self.book.release(upto=self.book.last_batch(step + 1)), self._work_rng)
+        self._put(self.book.apply(step, choice.take, choice.drop), again)  # the same prompts: they take as long
+        self._release(self.book.last_batch(step + 1))
 
     def _account(self, step: int, spans: Spans, tokens: float) -> None:
         """What `step` trains on of an order: all of it, or what is within the bound where async.late = "mask"."""
