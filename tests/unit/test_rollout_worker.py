@@ -88,7 +88,7 @@ def test_versions_are_read_with_an_order_not_before(setup: Setup) -> None:
     setup.worker.publisher.close()
     setup.worker.report_published()
     (said,), _ = read_metrics(setup.run.metrics / "rollout-0.jsonl")
-    assert 0 < said["fetch_s"] < said["wait_s"] == waited_s and said["swap_s"] == 0 < said["generate_s"]
+    assert 0 < said["sync_s"] < said["wait_s"] == waited_s and said["swap_s"] == 0 < said["generate_s"]
 
 
 def test_an_order_whose_weights_are_damaged_is_open_again_and_no_worker_died_on_it(setup: Setup) -> None:

@@ -39,14 +39,14 @@ def calibrated(view: RunView, recipe: Recipe, asked: Asked) -> tuple[Times, list
         train = [asked.train_s] * len(steps)
     if asked.publish_s is not None:
         publish = [asked.publish_s] * len(steps)
-    fetches = [o["fetch_s"] for o in orders if o.get("fetch_s")]
+    fetches = [o["sync_s"] for o in orders if o.get("sync_s")]
     restarts, saves = _restarts(view), [line["seconds"] for line in view.metrics("trainer-0", "checkpoint")]
     fetch_s, fetch_note = _chosen("take weights", "--fetch-s", asked.fetch_s, fetches, 0.0)
     checkpoint_s, checkpoint_note = _chosen(
         "write a checkpoint", "--checkpoint-s", asked.checkpoint_s, [] if recipe.run.async_checkpoints else saves, 0.0
     )
     restart_s, restart_note = _chosen("be back after a fault", "--restart-s", asked.restart_s, restarts, RESTART_S)
-    seconds = np.array([o["generate_s"] - o.get("swap_s", 0.0) for o in orders])
+    seconds = np.array([o["generate_s"] + o.get("score_s", 0.0) - o.get("swap_s", 0.0) for o in orders])
     times = Times(
         orders=Measured(seconds, np.array([float(o["tokens"]) for o in orders])),
         train=np.array(train),

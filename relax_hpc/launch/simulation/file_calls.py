@@ -1,26 +1,32 @@
 """File-system calls a second of a run, of all its processes together.
 
-Fitted to the two tables of docs/benchmarks.md, "File operations of whole runs" (2, 8 and 32 workers, 2 orders a second, and all
-of them waiting; strace, 2026-11-21), which it gives back within 7 %: a test holds that. How often workers that wait look is no
-fit, but spool.watch itself.
+Fitted to the table of docs/benchmarks.md, "File operations of whole runs" (2, 8 and 32 workers, 2 orders a second, and all of
+them waiting; strace, 2026-11-22), which it gives back within 7 %: a test holds that. How often workers that wait look is no
+fit, but what spool.watch has them do.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from itertools import islice
 
 import numpy as np
 
-from relax_hpc.spool.watch import backoff
+from relax_hpc.launch.status import LOOKED_AT
+from relax_hpc.spool.watch import LOOKS, backoff
 
-PER_ORDER = 196.0
+PER_ORDER = 159.5
 """Released, claimed, published, taken, with its share of a step's weights, ledger entry and metrics."""
-PER_LISTING = 4.5
+PER_LISTING = 6.0
 """A worker that waits lists `orders/open` anew after it changed."""
-PER_WORKER_S = 1.9
-"""A second: heartbeats, written and read, and listings in spite of an unchanged time."""
-PER_RUN_S = 20.0
+CHANGES = 1.2
+"""Moments an order at which `orders/open` changes: orders are released several at a time, and claimed one by one."""
+PER_WORKER_S = 0.45
+"""A second: its heartbeat."""
+PER_LOOKED_AT_S = 2.05
+"""A second: what the view of a run reads of a worker, of a few workers at a time."""
+PER_RUN_S = 19.3
 """A second: the supervisor, its lease."""
 PAUSES = 400
 """More than a worker takes to look as rarely as it ever does."""
@@ -35,6 +41,9 @@ def pauses(workers: int) -> tuple[list[float], list[float]]:
 
 def calls_per_second(workers: int, waiting: float, orders_s: float) -> float:
     """waiting: how many of the workers have nothing to do, on average. orders_s: orders a second."""
-    looks = waiting / pauses(workers)[1][-1]
-    listings = min(waiting * orders_s, looks)
-    return PER_RUN_S + PER_WORKER_S * workers + PER_ORDER * orders_s + looks + PER_LISTING * listings
+    longest_s = pauses(workers)[1][-1]
+    pause_s = min(longest_s, waiting / orders_s / LOOKS) if orders_s else longest_s
+    looks = waiting / pause_s if waiting else 0.0
+    listings = looks * -math.expm1(-CHANGES * orders_s * pause_s)
+    at_rest = PER_RUN_S + PER_WORKER_S * workers + PER_LOOKED_AT_S * min(workers, LOOKED_AT)
+    return at_rest + PER_ORDER * orders_s + looks + PER_LISTING * listings
