@@ -31,8 +31,7 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     make_rewards(recipe.sources)
     make_environments(recipe.sources)
     materialise(recipe.model, run.model, recipe.run.seed)
-    for key, path in recipe.models_beside.items():
-        check_beside(key, path, run.model)
+    check_beside(recipe, run.model)
     fit.check(recipe, run.model)
     context = int(AutoConfig.from_pretrained(run.model).max_position_embeddings)
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)

@@ -19,6 +19,8 @@ from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, 
 from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
 
+CRITIC_KEY, TEACHER_KEY = "algorithm.critic.model", "algorithm.teacher"
+
 
 class Run(Table):
     """What the run is called, where it lives, how long it lasts."""
@@ -353,7 +355,7 @@ class Recipe(Table):
         """Model directories that the trainer holds beside the policy's, by their keys."""
         critic = self.algorithm.critic.model if isinstance(self.algorithm, Ppo) else None
         teacher = self.algorithm.teacher if isinstance(self.algorithm, PolicyGradient) else None
-        return {k: path for k, path in (("algorithm.critic.model", critic), ("algorithm.teacher", teacher)) if path}
+        return {key: path for key, path in ((CRITIC_KEY, critic), (TEACHER_KEY, teacher)) if path}
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
@@ -382,11 +384,6 @@ class Recipe(Table):
             raise conflict(
                 f"algorithm.critic.warmup_steps = {self.algorithm.critic.warmup_steps} leaves the policy none of run.steps = "
                 f"{self.run.steps}: lower the one or raise the other"
-            )
-        if isinstance(self.algorithm, Ppo) and self.trainer.backend != "torch":
-            raise conflict(
-                f"algorithm.name = 'ppo' trains a critic, which trainer.backend = '{self.trainer.backend}' does not: "
-                "use trainer.backend = 'torch', or an algorithm without a critic, such as 'reinforce_plus_plus'"
             )
         if self.run.async_checkpoints and self.trainer.backend == "torch":
             raise conflict(

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from relax_hpc.recipe.schema import PathModel, TinyModel
+from relax_hpc.recipe.schema import PathModel, Recipe, TinyModel
 from relax_hpc.run_dir import RunError
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
@@ -48,16 +48,19 @@ def weights_folder(model: PathModel | TinyModel, folder: Path) -> Path:
     return folder if isinstance(model, TinyModel) else model.path
 
 
-def check_beside(key: str, path: Path, folder: Path) -> None:
-    """Raises RunError where `path`, the value of `key`, is no model of the vocabulary of the run's, in `folder`."""
-    _check_files(key, path)
-    own, other = (AutoTokenizer.from_pretrained(where, local_files_only=True).get_vocab() for where in (folder, path))
-    if own != other:
-        differing = sorted(own.items() ^ other.items(), key=lambda item: item[1])[0]
-        raise RunError(
-            f"{key} = '{path}' has another vocabulary ({len(other)} tokens) than the run's model ({len(own)} tokens), the first "
-            f"that differs is {differing[0]!r}, number {differing[1]}: it would read other words; give a model of the same tokenizer"
+def check_beside(recipe: Recipe, folder: Path) -> None:
+    """Raises RunError where a model that the trainer is to hold beside the run's, in `folder`, has another vocabulary."""
+    for key, path in recipe.models_beside.items():
+        _check_files(key, path)
+        own, other = (
+            AutoTokenizer.from_pretrained(where, local_files_only=True).get_vocab() for where in (folder, path)
         )
+        if own != other:
+            token, number = min(own.items() ^ other.items(), key=lambda item: item[1])
+            raise RunError(
+                f"{key} = '{path}' has another vocabulary ({len(other)} tokens) than the run's model ({len(own)} tokens): token "
+                f"{number}, {token!r}, is of one of them only; give a model with the same tokenizer"
+            )
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:

@@ -29,7 +29,7 @@ from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.data.packing import MicroBatch, pack, plan
 from relax_hpc.experts import one_by_one
 from relax_hpc.recipe.algorithm import Ppo
-from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.base import Saved
@@ -48,22 +48,23 @@ class TorchTrainer(Updating):
         self.device = _device(recipe.trainer.device)
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
         torch.manual_seed(recipe.run.seed + rank)
+        check_beside(recipe, model_dir)
         self.model = _load_model(weights_folder(recipe.model, model_dir), self.device)
         needs = make_algorithm(recipe.algorithm).needs
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if "reference" in needs else None
         self.teacher: PreTrainedModel | None = None
-        if "algorithm.teacher" in recipe.models_beside:
-            self.teacher = self._beside("algorithm.teacher", model_dir).requires_grad_(False)
+        if TEACHER_KEY in recipe.models_beside:
+            self.teacher = _load_model(recipe.models_beside[TEACHER_KEY], self.device).requires_grad_(False)
         models: dict[Learner, torch.nn.Module] = {"policy": self.model}
         if isinstance(recipe.algorithm, Ppo):
-            models["critic"] = self._new_critic(model_dir)
+            models["critic"] = self._new_critic()
         self.learning = {learner: Learning(model, recipe.trainer) for learner, model in models.items()}
 
     def begin_training(self) -> None:
         for learning in self.learning.values():
             learning.begin()
         self._refer()
-        if isinstance(self.recipe.algorithm, Ppo) and self.recipe.algorithm.critic.model is None:
+        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_beside:
             self._critic.body.load_state_dict(self.model.base_model.state_dict())
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -188,20 +189,11 @@ class TorchTrainer(Updating):
         if self.reference is not None:
             self.reference.load_state_dict(self.model.state_dict())
 
-    def _new_critic(self, model_dir: Path) -> Critic:
+    def _new_critic(self) -> Critic:
         """With the body of a model of its own, or of the policy."""
-        key = "algorithm.critic.model"
-        if key in self.recipe.models_beside:
-            body = self._beside(key, model_dir).base_model
-        else:
-            body = copy.deepcopy(self.model.base_model)
+        own = self.recipe.models_beside.get(CRITIC_KEY)
+        body = copy.deepcopy(self.model.base_model) if own is None else _load_model(own, self.device).base_model
         return Critic(cast(PreTrainedModel, body)).to(self.device).eval()
-
-    def _beside(self, key: str, model_dir: Path) -> PreTrainedModel:
-        """Another model, that the recipe names under `key`."""
-        path = self.recipe.models_beside[key]
-        check_beside(key, path, model_dir)
-        return _load_model(path, self.device)
 
     @staticmethod
     def _weights(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -192,10 +192,11 @@ def critic_oracle(recipe: Recipe, folder: Path, batches: list[Rollouts]) -> tupl
 
 
 @pytest.mark.parametrize("budget", [10000, 30])
-def test_a_critic_learns_by_the_plain_formula_and_alone_at_first(tmp_path: Path, budget: int) -> None:
-    torch.set_num_threads(1)
+def test_a_critic_learns_by_the_plain_formula_and_alone_at_first(backend: str, tmp_path: Path, budget: int) -> None:
     recipe = tiny.recipe(
-        trainer={"tokens_per_micro_batch": budget, "clip_grad_norm": 0.5}, algorithm=PPO, rollout={"temperature": 0.8}
+        trainer={"backend": backend, "tokens_per_micro_batch": budget, "clip_grad_norm": 0.5},
+        algorithm=PPO,
+        rollout={"temperature": 0.8},
     )
     trainer, algorithm = trainer_of(recipe, tmp_path), make_algorithm(recipe.algorithm)
     trainer.begin_training()
@@ -218,11 +219,15 @@ def test_a_critic_learns_by_the_plain_formula_and_alone_at_first(tmp_path: Path,
     assert not identical(before, weights(trainer)) and len(given) == 3
 
 
-def test_a_critic_begins_with_the_policys_weights_of_after_the_warm_up_or_with_its_own_models(tmp_path: Path) -> None:
+def test_a_critic_begins_with_the_policys_weights_of_after_the_warm_up_or_with_its_own_models(
+    backend: str, tmp_path: Path
+) -> None:
     """Seen by what it is after one step, from which a difference in the body does not vanish."""
     tiny.folder(tiny.recipe(), tmp_path / "other", seed=5)
     own, other = (
-        tiny.recipe(algorithm={"name": "ppo", "critic": {"learning_rate": 1e-3, **critic}})
+        tiny.recipe(
+            trainer={"backend": backend}, algorithm={"name": "ppo", "critic": {"learning_rate": 1e-3, **critic}}
+        )
         for critic in ({}, {"model": tmp_path / "other"})
     )
     rollouts, algorithm, found = tiny.random_rollouts(8), make_algorithm(own.algorithm), []
@@ -236,11 +241,13 @@ def test_a_critic_begins_with_the_policys_weights_of_after_the_warm_up_or_with_i
     assert found[0] != found[1] and found[2] == found[3] not in found[:2]
     strange = tiny.recipe(model={"alphabet": "0123456789"})
     tiny.folder(strange, tmp_path / "strange")
-    wrong = tiny.recipe(algorithm={"name": "ppo", "critic": {"model": tmp_path / "strange"}})
+    wrong = tiny.recipe(
+        trainer={"backend": backend}, algorithm={"name": "ppo", "critic": {"model": tmp_path / "strange"}}
+    )
     with pytest.raises(RunError, match=r"algorithm\.critic\.model = '.*strange' has another vocabulary \(13 tokens\)"):
         trainer_of(wrong, tmp_path / "model")
     with pytest.raises(RunError, match="needs a critic"):
-        trainer_of(tiny.recipe(), tmp_path / "model").step(rollouts, algorithm, 0)
+        trainer_of(tiny.recipe(trainer={"backend": backend}), tmp_path / "model").step(rollouts, algorithm, 0)
 
 
 def test_updates_of_a_step_train_on_groups_in_turn_and_recompute_before_the_first(backend: str, tmp_path: Path) -> None:
@@ -405,8 +412,6 @@ def test_a_step_without_tokens_leaves_the_weights_alone(backend: str, tmp_path: 
 def test_a_loss_that_is_not_finite_is_skipped_and_leaves_no_trace(
     backend: str, tmp_path: Path, poison: float, name: str
 ) -> None:
-    if name == "ppo" and backend == "megatron":
-        return  # which the recipe refuses
     recipe = tiny.recipe(trainer={"backend": backend}, algorithm={"name": name})
     algorithm, good = make_algorithm(recipe.algorithm), [tiny.random_rollouts(8, seed=s) for s in range(2)]
     bad = tiny.random_rollouts(8, seed=9, masked=0.0)
@@ -495,8 +500,6 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, name: str) -> None:
-    if name == "ppo" and backend == "megatron":
-        return
     recipe = tiny.recipe(trainer={"backend": backend, "schedule": "cosine"}, algorithm=RESUMED[name], run={"steps": 4})
     algorithm = make_algorithm(recipe.algorithm)
     batches = [tiny.random_rollouts(8, seed=s) for s in range(4)]

@@ -32,16 +32,17 @@ ODD = "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n!"
 """51 tokens with the special ones: no number of processes divides them."""
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"layers": LAYERS, "alphabet": ODD},
+    "critic": {"layers": LAYERS, "alphabet": ODD},
     "experts": {"layers": LAYERS, "alphabet": ODD, "experts": 4, "moe_intermediate_size": 16},
 }
 SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
-    "data": ("dense", {"overlap": True}),
-    "tensor": ("dense", {"tensor": 2}),
+    "data": ("critic", {"overlap": True}),
+    "tensor": ("critic", {"tensor": 2}),
     "tensor, sequence": ("dense", {"tensor": 2, "sequence": True, "recompute": "full"}),
     "pipeline": ("dense", {"pipeline": 2}),
-    "pipeline, virtual": ("dense", {"pipeline": 2, "virtual_pipeline": 2}),
+    "pipeline, virtual": ("critic", {"pipeline": 2, "virtual_pipeline": 2}),
     "context": ("dense", {"context": 2, "recompute": "selective"}),
-    "tensor, sequence, context": ("dense", {"tensor": 2, "sequence": True, "context": 2}),
+    "tensor, sequence, context": ("critic", {"tensor": 2, "sequence": True, "context": 2}),
     "tensor, pipeline": ("dense", {"tensor": 2, "pipeline": 2}),
     "expert": ("experts", {"expert": 2}),
     "expert, tensor": ("experts", {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True}),
@@ -84,17 +85,22 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     # a token's loss depends on all tokens of its sample, which context parallelism splits
     "dense": {"name": "gspo", "clip": [0.9, 9.0], "kl_coef": 0.3, "entropy_coef": 0.1, "behaviour": "recomputed",
               "correction": {"name": "tis", "high": 20.0}, "teacher_coef": 0.1},
+    "critic": {"name": "ppo", "kl_coef": 0.3},
     "experts": {"name": "grpo", "kl_coef": 0.3},
 }  # fmt: skip
 
 
-TEACHER = tiny.recipe(model={"layers": LAYERS, "alphabet": ODD, "hidden_size": 48})
-"""Of the dense model, of another size."""
+OTHER = tiny.recipe(model={"layers": LAYERS, "alphabet": ODD, "hidden_size": 48})
+"""The teacher or what the critic begins as: of another size."""
 
 
 def recipe_of(model: str, folder: Path, **trainer: Any) -> Recipe:
-    updates = {"dense": 2, "experts": 1}[model]
-    teacher = {"teacher": folder / "teacher"} if model == "dense" else {}
+    updates = {"dense": 2, "critic": 2, "experts": 1}[model]
+    beside: dict[str, Any] = {
+        "dense": {"teacher": folder / "other"},
+        "critic": {"critic": {"model": folder / "other", "learning_rate": 1e-3}},
+        "experts": {},
+    }[model]
     return tiny.recipe(
         model=MODELS[model],
         trainer={
@@ -104,7 +110,7 @@ def recipe_of(model: str, folder: Path, **trainer: Any) -> Recipe:
             "updates_per_step": updates,
             **trainer,
         },
-        algorithm=ALGORITHMS[model] | teacher,
+        algorithm=ALGORITHMS[model] | beside,
         rollout={"temperature": 0.8},
     )
 
@@ -128,10 +134,15 @@ def held(trainer: Any) -> dict[str, float]:
 
     weights, frozen = (
         size(p for c in chunks for p in c.parameters())
-        for chunks in (trainer.chunks, [*trainer.reference, *trainer.teacher])
+        for chunks in (
+            [c for learning in trainer.learning.values() for c in learning.chunks],
+            [*trainer.reference, *trainer.teacher],
+        )
     )
-    gradients = size(b.grad_data for c in trainer.reduced for b in c.buffers + c.expert_parallel_buffers)
-    states = (state for o in trainer._optimizers() for state in o.optimizer.state.values())
+    reduced = [c for learning in trainer.learning.values() for c in learning.reduced]
+    gradients = size(b.grad_data for c in reduced for b in c.buffers + c.expert_parallel_buffers)
+    optimizers = [o for learning in trainer.learning.values() for o in learning.optimizers()]
+    states = (state for o in optimizers for state in o.optimizer.state.values())
     mine = torch.tensor(float(size(t for state in states for t in (state["exp_avg"], state["exp_avg_sq"]))))
     stage = trainer.groups.pp.rank()
     every = [torch.zeros(2) for _ in range(WORLD)]
@@ -193,7 +204,7 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     folder = tmp_path_factory.mktemp("splits")
     for name in MODELS:
         tiny.folder(recipe_of(name, folder), folder / name)
-    tiny.folder(TEACHER, folder / "teacher", seed=1)
+    tiny.folder(OTHER, folder / "other", seed=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -166,11 +166,6 @@ def test_all_problems_come_at_once(tiny: Path) -> None:
     assert str(tiny) in message
 
 
-def test_a_critic_is_for_the_torch_backend(tiny: Path) -> None:
-    message = problem(tiny, "algorithm={name='ppo'}", "trainer.backend=megatron")
-    assert "algorithm.name = 'ppo'" in message and "use trainer.backend = 'torch'" in message
-
-
 def test_missing_tables_are_named(tmp_path: Path) -> None:
     path = tmp_path / "empty.toml"
     path.write_text("")

@@ -97,14 +97,24 @@ def layer_parameters(shape: Shape, layer: int, cut: Cut = WHOLE) -> Count:
 
 
 def parameters(
-    shape: Shape, cut: Cut = WHOLE, layers: Iterable[int] | None = None, first: bool = True, last: bool = True
+    shape: Shape,
+    cut: Cut = WHOLE,
+    layers: Iterable[int] | None = None,
+    first: bool = True,
+    last: bool = True,
+    critic: bool = False,
 ) -> Count:
-    """On one process: these layers (all by default), with the embedding if `first`, norm and output layer if `last`."""
+    """On one process: these layers (all by default), with the embedding if `first`, norm and output layer if `last`.
+
+    `critic`: its output layer is a head of one number, whole on every process.
+    """
     total = Count(0, 0)
     for layer in range(shape.layers) if layers is None else layers:
         total = total.plus(layer_parameters(shape, layer, cut))
     matrix = -(-shape.vocabulary // cut.tensor) * shape.hidden
     ends = matrix * first + shape.hidden * last
+    if critic:
+        return total.plus(Count(ends + (shape.hidden + 1) * last, 0))
     ends += matrix if last and not (first and shape.tied) else 0  # a last stage alone has a copy of a tied one
     return total.plus(Count(ends, 0))
 
@@ -116,10 +126,11 @@ def stage_layers(shape: Shape, plan: Parallel, stage: int) -> list[int]:
     return [layer for start in starts for layer in range(start, start + size)]
 
 
-def stage_parameters(shape: Shape, plan: Parallel, stage: int) -> Count:
+def stage_parameters(shape: Shape, plan: Parallel, stage: int, critic: bool = False) -> Count:
     """What the megatron backend holds on one process of a stage."""
     cut = Cut(plan.tensor, plan.expert, plan.expert_tensor)
-    return parameters(shape, cut, stage_layers(shape, plan, stage), stage == 0, stage == plan.pipeline - 1)
+    layers = stage_layers(shape, plan, stage)
+    return parameters(shape, cut, layers, stage == 0, stage == plan.pipeline - 1, critic)
 
 
 def shape_of(model: PathModel | TinyModel, recipe: Path, config: Path | None = None) -> tuple[Shape, str]:

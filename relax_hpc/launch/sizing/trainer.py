@@ -2,19 +2,20 @@
 
 megatron   weights in trainer.dtype, gradients in float32; AdamW's moments (and, in bfloat16, master weights) are shared
            by the data-parallel processes: of dense parameters by all that hold them, of experts by all that hold those
-torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides; of a critic
-           weights, gradients and AdamW too
+torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides
+
+Of a critic there are weights, gradients and AdamW too.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from relax_hpc.launch.sizing.model import Shape, parameters, shape_in, stage_layers, stage_parameters
 from relax_hpc.recipe.algorithm import PolicyGradient, Ppo
-from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 
 FLOAT = 4
 ELEMENT = {"float32": 4, "bfloat16": 2}
@@ -92,12 +93,9 @@ def beside(recipe: Recipe, key: str, policy: Shape) -> Shape | None:
     return None if folder is None else shape_in(folder) or policy
 
 
-def _critic(recipe: Recipe, policy: Shape) -> int:
-    """Parameters of a critic, a body and a head of one number; 0 where there is none."""
-    if not isinstance(recipe.algorithm, Ppo):
-        return 0
-    shape = beside(recipe, "algorithm.critic.model", policy) or policy
-    return parameters(replace(shape, tied=True)).all + shape.hidden + 1
+def _critic(recipe: Recipe, policy: Shape) -> Shape | None:
+    """Of the critic, where there is one."""
+    return beside(recipe, CRITIC_KEY, policy) or policy if isinstance(recipe.algorithm, Ppo) else None
 
 
 def replicas(recipe: Recipe) -> int:
@@ -127,10 +125,12 @@ def trainer_memory(recipe: Recipe, shape: Shape, step: Step) -> list[TrainerMemo
 
 def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
     """A checkpoint: weights, reference, AdamW's moments, those of a critic; the megatron backend keeps master weights beside its weights."""
-    count = parameters(shape).all
+    count, critic = parameters(shape).all, _critic(recipe, shape)
+    learning = count + (parameters(critic, critic=True).all if critic else 0)
+    frozen = count * needs_reference(recipe)
     if recipe.trainer.backend == "torch":
-        return FLOAT * (3 * (count + _critic(recipe, shape)) + count * needs_reference(recipe))
-    return count * (FLOAT * 3 + ELEMENT[recipe.trainer.dtype] * (1 + needs_reference(recipe)))
+        return FLOAT * (3 * learning + frozen)
+    return FLOAT * 3 * learning + ELEMENT[recipe.trainer.dtype] * (learning + frozen)
 
 
 def _shared(recipe: Recipe) -> int:
@@ -139,7 +139,8 @@ def _shared(recipe: Recipe) -> int:
 
 def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
     count = parameters(shape).all
-    learning, teacher = count + _critic(recipe, shape), beside(recipe, "algorithm.teacher", shape)
+    critic, teacher = _critic(recipe, shape), beside(recipe, TEACHER_KEY, shape)
+    learning = count + (parameters(critic, critic=True).all if critic else 0)
     dtype, tokens = recipe.trainer.dtype, micro_batch_tokens(recipe, step)
     kept = KEPT["torch", dtype]
     layers = sum(_layer_bytes(shape, kept, recipe, layer) for layer in range(shape.layers))
@@ -158,7 +159,8 @@ def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
 
 def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMemory:
     plan, dtype, processes = recipe.trainer.parallel, recipe.trainer.dtype, recipe.trainer.processes
-    count = stage_parameters(shape, plan, stage)
+    count, critic = stage_parameters(shape, plan, stage), _critic(recipe, shape)
+    learning = count.plus(stage_parameters(critic, plan, stage, critic=True)) if critic else count
     states = FLOAT * (2 if dtype == "float32" else 3)
     sharing = (
         processes // (plan.tensor * plan.pipeline),
@@ -166,14 +168,14 @@ def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMe
     )
     tokens = micro_batch_tokens(recipe, step)
     last = stage == plan.pipeline - 1
-    teacher = beside(recipe, "algorithm.teacher", shape)
+    teacher = beside(recipe, TEACHER_KEY, shape)
     of_teacher = stage_parameters(teacher, plan, stage).all if teacher else 0
     return TrainerMemory(
         stage=stage,
         parameters=count.all,
-        weights=count.all * ELEMENT[dtype],
-        gradients=count.all * FLOAT,
-        optimizer=states * (count.dense / sharing[0] + count.experts / sharing[1]),
+        weights=learning.all * ELEMENT[dtype],
+        gradients=learning.all * FLOAT,
+        optimizer=states * (learning.dense / sharing[0] + learning.experts / sharing[1]),
         frozen=(count.all * needs_reference(recipe) + of_teacher) * ELEMENT[dtype],
         activations=tokens * _kept_by_stage(recipe, shape, step, stage),
         head=_head_bytes(shape, tokens, plan.tensor) if last else 0,

@@ -39,7 +39,7 @@ def to_megatron(source: Path, output: Path) -> None:
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)
     weights.fill(chunks, source, hf, own)
-    state.Saving(output, {"model": state.sharded(chunks, own)}, steps=0).finish()
+    state.Saving(output, {"model": state.sharded(chunks, own), "steps": 0}).finish()
     _copy_small_files(source, output)
 
 

@@ -5,11 +5,13 @@ hidden [t / tensor, 1, H] ──gather──► [m] positions that predict ─�
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
@@ -22,6 +24,7 @@ from relax_hpc.trainers.megatron.packing import MicroBatch
 class Policy(GPTModel):  # type: ignore[misc]
     """A GPTModel whose last stage gives hidden states; `token_logprobs` applies its head to some of them."""
 
+    output_layer: Any
     real_vocabulary: int
     """Tokens beyond it only fill up the embedding."""
 
@@ -39,6 +42,31 @@ class Policy(GPTModel):  # type: ignore[misc]
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits: Tensor = self.output_layer(hidden[:, None], weight=weight)[0]
         return logits[:, 0]
+
+
+class Critic(Policy):
+    """A model whose last stage has a head of one number, the same on every tensor-parallel process; it begins at zero."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "share_embeddings_and_output_weights": False})
+        if self.post_process:
+            instead = self.output_layer.weight
+            self.output_layer = torch.nn.Linear(self.config.hidden_size, 1, dtype=instead.dtype, device=instead.device)
+            torch.nn.init.zeros_(self.output_layer.weight)
+            torch.nn.init.zeros_(self.output_layer.bias)
+
+
+def token_values(model: Critic, hidden: Tensor, batch: MicroBatch) -> Tensor:
+    """[M] float32, on every process: the value of what is before each token in the loss. hidden: what the last stage gave."""
+    groups = model.pg_collection
+    if model.config.sequence_parallel:  # every process has the whole gradient of what it gathers
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=groups.tp)
+    chosen, head = hidden.flatten(0, 1)[batch.predictors], model.output_layer
+    values: Tensor = F.linear(chosen.float(), head.weight.float(), head.bias.float()).squeeze(-1)
+    if groups.cp.size() == 1:
+        return values
+    everywhere: Callable[[Tensor], Tensor] = partial(_Everywhere.apply, batch.mine, len(batch.targets), groups.cp)
+    return everywhere(values)
 
 
 def token_logprobs(

@@ -96,14 +96,16 @@ def _recompute(trainer: Trainer) -> dict[str, Any]:
     return {}
 
 
-def build(hf: Any, config: TransformerConfig, groups: ProcessGroupCollection) -> list[Policy]:
+def build(
+    hf: Any, config: TransformerConfig, groups: ProcessGroupCollection, kind: type[Policy] = Policy
+) -> list[Policy]:
     """This process's part of the model, a chunk for each virtual stage; its weights are not set."""
     stages: int = groups.pp.size()
     rank: int = groups.pp.rank()
     virtual: int | None = config.virtual_pipeline_model_parallel_size
     rope = hf.rope_parameters
     chunks = [
-        Policy(
+        kind(
             config=config,
             transformer_layer_spec=block_spec(config, transformer_engine(), stage),
             vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),

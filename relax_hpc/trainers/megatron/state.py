@@ -1,6 +1,6 @@
 """Checkpoints as Megatron-core's distributed ones (torch_dist), which load under any other plan.
 
-    common.pt metadata.json .metadata __RANK_N.distcp   weights, reference, AdamW's moments and master weights, steps
+    common.pt metadata.json .metadata __RANK_N.distcp   weights, reference, critic, AdamW's moments and master weights, steps
     rng.safetensors                                     every process's random state
 
 Each tensor is stored by its name and place in the whole model. Of the optimizer no more is stored than tensors and the
@@ -57,12 +57,10 @@ def sharded(chunks: list[Policy], groups: ProcessGroupCollection, prefix: str = 
 class Saving:
     """A checkpoint that threads are writing; see relax_hpc.trainers.base.Saving."""
 
-    def __init__(self, folder: Path, state: dict[str, Any], steps: int) -> None:
-        """Begin to write `state` into `folder`, as it is now; collective. `steps`: of the optimizer."""
+    def __init__(self, folder: Path, state: dict[str, Any]) -> None:
+        """Begin to write `state` into `folder`, as it is now; collective."""
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=FILES_PER_PROCESS)
-        self.request = dist_checkpointing.save(
-            {**state, "steps": steps}, str(folder), sharded_strategy=strategy, async_sharded_save=True
-        )
+        self.request = dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, async_sharded_save=True)
         self.pool = ThreadPoolExecutor(FILES_PER_PROCESS)
         self.files: list[Future[Any]] = []
         if self.request.async_fn is not None:
@@ -104,7 +102,7 @@ def _write(transforms: Any, file: Any) -> Any:
 
 
 def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The values of `state` from `folder`, and "steps"; collective. Raises RunError for what is torn."""
+    """The values of `state` from `folder`, and numbers of steps; collective. Raises RunError for what is torn."""
     try:
         # processes may ask for different parts at a time, so none can check that together they ask for all
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)

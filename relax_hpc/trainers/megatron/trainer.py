@@ -1,6 +1,6 @@
 """One process of a Megatron-core trainer: tensor, sequence, pipeline, context, expert and data parallel.
 
-    rollouts ──forward of the reference, where one is needed──► columns ──updates──► for each, most often one:
+    rollouts ──forward of reference, teacher and critic, where needed──► columns ──updates──► for each, most often one:
     rollouts ──plan──► this data-parallel rank's micro-batches
     ──Megatron's schedule: forward, token_logprobs, algorithm.loss, backward──► gradients ──► norm ──finite?──► AdamW
 
@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
@@ -32,14 +29,16 @@ import relax_hpc.trainers.megatron.moments as moments
 import relax_hpc.trainers.megatron.state as state
 import relax_hpc.trainers.megatron.weights as weights
 from relax_hpc.algorithms import make_algorithm
-from relax_hpc.algorithms.base import TEACHER
-from relax_hpc.recipe.schema import Recipe
+from relax_hpc.algorithms.base import TEACHER, VALUES
+from relax_hpc.recipe.algorithm import Ppo
+from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import fit, state_files
 from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.megatron.cpu import supported
-from relax_hpc.trainers.megatron.head import Policy, token_logprobs
+from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, token_values
+from relax_hpc.trainers.megatron.learning import Learning
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
 from relax_hpc.trainers.token_loss import Learner, TokenLoss, add
@@ -49,6 +48,20 @@ LOADED_BYTES = 2**30
 """Of the optimizer's state, read at once."""
 
 
+class Kept(NamedTuple):
+    """What a checkpoint calls the parts of a model that learns."""
+
+    model: str
+    optimizer: str
+    steps: str
+
+
+KEPT: dict[Learner, Kept] = {
+    "policy": Kept("model", "optimizer", "steps"),
+    "critic": Kept("critic", "critic_optimizer", "critic_steps"),
+}
+
+
 class MegatronTrainer(Updating):
     """See relax_hpc.trainers.base.Trainer."""
 
@@ -56,6 +69,7 @@ class MegatronTrainer(Updating):
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         self.recipe, self.rank, self.world = recipe, rank, world
         config, parallel = recipe.trainer, recipe.trainer.parallel
+        check_beside(recipe, model_dir)
         fit.check(recipe, model_dir)
         self.device = _device(config.device, rank)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -65,28 +79,38 @@ class MegatronTrainer(Updating):
         spread = parallel.tensor if parallel.sequence else 1
         tensor_rank = self.groups.tp.rank() if parallel.sequence else 0
         self.layout = Layout(self.groups.cp.size(), self.groups.cp.rank(), spread, tensor_rank)
-        self.config = transformer_config(self.hf, config)
         folder = weights_folder(recipe.model, model_dir)
-        self.chunks = build(self.hf, self.config, self.groups)
+        self.chunks = build(self.hf, transformer_config(self.hf, config), self.groups)
         weights.fill(self.chunks, folder, self.hf, self.groups)
         self.parts = weights.parts(self.chunks, self.groups)
         self.sending = weights.plan_export(self.parts, self.groups)
-        self.reduced = self._reduced()
-        self.optimizer = get_megatron_optimizer(_optimizer_config(recipe), self.reduced, use_gloo_process_groups=False)
-        self._begin_optimizer()
-        self.teacher = self._beside("algorithm.teacher", model_dir)
+        self.learning: dict[Learner, Learning] = {"policy": Learning(self.chunks, self.chunks[0].config, recipe)}
         self.reference: list[Policy] = []
         if "reference" in make_algorithm(recipe.algorithm).needs:
-            self.reference = build(self.hf, self.config, self.groups)
+            self.reference = build(self.hf, self.chunks[0].config, self.groups)
             self._refer()
+        beside = recipe.models_beside
+        self.teacher: list[Policy] = []
+        if TEACHER_KEY in beside:
+            self.teacher = self._read(Policy, beside[TEACHER_KEY])
+            for chunk in self.teacher:
+                chunk.requires_grad_(False)
+        if isinstance(recipe.algorithm, Ppo):
+            chunks = self._read(Critic, beside.get(CRITIC_KEY, folder))
+            self.learning["critic"] = Learning(chunks, chunks[0].config, recipe)
 
     step = supported(Updating.step)
     supervised_step = supported(Updating.supervised_step)
 
     @supported
     def begin_training(self) -> None:
-        self._begin_optimizer()  # master weights stay as they are
+        for learning in self.learning.values():
+            learning.begin()
         self._refer()
+        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_beside:
+            for part, parameter in weights.parts(self.learning["critic"].chunks, self.groups).items():
+                parameter.data.copy_(self.parts[part])
+            self.learning["critic"].optimizer.reload_model_params()
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         yield from weights.export(self.parts, self.sending, self.hf, self.dtype)
@@ -101,68 +125,71 @@ class MegatronTrainer(Updating):
         for other in self._gather(states):
             states |= other
         model = self._sharded()
-        moved = moments.gathered(self._optimizers(), model["model"])
-        saving = state.Saving(folder, {**model, "optimizer": moved}, self.steps)
+        everything: dict[str, Any] = dict(model)
+        for learner, learning in self.learning.items():
+            kept = KEPT[learner]
+            everything[kept.optimizer] = moments.gathered(learning.optimizers(), model[kept.model])
+            everything[kept.steps] = learning.steps
+        saving = state.Saving(folder, everything)
         if self.rank == 0:
             state_files.write(folder / state_files.RNG, states)
         return saving
 
     @supported
     def load(self, folder: Path) -> None:
-        optimizers, places = self._optimizers(), self._sharded()["model"]
-        everything = self._sharded()
-        state.compare(folder, {**everything, "optimizer": moments.expected(optimizers, places)})
+        places, everything = self._sharded(), self._sharded()
+        states = {
+            KEPT[learner].optimizer: moments.expected(learning.optimizers(), places[KEPT[learner].model])
+            for learner, learning in self.learning.items()
+        }
+        state.compare(folder, {**everything, **states})
         loaded = state.load(folder, everything)
-        for what, chunks in (("model", self.chunks), ("reference", self.reference)):
+        chunks_of = {KEPT[learner].model: learning.chunks for learner, learning in self.learning.items()}
+        for what, chunks in (chunks_of | {"reference": self.reference}).items():
             for number, chunk in enumerate(chunks):
                 chunk.load_state_dict(loaded[what][f"chunk{number}"], strict=False)  # what is absent was compared
-        self._begin_optimizer(loaded["steps"])
-        for part in moments.to_fill(optimizers, places, LOADED_BYTES):
-            moments.put(optimizers, places, state.load(folder, {"optimizer": part})["optimizer"])
+        for learner, learning in self.learning.items():
+            kept, optimizers = KEPT[learner], learning.optimizers()
+            learning.begin(loaded[kept.steps])
+            for part in moments.to_fill(optimizers, places[kept.model], LOADED_BYTES):
+                read = state.load(folder, {kept.optimizer: part})[kept.optimizer]
+                moments.put(optimizers, places[kept.model], read)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
     def _sharded(self) -> dict[str, Any]:
+        """What changes but the optimizers' state."""
+        critic = self.learning["critic"].chunks if "critic" in self.learning else []
         return {
             "model": state.sharded(self.chunks, self.groups),
             "reference": state.sharded(self.reference, self.groups, "reference."),
+            "critic": state.sharded(critic, self.groups, "critic."),
         }
-
-    def _begin_optimizer(self, steps: int = 0) -> None:
-        self.steps = steps
-        for optimizer in self._optimizers():
-            moments.fresh(optimizer, steps)
 
     def _gradients(
         self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
     ) -> dict[str, float]:
-        for chunk in self.reduced:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        learning = self.learning[token_loss.learner]
+        learning.zero()
+        if token_loss.learner == "critic":
+            rollouts = replace(rollouts, routed_experts=None)  # its experts are its own
         batches = self._batches(rollouts)
         sums: dict[str, float] = {}
 
-        def loss_of(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        def loss_of(number: int, *found: Tensor) -> Tensor:
             nonlocal sums
             progress()
-            loss, said = token_loss(batches[number].targets, logprobs, entropies)
+            loss, said = token_loss(batches[number].targets, *found)
             sums = add([sums, said])
             return loss / tokens
 
-        self._run(self.reduced, rollouts, batches, temperature, loss_of)
+        self._run(learning.reduced, rollouts, batches, temperature, loss_of)
         return sums if self._speaks() else {}
 
     def _gradient_norm(self, learner: Learner) -> float:
-        self.optimizer.prepare_grads()
-        return float(self.optimizer.get_grad_norm())
+        return self.learning[learner].norm()
 
     def _update(self, learner: Learner, norm: float, rate: float) -> None:
-        config = self.recipe.trainer
-        for optimizer in self._optimizers():
-            clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.clip_grad_norm, norm)
-            for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = rate, config.weight_decay * group["wd_mult"]
-        self.optimizer.step_with_ready_grads()
-        self.steps += 1
+        self.learning[learner].update(norm, rate)
 
     def _run(
         self,
@@ -170,10 +197,11 @@ class MegatronTrainer(Updating):
         rollouts: Rollouts,
         batches: list[MicroBatch],
         temperature: float,
-        loss_of: Callable[[int, Tensor, Tensor], Tensor],
+        loss_of: Callable[..., Tensor],
         forward_only: bool = False,
     ) -> None:
-        """All micro-batches through Megatron's schedule; `loss_of` is called on the last stage, with each one's number."""
+        """All micro-batches through Megatron's schedule; `loss_of` is called on the last stage, with each one's number
+        and what the model says of its targets."""
 
         def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
@@ -184,8 +212,12 @@ class MegatronTrainer(Updating):
 
         def finish(policy: Policy, number: int, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
             batch = batches[number]
-            targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
-            said = token_logprobs(policy, hidden, batch, targets, temperature)
+            said: tuple[Tensor, ...]
+            if isinstance(policy, Critic):
+                said = (token_values(policy, hidden, batch),)
+            else:
+                targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
+                said = token_logprobs(policy, hidden, batch, targets, temperature)
             # the token count is ours already, so Megatron's is not asked for
             return loss_of(number, *said), torch.zeros((), dtype=torch.int, device=self.device), None
 
@@ -204,23 +236,25 @@ class MegatronTrainer(Updating):
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        models = {"recomputed": self.chunks, "reference": self.reference, TEACHER: self.teacher}[name]
+        critic = self.learning["critic"].chunks if "critic" in self.learning else []
+        held = {"recomputed": self.chunks, "reference": self.reference, TEACHER: self.teacher, VALUES: critic}
+        models, what = held[name], "critic" if name == VALUES else name
         if not models:
-            raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
-        if name == TEACHER:  # its experts are its own
+            raise RunError(f"the algorithm of this step needs a {what}, the recipe's does not: none is held")
+        if name in (TEACHER, VALUES):  # their experts are their own
             rollouts = replace(rollouts, routed_experts=None)
         column = torch.zeros(len(rollouts.tokens), device=self.device)
         batches = self._batches(rollouts)
 
-        def keep(number: int, logprobs: Tensor, entropies: Tensor) -> Tensor:
+        def keep(number: int, found: Tensor, *ignored: Tensor) -> Tensor:
             progress()
             if self._speaks():
-                column[torch.from_numpy(batches[number].targets).to(self.device)] = logprobs
-            return logprobs.sum()
+                column[torch.from_numpy(batches[number].targets).to(self.device)] = found
+            return found.sum()
 
         self._run(models, rollouts, batches, temperature, keep, forward_only=True)
         if self.world > 1:
-            dist.all_reduce(column)  # each token's logprob is on one process, zeros elsewhere
+            dist.all_reduce(column)  # each token's number is on one process, zeros elsewhere
         return column.cpu().numpy()
 
     def _speaks(self) -> bool:
@@ -236,64 +270,17 @@ class MegatronTrainer(Updating):
         )
         return [pack(rollouts, samples, self.layout, self.device) for samples in shares[self.groups.dp.rank()]]
 
-    def _reduced(self) -> list[Any]:
-        """The chunks, with gradients that are summed over the processes that hold the same parameters."""
-        parallel = self.recipe.trainer.parallel
-        config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=parallel.overlap,
-        )
-        reduced = [
-            DistributedDataParallel(self.config, config, chunk, disable_bucketing=number > 0)
-            for number, chunk in enumerate(self.chunks)
-        ]
-        self.config.finalize_model_grads_func = _finalize
-        if parallel.overlap:
-            self.config.no_sync_func = [c.no_sync for c in reduced] if len(reduced) > 1 else reduced[0].no_sync
-        return reduced
-
-    def _optimizers(self) -> list[Any]:
-        return [o for o in getattr(self.optimizer, "chained_optimizers", [self.optimizer]) if not o.is_stub_optimizer]
-
-    @torch.no_grad()
-    def _beside(self, key: str, model_dir: Path) -> list[Policy]:
-        """Another model, that the recipe names under `key`, split as the policy is; nothing where it names none."""
-        path = self.recipe.models_beside.get(key)
-        if path is None:
-            return []
-        check_beside(key, path, model_dir)
-        hf = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-        chunks = build(hf, transformer_config(hf, self.recipe.trainer), self.groups)
-        weights.fill(chunks, path, hf, self.groups)
-        return [chunk.requires_grad_(False) for chunk in chunks]
+    def _read(self, kind: type[Policy], folder: Path) -> list[Policy]:
+        """The model in `folder`, split as the policy is."""
+        hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        chunks = build(hf, transformer_config(hf, self.recipe.trainer), self.groups, kind)
+        weights.fill(chunks, folder, hf, self.groups)
+        return chunks
 
     def _refer(self) -> None:
         for frozen, chunk in zip(self.reference, self.chunks, strict=False):
             frozen.load_state_dict(chunk.state_dict())
             frozen.requires_grad_(False)
-
-
-def _finalize(chunks: list[Any], tokens: Tensor | None, **options: Any) -> None:
-    """Sum gradients; they are divided by the number of tokens already."""
-    finalize_model_grads(chunks, None, **options)
-
-
-def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
-    config = recipe.trainer
-    dtype = getattr(torch, config.dtype)
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=config.learning_rate,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.betas[0],
-        adam_beta2=config.betas[1],
-        adam_eps=config.eps,
-        clip_grad=config.clip_grad_norm,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=True,
-    )
 
 
 def _device(choice: str, rank: int) -> torch.device:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from relax_hpc.run_dir import RunError, read_json
-from relax_hpc.trainers.megatron.head import Policy
+from relax_hpc.trainers.megatron.head import Critic, Policy
 from relax_hpc.trainers.megatron.weight_names import Part, part_of
 
 BUCKET_BYTES = 256 * 2**20
@@ -30,12 +30,13 @@ Held = dict[Part, Parameter]
 
 
 def parts(chunks: Iterable[Policy], groups: ProcessGroupCollection) -> Held:
-    """This process's parameters; the copy of tied weights on the last stage belongs to the first one's."""
+    """This process's parameters; the copy of tied weights on the last stage belongs to the first one's, a critic's head to none."""
     held: Held = {}
     for chunk in chunks:
         experts = (chunk.config.num_moe_experts or 0) // groups.ep.size()
         for name, parameter in chunk.named_parameters():
-            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+            own = isinstance(chunk, Critic) or chunk.share_embeddings_and_output_weights
+            if name.startswith("output_layer.") and own:
                 continue
             match = LAYER.match(name)
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1 if match else None
