@@ -89,11 +89,14 @@ def whiten(advantages: Tensor, mask: Tensor, eps: float = STD_EPS) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) over tokens with mask 1: 1 for a critic that knows, 0 for one that says a constant."""
+    """1 - Var(R - V) / Var(R) over tokens with mask 1: 1 for a critic that knows, 0 for one that says a constant.
+
+    0 where the returns are all alike, up to rounding.
+    """
     chosen = mask.bool()
     target, error = returns.double()[chosen], (returns.double() - values)[chosen]
     spread = float(target.var(correction=0)) if len(target) else 0.0
-    return 1 - float(error.var(correction=0)) / spread if spread > 0 else 0.0
+    return 1 - float(error.var(correction=0)) / spread if spread > STD_EPS**2 else 0.0
 
 
 def overlong_penalty(rollouts: Rollouts, begin: int, end: int) -> Tensor:

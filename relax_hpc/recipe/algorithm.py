@@ -288,6 +288,16 @@ class Opd(Clipped):
         looked_up=True,
     )
 
+    @model_validator(mode="after")
+    def _no_rewards(self) -> Opd:
+        if self.overlong is not None or (self.kl_coef > 0 and self.kl_in == "reward"):
+            key = "overlong" if self.overlong is not None else "kl_in = 'reward'"
+            raise conflict(
+                f"algorithm.{key} changes a reward, of which 'opd' makes nothing: leave it out, or give another algorithm "
+                "the teacher beside its rewards, such as 'grpo'"
+            )
+        return self
+
 
 class OwnAlgorithm(Algorithm):
     """An algorithm of the user's own."""

@@ -1,6 +1,6 @@
 """The torch trainer: a Hugging Face causal model, data parallel, one optimizer step or more from a step's rollouts.
 
-    rollouts ──forward of reference and critic, where needed──► columns ──updates──► for each, most often one:
+    rollouts ──forward of reference, teacher, critic, where needed──► columns ──updates──► for each, most often one:
     rollouts ──plan──► this rank's micro-batches ──forward, algorithm.loss, backward──► gradients (sums over tokens)
     gradients ──all-reduce──► norm ──finite?──► AdamW        metrics ──summed over ranks──► means over tokens
 

@@ -1,6 +1,6 @@
 """What every backend does with a step's rollouts, whatever its gradients come from.
 
-rollouts ──forward of reference and critic, where needed──► columns ──updates──► for each, most often one:
+rollouts ──forward of reference, teacher, critic, where needed──► columns ──updates──► for each, most often one:
 gradients (sums over tokens) ──► norm ──finite?──► AdamW        metrics ──summed over processes──► means over tokens
 
 A critic learns from the same columns before the policy does, so that neither sees what the other became in the step.

@@ -102,6 +102,12 @@ def test_what_is_kept_needs_room(recipe: Recipe, tmp_path: Path) -> None:
     assert few is not None and many is not None and many.checkpoints == 2 * few.checkpoints
     capped = room.need(load_recipe(tmp_path / "small.toml", ["run.steps=1000000", "spool.quota_gb=0.5"]))
     assert capped is not None and capped.shards == 500_000_000
+    ppo = load_recipe(
+        tmp_path / "small.toml", ["run.keep_checkpoints=1", f"algorithm={{name='ppo', teacher='{tmp_path}'}}"]
+    )
+    with_critic = room.need(ppo)
+    assert with_critic is not None and with_critic.checkpoints == 2 * few.checkpoints
+    assert of(room.inputs(ppo), "algorithm.teacher").verdict == "failed"
 
 
 def test_too_little_room(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,8 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
             ["critic.warmup_steps = 100", "run.steps = 100", "lower the one"],
         ),
         ("algorithm.reference_refresh_steps=5", ["reference_refresh_steps = 5", "set kl_coef above 0"]),
+        ("algorithm={name='opd', teacher='t', overlong=[1, 2]}", ["algorithm.overlong changes a reward", "'grpo'"]),
+        ("algorithm={name='opd', teacher='t', kl_coef=1, kl_in='reward'}", ["algorithm.kl_in = 'reward' changes"]),
         ("algorithm={name='opd'}", ["'algorithm.teacher' is missing", "same vocabulary"]),
         ("algorithm={name='ppo', gae_lambda=1.5}", ["algorithm.gae_lambda = 1.5", "<= 1"]),
         ("algorithm={name='ppo', critic={rate=1}}", ["unknown key 'algorithm.critic.rate'", "learning_rate"]),

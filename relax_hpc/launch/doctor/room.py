@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from relax_hpc.launch.doctor.checks import Check, failed, gigabytes, note, ok, warning
 from relax_hpc.launch.doctor.files import AREA, existing_part
+from relax_hpc.recipe.algorithm import Ppo
 from relax_hpc.recipe.schema import PathModel, Recipe, TinyModel
 from relax_hpc.recipe.source import keys_of
 
@@ -57,7 +58,8 @@ def need(recipe: Recipe) -> Need | None:
     if recipe.spool.quota_gb is not None:
         shards = min(shards, int(recipe.spool.quota_gb * 1e9))
     files = run.steps + steps * recipe.orders_per_step + kept * CHECKPOINT_FILES + versions * VERSION_FILES
-    return Need(kept * count * STATE_BYTES, versions * count * width, shards, files)
+    critic = isinstance(recipe.algorithm, Ppo)  # of the policy's size, or near it
+    return Need(kept * count * STATE_BYTES * (1 + critic), versions * count * width, shards, files)
 
 
 def parameters(recipe: Recipe) -> int | None:
@@ -101,10 +103,11 @@ def room(recipe: Recipe) -> list[Check]:
 
 
 def inputs(recipe: Recipe) -> list[Check]:
-    """Whether the model and the prompt files can be read."""
+    """Whether models and prompt files can be read."""
     found = []
     if isinstance(recipe.model, PathModel):
-        found.append(_model(recipe.model.path))
+        found.append(_model("model.path", recipe.model.path))
+    found += [_model(key, path) for key, path in recipe.models_beside.items()]
     for table, source in zip(keys_of(recipe.sources), recipe.sources, strict=True):
         path = getattr(source, "prompts", None)
         if path is None:
@@ -117,16 +120,14 @@ def inputs(recipe: Recipe) -> list[Check]:
     return found
 
 
-def _model(path: Path) -> Check:
+def _model(key: str, path: Path) -> Check:
     weights = sorted(path.glob("*.safetensors"))
     missing = [name for name, there in (("config.json", (path / "config.json").is_file()), ("*.safetensors", bool(weights))) if not there]  # fmt: skip
     closed = [file.name for file in (path / "config.json", *weights) if file.exists() and not os.access(file, os.R_OK)]
     if missing or closed:
         what = f"'{path}' has no {' and no '.join(missing)}" if missing else f"no permission to read {', '.join(closed[:3])} in '{path}'"  # fmt: skip
-        return failed(AREA, "model.path", what, "a model directory that `from_pretrained` loads", "--set model.path=DIR, or mend its permissions")  # fmt: skip
-    return ok(
-        AREA, "model.path", f"{path}: {len(weights)} files, {gigabytes(sum(file.stat().st_size for file in weights))}"
-    )
+        return failed(AREA, key, what, "a model directory that `from_pretrained` loads", f"--set {key}=DIR, or mend its permissions")  # fmt: skip
+    return ok(AREA, key, f"{path}: {len(weights)} files, {gigabytes(sum(file.stat().st_size for file in weights))}")
 
 
 def _in_safetensors(path: Path) -> int:

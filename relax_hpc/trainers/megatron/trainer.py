@@ -1,6 +1,6 @@
 """One process of a Megatron-core trainer: tensor, sequence, pipeline, context, expert and data parallel.
 
-    rollouts ──forward of reference, teacher and critic, where needed──► columns ──updates──► for each, most often one:
+    rollouts ──forward of reference, teacher, critic, where needed──► columns ──updates──► for each, most often one:
     rollouts ──plan──► this data-parallel rank's micro-batches
     ──Megatron's schedule: forward, token_logprobs, algorithm.loss, backward──► gradients ──► norm ──finite?──► AdamW
 
