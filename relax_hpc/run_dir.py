@@ -12,6 +12,7 @@
       weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
       checkpoints/
       heartbeats/  metrics/  logs/          one writer each
+      tracking/                             copies of the metrics for other tools; which messages were sent
       caches/                               compiled kernels, packed once for nodes that have none
       slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job;
                                             slurm/places/GROUP-INDEX.json, the agent that a node of a group has now
@@ -68,6 +69,7 @@ class RunDir:
         self.metrics = self.root / "metrics"
         self.logs = self.root / "logs"
         self.caches = self.root / "caches"
+        self.tracking = self.root / "tracking"
         self.slurm = self.root / "slurm"
         self.stop = self.root / "stop"
         self.outcome = self.root / "outcome.json"

@@ -6,12 +6,13 @@ Heartbeats are written by the role's own main thread at points of progress: a ro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,22 @@ def read_metrics(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int
         except ValueError:  # a line cut by a kill, then continued by the next attempt
             continue
     return records, offset + whole
+
+
+def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """The same one by one, each with the offset behind it: long files are never in memory whole."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            with contextlib.suppress(ValueError):
+                yield json.loads(line), offset
 
 
 def set_up_logging(role: str) -> None:

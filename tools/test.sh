@@ -3,6 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 tools/slurm-install.sh
-tools/setup.sh analysis,dev,megatron,mpi,sglang-cpu
+tools/setup.sh analysis,dev,megatron,mpi,sglang-cpu,tracking
 [ "${1:-}" = --setup-only ] && exit 0
 exec .venv/bin/python -m pytest "$@"

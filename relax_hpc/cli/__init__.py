@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, simulate, status, submit, trace
+from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, simulate, status, submit, trace, track
 
 app = typer.Typer(
     name="relax-hpc",
@@ -53,5 +53,6 @@ app.add_typer(shards.app)
 app.command("eval")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("trace")(trace.trace)
+app.command("track")(track.track)
 app.command("export")(status.export)
 app.command("convert")(status.convert)

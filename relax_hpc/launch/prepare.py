@@ -7,6 +7,7 @@ to RUN/error.json in words.
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from typing import NoReturn
 
 from transformers import AutoConfig, AutoTokenizer
@@ -20,6 +21,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.registry import RegistryError
 from relax_hpc.rewards import make_rewards
 from relax_hpc.run_dir import RunDir, RunError, to_json, write_file
+from relax_hpc.tracking import LIBRARIES
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, materialise
 
@@ -33,11 +35,21 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     materialise(recipe.model, run.model, recipe.run.seed)
     check_beside(recipe, run.model)
     fit.check(recipe, run.model)
+    need_libraries(recipe)
     context = int(AutoConfig.from_pretrained(run.model).max_position_embeddings)
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
     sources.check()
     if recipe.evaluation:
         sources.evaluated(recipe.evaluation.prompts)
+
+
+def need_libraries(recipe: Recipe) -> None:
+    """Raises RunError where a tool of [[tracking]] is not installed: it would be missed when the run is over."""
+    missing = [tracking.name for tracking in recipe.tracking if find_spec(LIBRARIES[tracking.name]) is None]
+    if missing:
+        raise RunError(
+            f"[[tracking]] names {missing}, which this Python cannot import: pip install 'relax-hpc[tracking]', or leave it out"
+        )
 
 
 def main(run: RunDir) -> NoReturn:

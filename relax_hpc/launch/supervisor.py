@@ -15,6 +15,8 @@ from typing import Any
 
 from relax_hpc.launch.lease import Lease
 from relax_hpc.launch.members import Patience
+from relax_hpc.launch.tracker import GRACE_S as TRACKER_GRACE_S
+from relax_hpc.launch.tracker import Tracker
 from relax_hpc.launch.trainers import Ending, Trainers
 from relax_hpc.launch.workers import GRACE_S, Workers
 from relax_hpc.recipe.schema import Recipe
@@ -48,6 +50,7 @@ class Supervisor:
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
         self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
         self.patience = Patience(recipe.supervision)
+        self.tracker = Tracker(run, recipe, telemetry.metrics)
         self._interrupted, self._signalled = interrupted, signalled
         # Slurm sends TERM after USR2, and leaves time in between.
         self._hasty = interrupted == "stopped"
@@ -79,6 +82,7 @@ class Supervisor:
             if outcome is not None:
                 return outcome
             self.workers.look_after()
+            self.tracker.look_after()
             self.look()
             time.sleep(POLL_S)
 
@@ -140,6 +144,7 @@ class Supervisor:
         self.trainers.ask_to_stop()
         self.workers.end(grace_s)
         self.trainers.end(grace_s)
+        self.tracker.end(grace_s and TRACKER_GRACE_S)  # last: it copies what the others said last
 
     def _outcome(self, outcome: str, reason: str) -> dict[str, Any]:
         beat = read_beat(self.run, "trainer-0") or {}

@@ -234,7 +234,7 @@ def _marked(table: Table, prefix: str) -> Iterator[tuple[str, bool]]:
         value, key = getattr(table, name), prefix + alias(name, field)
         if isinstance(value, Table):
             yield from _marked(value, key + ".")
-        elif isinstance(value, list) and value and isinstance(value[0], Table):
+        elif isinstance(value, list) and value and isinstance(value[0], Table) and not mark(field, "resume"):
             for index, item in enumerate(value):
                 yield from _marked(item, f"{key}.{index}.")
         else:

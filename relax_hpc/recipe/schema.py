@@ -17,6 +17,7 @@ from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, FilePrompts
 from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
+from relax_hpc.recipe.tracking import AnyTracking
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
 
 CRITIC_KEY, TEACHER_KEY = "algorithm.critic.model", "algorithm.teacher"
@@ -338,6 +339,7 @@ class Recipe(Table):
     evaluation: Evaluation | None = None
     spool: Spool = Spool()
     supervision: Supervision = Supervision()
+    tracking: list[AnyTracking] = Key([], "Tools that metrics are copied to: any number of tables.", resume=True)
     slurm: Slurm | None = Key(None, "How the run is sent to a Slurm cluster.", resume=True)
 
     @property
@@ -403,6 +405,11 @@ class Recipe(Table):
             raise conflict(
                 f"slurm.shape = 'single' puts both groups on the same nodes, but trainer.nodes = {self.trainer.nodes} "
                 f"and rollout.nodes = {self.rollout.nodes}: make them equal, or use slurm.shape = 'split'"
+            )
+        names = [tracking.name for tracking in self.tracking]
+        if len(set(names)) < len(names):
+            raise conflict(
+                f"[[tracking]] names one tool twice: {names}; each takes all metrics, so one table a tool is enough"
             )
         if self.slurm and self.trainer.device != "cpu":
             self.slurm.refuse_too_few_gpus(self.trainer.processes // self.trainer.nodes)

@@ -7,6 +7,7 @@ import shutil
 import signal
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -41,7 +42,7 @@ config = {{min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}}
 def finished(tmp_path_factory):
     """A run with evaluations that was made to its end, once for this module."""
     folder = tmp_path_factory.mktemp("runs")
-    recipe = write_recipe(folder, SMALL + EVALUATION)
+    recipe = write_recipe(folder, SMALL + EVALUATION + "\n[[tracking]]\nname = 'tensorboard'\n")
     done = relax_hpc("run", recipe)
     return recipe, RunDir(folder / "small"), done.stdout
 
@@ -196,6 +197,14 @@ def test_every_metric_is_on_the_page_that_lists_them_and_every_listed_one_is_wri
     }
     assert all(usual <= set(line) for line in seen["step"])
     assert all(0 < o["longest_s"] <= o["generate_s"] for o in seen["order"])
+
+
+def test_the_follower_copied_all_to_tensorboard_before_the_run_ended(finished):
+    _, run, _ = finished
+    events = EventAccumulator(str(run.tracking / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (s["step"], pytest.approx(s["loss"])) for s in steps_of(run)
+    ]
 
 
 def test_snapshot_and_resolved_recipe_are_in_the_run(finished):

@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 FLOORS = [
     {"recipe", "run_dir", "records", "registry", "telemetry"},
     {"algorithms", "spool", "data", "experts"},
-    {"engines", "trainers", "weights", "rewards", "environments", "checkpoint", "analysis"},
+    {"engines", "trainers", "weights", "rewards", "environments", "checkpoint", "analysis", "tracking"},
     {"roles"},
     {"launch", "cli"},
 ]

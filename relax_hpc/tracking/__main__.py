@@ -1,0 +1,25 @@
+"""`python -m relax_hpc.tracking RUN`: the follower of a run, as its supervisor starts it."""
+
+from __future__ import annotations
+
+import argparse
+
+from relax_hpc.run_dir import open_existing
+from relax_hpc.telemetry import set_up_logging
+from relax_hpc.tracking.follow import follow
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m relax_hpc.tracking",
+        description="Copies a run's metrics for other tools; started by a supervisor.",
+    )
+    parser.add_argument("run", help="the run directory")
+    parser.add_argument("--supervisor", type=int, required=True, help="its pid; when it is gone, the follower leaves")
+    arguments = parser.parse_args()
+    set_up_logging("tracking")
+    follow(open_existing(arguments.run), arguments.supervisor)
+
+
+if __name__ == "__main__":
+    main()
