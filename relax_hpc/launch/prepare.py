@@ -22,6 +22,7 @@ from relax_hpc.registry import RegistryError
 from relax_hpc.rewards import make_rewards
 from relax_hpc.run_dir import RunDir, RunError, to_json, write_file
 from relax_hpc.tracking import LIBRARIES
+from relax_hpc.tracking.messages import addresses, targets
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, materialise
 
@@ -44,12 +45,16 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
 
 
 def need_libraries(recipe: Recipe) -> None:
-    """Raises RunError where a tool of [[tracking]] is not installed: it would be missed when the run is over."""
-    missing = [tracking.name for tracking in recipe.tracking if find_spec(LIBRARIES[tracking.name]) is None]
+    """Raises RunError where [[tracking]] or [notify] lacks a library or an address: it would be missed when the run is over."""
+    wanted = [tracking.name for tracking in recipe.tracking] + ["notify"] * (recipe.notify is not None)
+    missing = [name for name in wanted if find_spec(LIBRARIES[name]) is None]
     if missing:
         raise RunError(
-            f"[[tracking]] names {missing}, which this Python cannot import: pip install 'relax-hpc[tracking]', or leave it out"
+            f"the recipe asks for {missing}, for which this Python cannot import {[LIBRARIES[name] for name in missing]}: "
+            "pip install 'relax-hpc[tracking]', or leave it out"
         )
+    if recipe.notify is not None:
+        targets(addresses(recipe.notify, recipe.run.root))
 
 
 def main(run: RunDir) -> NoReturn:

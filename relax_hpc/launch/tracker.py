@@ -12,7 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from relax_hpc.launch.members import Patience, how_it_ended, next_attempt, role_environment
+from relax_hpc.launch.members import Patience, how_it_ended, next_attempt
+from relax_hpc.launch.nursery import role_environment
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
 
@@ -27,7 +28,7 @@ class Tracker:
     def __init__(self, run: RunDir, recipe: Recipe, say: Callable[..., None]) -> None:
         """say: writes an event down."""
         self._run, self._say = run, say
-        self._wanted = bool(recipe.tracking)
+        self._wanted, self._since = bool(recipe.tracking or recipe.notify), time.time()
         self._patience = Patience(recipe.supervision)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -46,14 +47,9 @@ class Tracker:
     def _start(self) -> None:
         attempt = next_attempt(self._run, NAME)
         command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "relax_hpc.tracking",
-            str(self._run.root),
-            "--supervisor",
-            str(os.getpid()),
-        ]
+            sys.executable, "-P", "-m", "relax_hpc.tracking", str(self._run.root), "--supervisor", str(os.getpid()),
+            "--since", str(self._since),
+        ]  # fmt: skip
         with (self._run.logs / f"{NAME}.{attempt:04d}.log").open("ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=role_environment(self._run),

@@ -17,7 +17,7 @@ from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, FilePrompts
 from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
-from relax_hpc.recipe.tracking import AnyTracking
+from relax_hpc.recipe.tracking import AnyTracking, Notify
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
 
 CRITIC_KEY, TEACHER_KEY = "algorithm.critic.model", "algorithm.teacher"
@@ -340,6 +340,7 @@ class Recipe(Table):
     spool: Spool = Spool()
     supervision: Supervision = Supervision()
     tracking: list[AnyTracking] = Key([], "Tools that metrics are copied to: any number of tables.", resume=True)
+    notify: Notify | None = Key(None, "Who is told what happens to the run.", resume=True)
     slurm: Slurm | None = Key(None, "How the run is sent to a Slurm cluster.", resume=True)
 
     @property

@@ -1,10 +1,11 @@
-"""[[tracking]]: where metrics are copied to, for those who look at many runs side by side."""
+"""[[tracking]]: where metrics are copied to, for those who look at many runs side by side. [notify]: who is told what."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Union
 
-from pydantic import Tag
+from pydantic import PositiveFloat, PositiveInt, Tag
 
 from relax_hpc.recipe.table import Key, Table, named
 
@@ -41,3 +42,35 @@ AnyTracking = Annotated[
     ],
     named(default=lambda v: "tensorboard"),
 ]
+
+Event = Literal["outcome", "restart", "stall", "collapse"]
+
+
+class Notify(Table):
+    """Messages about the run by Apprise (mail, Slack, Matrix, webhooks, …). Addresses hold secrets, so they never stand here."""
+
+    variable: str = Key(
+        "RELAX_HPC_NOTIFY",
+        "Environment variable with Apprise URLs, blanks between them.",
+        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        resume=True,
+    )
+    file: Path | None = Key(
+        None, "A file with Apprise URLs, one a line, outside run.root; in place of the variable.", resume=True
+    )
+    events: list[Event] = Key(
+        ["outcome", "restart", "stall", "collapse"],
+        "What is told: how the run ended, roles that were lost, steps that do not come, rewards or entropy that collapse.",
+        min_length=1,
+        resume=True,
+    )
+    stall_s: PositiveFloat = Key(3600.0, "`stall`: the trainer has said nothing for so long.", resume=True)
+    window: PositiveInt = Key(20, "`collapse` looks at means over so many steps.", resume=True)
+    entropy: float = Key(0.01, "`collapse`: the policy's entropy (nats a token) is below this.", ge=0, resume=True)
+    reward_share: float = Key(
+        0.5,
+        "`collapse`: the mean reward of all that was played is below this share of its best.",
+        ge=0,
+        le=1,
+        resume=True,
+    )

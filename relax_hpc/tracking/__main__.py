@@ -16,9 +16,10 @@ def main() -> None:
     )
     parser.add_argument("run", help="the run directory")
     parser.add_argument("--supervisor", type=int, required=True, help="its pid; when it is gone, the follower leaves")
+    parser.add_argument("--since", type=float, required=True, help="when it began, in Unix seconds")
     arguments = parser.parse_args()
     set_up_logging("tracking")
-    follow(open_existing(arguments.run), arguments.supervisor)
+    follow(open_existing(arguments.run), arguments.supervisor, arguments.since)
 
 
 if __name__ == "__main__":

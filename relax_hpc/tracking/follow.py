@@ -19,8 +19,11 @@ from typing import Any
 
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir
+from relax_hpc.recipe.tracking import Notify
+from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.telemetry import iter_metrics
+from relax_hpc.tracking.alerts import Alert, Alerts
+from relax_hpc.tracking.messages import Messenger, addresses, targets
 from relax_hpc.tracking.points import Points
 from relax_hpc.tracking.sinks import Sink, make_sink
 
@@ -56,7 +59,8 @@ class Lines:
 class Follower:
     """Copies what there is, again and again."""
 
-    def __init__(self, run: RunDir, recipe: Recipe) -> None:
+    def __init__(self, run: RunDir, recipe: Recipe, since: float | None = None) -> None:
+        """since: when the supervisor began that this one works for, so that alerts are sent; without it, none are."""
         self.log = logging.getLogger("tracking")
         self.lines, self.points = Lines(run), Points()
         self.sinks: dict[str, Sink] = {}
@@ -65,16 +69,34 @@ class Follower:
                 self.sinks[config.name] = make_sink(config, run, recipe)
             except Exception:  # whatever a library raises; the others go on
                 self.log.exception("%s does not begin", config.name)
+        self.alerts, self.messenger = Alerts(recipe.notify or Notify()), None
+        if recipe.notify is not None and since is not None:
+            try:
+                urls = addresses(recipe.notify, recipe.run.root)
+                self.messenger = Messenger(run, recipe.run.name, targets(urls), since)
+            except RunError as error:
+                self.log.error("nobody is told anything: %s", error)
 
     def look(self) -> None:
-        """Copy what is new."""
-        for _, line in self.lines.new():
+        """Copy what is new, and tell of it."""
+        for role, line in self.lines.new():
+            self._tell(self.alerts.of(role, line))
             for point in self.points.of(line):
                 self._all("add", point)
         self._all("flush")
+        self._tell(self.alerts.stalled(time.time()))
+        if self.messenger is not None:
+            self.messenger.send()
+
+    def _tell(self, alerts: Iterator[Alert]) -> None:
+        if self.messenger is not None:
+            for alert in alerts:
+                self.messenger.put(alert)
 
     def close(self) -> list[str]:
         """End the sinks; what a person does with each."""
+        if self.messenger is not None:
+            self.messenger.close()
         self._all("close")
         return [sink.where for sink in self.sinks.values()]
 
@@ -87,7 +109,7 @@ class Follower:
                 del self.sinks[name]
 
 
-def follow(run: RunDir, supervisor: int) -> None:
+def follow(run: RunDir, supervisor: int, since: float) -> None:
     """Until the supervisor says so or is gone: then what is left is copied, and the sinks are closed."""
     ending = False
 
@@ -98,7 +120,7 @@ def follow(run: RunDir, supervisor: int) -> None:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the supervisor decides
     os.nice(NICE)
-    follower = Follower(run, load_recipe(run.recipe))
+    follower = Follower(run, load_recipe(run.recipe), since)
     while not ending and os.getppid() == supervisor:
         follower.look()
         waited = time.monotonic()

@@ -84,7 +84,7 @@ class WandbSink:
             console="off", silent=True, save_code=False, disable_git=True, x_disable_stats=True, x_disable_meta=True
         )
         self._run = wandb.init(
-            project=config.project, entity=config.entity, name=recipe.run.name, id=identity(run), dir=str(folder), mode=config.mode,
+            project=config.project, entity=config.entity, name=recipe.run.name, id=identity(run), dir=str(folder.parent), mode=config.mode,
             config=plain(recipe), resume="allow" if config.mode == "online" else None, settings=settings,
         )  # fmt: skip
         self._run.define_metric("eval/*", step_metric="eval/version")
@@ -105,7 +105,7 @@ class WandbSink:
 
     @property
     def where(self) -> str:
-        return f"wandb sync {self._folder}/wandb/offline-run-*" if self._run.offline else str(self._run.url)
+        return f"wandb sync {self._folder}/offline-run-*" if self._run.offline else str(self._run.url)
 
 
 class ClearMLSink:
@@ -125,7 +125,8 @@ class ClearMLSink:
             auto_connect_arg_parser=False, auto_connect_streams=False, auto_resource_monitoring=False,
         )  # fmt: skip
         self._task.connect_configuration(plain(recipe), name="recipe")
-        self._log, self._queued = self._task.get_logger(), 0
+        self._log: Any = self._task.get_logger()
+        self._queued = 0
 
     def add(self, point: Point) -> None:
         for name, value in point.values.items():

@@ -31,6 +31,7 @@ from relax_hpc.tracking import LIBRARIES
 from relax_hpc.tracking.follow import Follower
 from relax_hpc.tracking.points import Points
 from tests import tiny
+from tests.endpoint import SECRET, Endpoint
 from tests.runs import wait_for
 
 STEPS = 60
@@ -68,27 +69,40 @@ def go_on(run: RunDir, steps: range) -> None:
             file.write('{"kind": "step", "step": 1')
 
 
-def start(run: RunDir) -> subprocess.Popen[bytes]:
+def start(run: RunDir, told: Endpoint) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "relax_hpc.tracking", str(run.root), "--supervisor", str(os.getpid())]
-    return subprocess.Popen(command, env={**os.environ, **KEYS}, stderr=subprocess.PIPE)
+    environment = {**os.environ, **KEYS, "MINE": told.url}
+    return subprocess.Popen([*command, "--since", "0"], env=environment, stderr=subprocess.PIPE)
 
 
 @pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def told() -> Iterator[Endpoint]:
+    made = Endpoint()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory, told: Endpoint) -> RunDir:
     """A run whose follower was killed while its sinks were open, and started again."""
-    run = make(tmp_path_factory.mktemp("tracked") / "small", tracking=TOOLS)
+    notify = {"variable": "MINE", "events": ["outcome", "restart", "collapse"]}
+    run = make(tmp_path_factory.mktemp("tracked") / "small", tracking=TOOLS, notify=notify)
     shutil.rmtree(run.tracking, ignore_errors=True)
     go_on(run, range(2, STEPS // 2))
-    first = start(run)
-    wait_for(lambda: list(run.tracking.glob("clearml/offline/*/metrics.jsonl")))
+    first = start(run, told)
+    wait_for(
+        lambda: list(run.tracking.glob("clearml/offline/*/metrics.jsonl")) and list(run.tracking.glob("sent.json"))
+    )
     first.kill()
     assert first.wait(30) == -signal.SIGKILL
     tail = run.metrics / "trainer-0.jsonl"
     tail.write_bytes(tail.read_bytes() + b"\n")  # what a telemetry does with a torn line
     (run.metrics / "rollout-0.jsonl").open("ab").write(b"\n")
     go_on(run, range(STEPS // 2, STEPS))
+    with (run.metrics / "supervisor.jsonl").open("a") as file:
+        file.write('{"kind": "outcome", "time": 200.0, "outcome": "done", "step": 60}\n')
     before = set(run.tracking.glob("clearml/offline/*"))
-    second = start(run)
+    second = start(run, told)
     wait_for(lambda: set(run.tracking.glob("clearml/offline/*")) - before)
     second.terminate()
     assert second.wait(60) == 0, second.communicate()[1].decode()
@@ -124,7 +138,7 @@ def wandb_records(path: Path) -> Iterator[Record]:
 
 
 def test_wandb_has_one_offline_run_of_the_runs_id_and_every_step_once(followed: RunDir) -> None:
-    (path,) = followed.tracking.glob("wandb/wandb/offline-run-*/run-*.wandb")
+    (path,) = followed.tracking.glob("wandb/offline-run-*/run-*.wandb")
     records = list(wandb_records(path))
     assert [r.run.run_id for r in records if r.HasField("run")][:1] == ["0123456789abcdef"]
     rows = [
@@ -151,7 +165,11 @@ def test_clearml_has_one_offline_session_and_every_step_once(followed: RunDir) -
 def test_no_key_is_written_into_the_run(followed: RunDir) -> None:
     files = [path for path in followed.root.rglob("*") if path.is_file()]
     assert len(files) > 20
-    assert not [path for path in files for key in KEYS.values() if key.encode() in path.read_bytes()]
+    assert not [path for path in files for key in (*KEYS.values(), SECRET) if key.encode() in path.read_bytes()]
+
+
+def test_what_happened_is_told_once_by_both_followers_together(followed: RunDir, told: Endpoint) -> None:
+    assert told.bodies == ["trainer-0 was lost: killed by signal 9", "done at step 60"]
 
 
 def test_track_makes_the_same_copy_of_a_run_that_is_over_as_often_as_it_is_asked(followed: RunDir) -> None:
@@ -209,7 +227,7 @@ def test_a_tool_that_is_not_installed_is_named_before_the_run_begins(monkeypatch
     need_libraries(recipe)
     monkeypatch.setitem(LIBRARIES, "clearml", "no_such_library")
     with pytest.raises(
-        RunError, match=r"\['clearml'\], which this Python cannot import: pip install 'relax-hpc\[tracking\]'"
+        RunError, match=r"\['clearml'\], for which .* \['no_such_library'\]: pip install 'relax-hpc\[tracking\]'"
     ):
         need_libraries(recipe)
 
