@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -201,8 +202,10 @@ def test_no_prompts_make_no_completions(setup: Setup) -> None:
 
 def test_progress_ends_with_every_token(setup: Setup) -> None:
     said: list[int] = []
+    began = time.monotonic()
     done = setup.engine.generate(PROMPTS, 4, Sampling(max_new_tokens=10), 0, said.append)
     assert said == sorted(said) and said[-1] == sum(len(c.tokens) for c in done)
+    assert all(0 < c.seconds <= time.monotonic() - began for c in done)
 
 
 def test_a_version_is_taken_whole_or_not_at_all(setup: Setup) -> None:

@@ -164,7 +164,7 @@ def waits(run: RunDir) -> list[float]:
 def order_seconds(run: RunDir) -> float:
     """How long an order takes, median."""
     records = [r for path in run.metrics.glob("rollout-?.jsonl") for r in read_metrics(path)[0]]
-    return statistics.median(r["generate_s"] + r["publish_s"] for r in records if r["kind"] == "order")
+    return statistics.median(r["generate_s"] + r["score_s"] + r["publish_s"] for r in records if r["kind"] == "order")
 
 
 def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:

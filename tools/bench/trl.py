@@ -162,7 +162,8 @@ def parts_of(done: Finished) -> dict[str, float]:
         for k in ("step_s", "wait_s", "train_s", "publish_s")
     }
     return trainer | {
-        f"order {k[:-2]}": statistics.mean(o[k] for o in orders[DROP:]) for k in ("wait_s", "generate_s", "publish_s")
+        f"order {k[:-2]}": statistics.mean(o[k] for o in orders[DROP:])
+        for k in ("wait_s", "generate_s", "score_s", "publish_s")
     }
 
 
