@@ -63,6 +63,7 @@ def audit(path: str | Path) -> Audit:
     oldest_trained = {
         r["step"]: r["age_max"] for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"
     }
+    refilled: list[str] = []
     ledger, settled, excused, over, torn, lost, lengths = Ledger(run), set[str](), set[str](), [], [], [], []
     for step in range(state["step"]):
         entry = ledger.find(step)
@@ -73,6 +74,7 @@ def audit(path: str | Path) -> Audit:
             over.append(f"step {step}")
         settled |= {d.order for d in entry.dropped}
         excused |= set(entry.filtered)
+        refilled += [f"o{step:06d}-{state['orders_per_step'] + k:03d}" for k in range(entry.refills)]
         for order in (t.order for t in entry.take):
             settled.add(order)
             try:
@@ -101,5 +103,5 @@ def audit(path: str | Path) -> Audit:
     released = {
         f"o{batch:06d}-{k:03d}" for batch in range(state["book"]["next_batch"]) for k in range(state["orders_per_step"])
     }
-    lost += sorted(released - settled - outstanding)
+    lost += sorted((released | set(refilled)) - settled - outstanding)
     return Audit(state["step"], len(counts), lost, twice, torn, over, lengths)

@@ -15,7 +15,7 @@ from relax_hpc.spool.ledger import Entry
 
 Fate = Literal["trained", "filtered", "failed", "late", "unused", "evaluation"]
 FATES: tuple[Fate, ...] = ("trained", "filtered", "failed", "late", "unused", "evaluation")
-"""trained: in the loss. filtered: taken by a step, kept out of its loss by a filter. failed: the group could not be played or
+"""trained: in the loss. filtered: taken by a step, kept out of its loss by a filter, or since the batch was full. failed: the group could not be played or
 scored, whatever became of its order. late: its order was dropped. unused: no step has taken its order, or its file lost a
 race. evaluation: a held-out prompt."""
 

@@ -14,6 +14,10 @@ AGGREGATE = (
     "What the loss is a mean of: `token`, all tokens of the step; `sequence`, each sample's mean over its tokens; "
     "`constant`, each sample's sum over rollout.max_new_tokens · max_turns."
 )
+REFILL = (
+    "Batches of further prompts that a step may ask for, in place of groups that failed or that filters keep out (dynamic "
+    "sampling, arXiv 2503.14476); after them it trains on what there is. 0 asks for none."
+)
 CLIP = "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]]."
 
 
@@ -26,6 +30,18 @@ class Algorithm(Table):
         "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
         looked_up=True,
     )
+    refill: int = Key(0, REFILL, ge=0)
+    oversample: float = Key(
+        1.0,
+        "Prompts asked for at once, in times of what the batches take; groups that pass and are not needed wait for the next "
+        "step, within async.max_staleness.",
+        ge=1,
+    )
+
+    @property
+    def samples_dynamically(self) -> bool:
+        """Whether a step takes orders until as many groups pass as it wants."""
+        return self.refill > 0 or self.oversample > 1
 
     @model_validator(mode="after")
     def _filters(self) -> Algorithm:
@@ -162,7 +178,7 @@ class DrGrpo(Clipped, Grouped):
 
 
 class Dapo(Clipped, Grouped):
-    """DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling (the filter), `overlong`."""
+    """DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling (`filters` and `refill`), `overlong`."""
 
     name: Literal["dapo"] = Key("dapo", "Decoupled clip and dynamic sampling policy optimisation.")
     filters: list[str] = Key(
@@ -170,6 +186,7 @@ class Dapo(Clipped, Grouped):
         "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
         looked_up=True,
     )
+    refill: int = Key(3, REFILL, ge=0)
     clip: tuple[float, float] = Key((0.2, 0.28), CLIP)
 
 

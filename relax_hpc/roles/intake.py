@@ -17,7 +17,7 @@ from relax_hpc.algorithms.filters import Filter
 from relax_hpc.roles.retention import Retention
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.front import Front
-from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
+from relax_hpc.spool.ledger import FAILED, SURPLUS, Dropped, Entry, Ledger, Taken
 from relax_hpc.spool.orders import Choice, Order, OrderBook, replacement_id
 from relax_hpc.spool.queue import LOOK_AT_STARTS_S, Queue
 from relax_hpc.spool.shard import Shard
@@ -48,6 +48,8 @@ class Intake:
         self._watches: dict[Path, FolderWatch] = {}
         self._complete: dict[str, Shard] = {}
         """Published and outstanding; small shards are in memory already."""
+        self._kept_out: dict[str, dict[int, str]] = {}
+        """Of complete orders: the groups that failed or that a filter keeps out, and why."""
         self._dropped: dict[str, Dropped] = {}
         """Given up, not seen since: their lengths are reported when they arrive."""
         self._looked_at_starts = float("-inf")
@@ -89,14 +91,17 @@ class Intake:
             take=tuple(Taken(i, self._complete[i].first_version) for i in choice.take),
             filtered=self._filtered(choice),
             dropped=tuple(Dropped(i, "late", replacement_id(i)) for i in choice.drop),
+            refills=self.book.refilled,
         )
         return self.ledger.commit(entry)
 
     def settle(self, entry: Entry, step: int) -> None:
         """Account for a step that was trained, and release what may now be asked for."""
+        self.book.refill_upto(entry.step, entry.refills)  # of a step that is replayed; else they are there
         replacements = self.book.apply(entry.step, [t.order for t in entry.take], [d.order for d in entry.dropped])
         self._dropped |= {d.order: d for d in entry.dropped}
         for order_id in (*(t.order for t in entry.take), *(d.order for d in entry.dropped)):
+            self._kept_out.pop(order_id, None)
             shard = self._complete.pop(order_id, None)
             if shard is not None:
                 shard.close()
@@ -167,7 +172,7 @@ class Intake:
         deadline = time.monotonic() + POLL_FOR_S
         for pause_s in backoff():
             self._look()
-            choice = self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, {})
+            choice = self._choose(step, {})
             if (choice is None or choice.drop) and len(self._complete) >= self.book.n:
                 choice = self._choose_knowing_starts(step, version)
             if choice is not None or time.monotonic() > deadline:
@@ -183,7 +188,26 @@ class Intake:
         self.queue.raise_oldest(version)
         started = self.queue.in_play()
         self._look()  # what finished while we listed counts as complete, not as never started
-        return self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, started)
+        return self._choose(step, started)
+
+    def _choose(self, step: int, started: dict[str, int]) -> Choice | None:
+        self._refill(step)  # of all that was seen until now: only then may a batch be short
+        return self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, started, self._passing())
+
+    def _passing(self) -> dict[str, int]:
+        """How many groups of each complete order pass; only where the book wants groups: each shard is read for it."""
+        if not self.book.wanted:
+            return {}
+        return {i: len(shard.groups) - len(self._out(i)) for i, shard in self._complete.items()}
+
+    def _refill(self, step: int) -> None:
+        """Release further orders in place of groups that do not pass."""
+        if not self.book.wanted or not self.retention.has_room(len(self.book.outstanding)):
+            return
+        new = self.book.refill(step, self._passing())
+        if new:  # a trainer before us may have released them, and died before its entry
+            somewhere = self.queue.in_play()
+            self._put([o for o in new if o.id not in somewhere and not self._run.shard(o.id).exists()])
 
     def _look(self) -> None:
         """Open the shards that appeared: one stat a folder, whatever is outstanding."""
@@ -205,17 +229,33 @@ class Intake:
         return found
 
     def _filtered(self, choice: Choice) -> dict[str, str]:
+        """ORDER/GROUP -> why it stays out of the loss: it failed, does not pass, or the batch has all it wants."""
         filtered: dict[str, str] = {}
+        passed = 0
         for order_id in choice.take:
-            shard = self._complete[order_id]
-            reasons = shard.meta["reasons"]
+            out = self._out(order_id)
+            for group in range(len(self._complete[order_id].groups)):
+                reason = out.get(group)
+                if reason is None and passed == self.book.wanted > 0:
+                    reason = f"{SURPLUS}the batch has its {self.book.wanted} groups"
+                if reason is None:
+                    passed += 1
+                else:
+                    filtered[f"{order_id}/{group}"] = reason
+        return filtered
+
+    def _out(self, order_id: str) -> dict[int, str]:
+        """The groups of a complete order that do not pass, and why."""
+        if order_id not in self._kept_out:
+            shard, out = self._complete[order_id], dict[int, str]()
             for group in range(len(shard.groups)):
-                reason = f"failed: {reasons[str(group)]}" if shard.groups["failed"][group] else None
+                reason = f"{FAILED}{shard.meta['reasons'][str(group)]}" if shard.groups["failed"][group] else None
                 for own in self._filters:
                     reason = reason or own(shard.group(group))
                 if reason:
-                    filtered[f"{order_id}/{group}"] = reason
-        return filtered
+                    out[group] = reason
+            self._kept_out[order_id] = out
+        return self._kept_out[order_id]
 
 
 class Replay:
@@ -247,7 +287,7 @@ class Replay:
 
 def check_failures(entry: Entry, groups: int, limit: float) -> None:
     """Raises RunError when more than `limit` of a step's groups failed."""
-    failed = [(name, reason) for name, reason in entry.filtered.items() if reason.startswith("failed: ")]
+    failed = [(name, reason) for name, reason in entry.filtered.items() if reason.startswith(FAILED)]
     if len(failed) > limit * groups:
         name, reason = failed[0]
         raise RunError(

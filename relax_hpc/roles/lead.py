@@ -85,6 +85,9 @@ class Lead:
             cursor=PromptCursor(self.role.sources, recipe.run.seed),
             ahead=recipe.async_.max_staleness,
             batches=recipe.run.steps,
+            wanted=recipe.trainer.prompts_per_step if recipe.algorithm.samples_dynamically else 0,
+            refills=recipe.algorithm.refill * recipe.orders_per_step,
+            oversample=recipe.algorithm.oversample,
         )
 
     def publish(self, export: Export) -> None:
@@ -115,7 +118,8 @@ class Lead:
             self.request_score()
         self.waited_s += time.perf_counter() - began
         if entry is not None:
-            check_failures(entry, self.recipe.trainer.prompts_per_step, self.recipe.rollout.max_failed_fraction)
+            groups = len(entry.take) * self.recipe.rollout.groups_per_order
+            check_failures(entry, groups, self.recipe.rollout.max_failed_fraction)
             return Word("step", entry)
         return self.make_room() or Word("wait")
 

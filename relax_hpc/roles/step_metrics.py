@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from relax_hpc.analysis.scores import pass_at, powers_of_two
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Rollouts
-from relax_hpc.spool.ledger import Entry
+from relax_hpc.spool.ledger import FAILED, SURPLUS, Entry
 
 REPEATED = 4
 """Tokens of an n-gram whose repetition is measured."""
@@ -51,10 +51,12 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
     lengths = np.diff(rollouts.offsets)
     ages = entry.step - rollouts.versions[rollouts.loss_mask == 1]
     histogram = np.bincount(ages, minlength=recipe.async_.max_staleness + 1)
-    failed = sum(reason.startswith("failed: ") for reason in entry.filtered.values())
+    failed, surplus = (sum(r.startswith(kind) for r in entry.filtered.values()) for kind in (FAILED, SURPLUS))
+    groups = len(np.unique(rollouts.group))
     return {
         "samples": len(rollouts),
-        "groups": len(np.unique(rollouts.group)),
+        "groups": groups,
+        "missing_groups": recipe.trainer.prompts_per_step - groups,
         "reward": _mean(rollouts.rewards),
         "raw_reward": _mean(rollouts.raw_rewards),
         "length_mean": _mean(lengths),
@@ -65,7 +67,9 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
         "age_max": int(ages.max(initial=0)),
         "age_histogram": histogram.tolist(),
         "failed_groups": failed,
-        "filtered_groups": len(entry.filtered) - failed,
+        "filtered_groups": len(entry.filtered) - failed - surplus,
+        "surplus_groups": surplus,
+        "refilled_orders": entry.refills,
         "dropped_orders": len(entry.dropped),
         "masked_tokens": batch.masked,
         **of_played(batch.played),

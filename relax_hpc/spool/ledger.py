@@ -12,6 +12,10 @@ from typing import Any
 
 from relax_hpc.run_dir import RunDir, publish, read_json, to_json
 
+FAILED = "failed: "
+SURPLUS = "surplus: "
+"""How the reasons begin of groups that could not be played or scored, and of those that pass in a batch that is full."""
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -41,6 +45,8 @@ class Entry:
     filtered: dict[str, str] = field(default_factory=dict)
     """ORDER/GROUP -> why this group is kept out of the loss."""
     dropped: tuple[Dropped, ...] = ()
+    refills: int = 0
+    """Further orders that were released for this step, before it was taken."""
     time: float = field(default_factory=time.time)
 
     def to_json(self) -> dict[str, Any]:

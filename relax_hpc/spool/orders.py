@@ -8,11 +8,17 @@ ledger entries since. That is what makes a restart find exactly what was outstan
 The bound, for a batch of n orders a step and deadlines d (version of the first token + max_staleness): step s takes the
 earliest deadlines first, and what is left must fit, that is, for every k >= 0 at most k * n orders are due by step s + k
 (Hall's condition for unit jobs with deadlines: then every later step can keep the bound too, whatever comes when).
+
+With `wanted` groups a step takes orders until that many groups pass the filters (dynamic sampling, arXiv 2503.14476): as soon as
+what is outstanding cannot fill every batch that is asked for, were all that is unknown to pass, further orders are released.
+So how many there are depends on what they turn out to be, not on which comes first. What is due now is taken even where the
+batch is full, so there is no condition on what is left: groups that pass and are not needed stay out of the loss.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -91,7 +97,15 @@ class OrderBook:
     """Batches that may be outstanding besides the one that is trained next; max_staleness, or fewer."""
     batches: int
     """Batches of the whole run: no more are asked for."""
+    wanted: int = 0
+    """Groups a step that pass the filters; 0: n orders, whatever passes."""
+    refills: int = 0
+    """Further orders that may be released for one step at most, in place of groups that do not pass."""
+    oversample: float = 1.0
+    """Groups asked for at once, in times of what the batches want."""
     next_batch: int = 0
+    refilled: int = 0
+    """Further orders that were released for the step that is next."""
     outstanding: dict[str, Order] = field(default_factory=dict)
 
     def last_batch(self, step: int) -> int:
@@ -103,24 +117,59 @@ class OrderBook:
         new = []
         while self.next_batch <= upto:
             for k in range(self.n):
-                name = f"o{self.next_batch:06d}-{k:03d}"
-                prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_order))
-                oldest = max(0, self.next_batch - self.max_staleness)
-                new.append(Order(name, prompts, self.copies, order_seed(self.seed, name), oldest))
+                new.append(self._order(f"o{self.next_batch:06d}-{k:03d}", self.next_batch - self.max_staleness))
             self.next_batch += 1
-        self.outstanding |= {order.id: order for order in new}
         return new
 
-    def choose(self, step: int, complete: Mapping[str, int], started: Mapping[str, int]) -> Choice | None:
+    def _order(self, name: str, oldest: int) -> Order:
+        prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_order))
+        order = Order(name, prompts, self.copies, order_seed(self.seed, name), max(0, oldest))
+        self.outstanding[name] = order
+        return order
+
+    def refill(self, step: int, passing: Mapping[str, int]) -> list[Order]:
+        """Further orders for `step`, where what is outstanding cannot fill the batches, or is less than oversampling asks for.
+
+        passing: how many groups of each complete order pass the filters. At most n orders a call.
+        """
+        last = self.last_batch(step)
+        if (
+            not self.wanted or self.next_batch <= last
+        ):  # first those that are asked for anyway: the cursor's order is theirs
+            return []
+        batches, size = last - step + 1, self.groups_per_order
+        most = self.refills + math.ceil((self.oversample - 1) * self.n * batches)
+        hoped = sum(passing.get(i, size) for i in self.outstanding)
+        missing = max(
+            batches * self.wanted - hoped, self.oversample * batches * self.wanted - len(self.outstanding) * size
+        )
+        return self.refill_upto(step, self.refilled + min(math.ceil(missing / size), self.n, most - self.refilled))
+
+    def refill_upto(self, step: int, count: int) -> list[Order]:
+        """Release further orders for `step` until there were `count`."""
+        numbers = range(self.n + self.refilled, self.n + count)
+        self.refilled = max(self.refilled, count)
+        return [self._order(f"o{step:06d}-{k:03d}", step + self.ahead - self.max_staleness) for k in numbers]
+
+    def choose(
+        self,
+        step: int,
+        complete: Mapping[str, int],
+        started: Mapping[str, int],
+        passing: Mapping[str, int] | None = None,
+    ) -> Choice | None:
         """What step `step` takes, or None while it must wait.
 
         complete: first version of each published order; started: version that each order in play was started with
         (or the oldest version it may now start from, if that was raised). Both may know orders that are not outstanding.
+        passing: where groups are `wanted`, how many of each complete order pass the filters.
         """
         due = {
             i: complete.get(i, started.get(i, o.min_version)) + self.max_staleness for i, o in self.outstanding.items()
         }
         urgent = sorted(due, key=lambda i: (due[i], -self.outstanding[i].drops, i))
+        if self.wanted:
+            return self._fill(step, urgent, due, complete, passing or {})
         if self.late == "mask":  # what is too old stays out of the loss token by token: no order is ever late
             ready = [i for i in urgent if i in complete]
             return Choice(tuple(sorted(ready[: self.n]))) if len(ready) >= self.n else None
@@ -129,10 +178,38 @@ class OrderBook:
             return None
         take = set(ready[: self.n])
         drop = self._surplus(step, [i for i in urgent if i not in take], due)
-        late = [i for i in drop if due[i] >= step]
-        if late and (self.late == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in late)):
+        if self._must_wait(step, drop, due):
             return None
         return Choice(tuple(sorted(take)), tuple(sorted(drop)))
+
+    def _fill(
+        self,
+        step: int,
+        urgent: Iterable[str],
+        due: Mapping[str, int],
+        complete: Mapping[str, int],
+        passing: Mapping[str, int],
+    ) -> Choice | None:
+        """The most urgent orders until enough groups pass, and whatever else is due now; all there is, where no more will come."""
+        take, left, groups, masks = list[str](), list[str](), 0, self.late == "mask"
+        for i in urgent:
+            needed = groups < self.wanted or (due[i] == step and not masks)
+            if i in complete and needed and (due[i] >= step or masks):
+                take.append(i)
+                groups += passing[i]
+            else:
+                left.append(i)
+        if not take or (groups < self.wanted and any(i not in complete for i in left)):
+            return None
+        drop = [i for i in left if due[i] <= step and not masks]
+        if self._must_wait(step, drop, due):
+            return None
+        return Choice(tuple(sorted(take)), tuple(sorted(drop)))
+
+    def _must_wait(self, step: int, drop: Iterable[str], due: Mapping[str, int]) -> bool:
+        """Whether something in `drop` could still be in time, and is to be waited for."""
+        late = [i for i in drop if due[i] >= step]
+        return bool(late) and (self.late == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in late))
 
     def _surplus(self, step: int, left: Iterable[str], due: Mapping[str, int]) -> list[str]:
         """Orders of `left` (most urgent first) that no later step can take in time: empty when Hall's condition holds."""
@@ -147,6 +224,7 @@ class OrderBook:
     def apply(self, step: int, take: Iterable[str], drop: Iterable[str]) -> list[Order]:
         """Account for the ledger entry of `step`; the orders that replace what it dropped are released and returned."""
         replacements = []
+        self.refilled = 0
         for order_id in take:
             del self.outstanding[order_id]
         for order_id in drop:
@@ -160,12 +238,13 @@ class OrderBook:
     def state_dict(self) -> dict[str, Any]:
         return {
             "next_batch": self.next_batch,
+            "refilled": self.refilled,
             "cursor": self.cursor.state_dict(),
             "outstanding": [order.to_json() for order in self.outstanding.values()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_batch = state["next_batch"]
+        self.next_batch, self.refilled = state["next_batch"], state.get("refilled", 0)
         self.cursor.load_state_dict(state["cursor"])
         self.outstanding = {o["id"]: Order.from_json(o) for o in state["outstanding"]}
 

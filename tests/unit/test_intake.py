@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from relax_hpc.algorithms.filters import zero_std
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake
 from relax_hpc.roles.retention import Retention
 from relax_hpc.roles.trainer import TrainerRole
-from relax_hpc.run_dir import RunDir, RunError, publish
+from relax_hpc.run_dir import RunDir, RunError, publish, read_json
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry, Ledger, Taken
 from relax_hpc.spool.orders import Order, OrderBook
@@ -27,6 +28,8 @@ from tests import tiny
 from tests.unit.test_orders import Counting
 
 WORKER = "w"
+FLAT = {f"o{batch:06d}-{k:03d}" for batch, k in ((0, 0), (0, 2), (1, 1), *((3, k) for k in range(9)))}
+"""Orders whose groups no step wants."""
 
 
 @pytest.fixture
@@ -41,20 +44,23 @@ class Trainer:
     """One incarnation: an intake, and the steps that it makes."""
 
     def __init__(
-        self, run: RunDir, number: int, late: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0
-    ) -> None:
+        self, run: RunDir, number: int, late: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0,
+        refills: int = 0,
+    ) -> None:  # fmt: skip
+        """refills: with these many, steps take two groups whose rewards differ."""
         for old in run.lease.glob("000001/i??????"):
             old.rename(old.with_name(old.name + ".over"))
         via = run.lease / "000001" / f"i{number:06d}"
         via.mkdir(parents=True)
         book = OrderBook(2, 1, 2, staleness, late, 0, Counting(), staleness, batches=10**6)
+        book.wanted, book.refills = (2 if refills else 0), refills
         ledger = Ledger(run, via)
         recipe = tiny.recipe(
             trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2}
         )
         self.retention = Retention(run, recipe, via, ledger, context=64)
         front, at_once = Front(run, None), lambda action, what: action()
-        self.intake = Intake(run, book, ledger, Queue(run), [], self.retention, front, number, at_once)
+        self.intake = Intake(run, book, ledger, Queue(run), [zero_std], self.retention, front, number, at_once)
         self.step = step
         self.intake.begin(state)
 
@@ -83,18 +89,20 @@ def play(run: RunDir, version: int, count: int = 100, order: str | None = None) 
     queue = Queue(run)
     while len(played) < count and (claim := queue.claim(WORKER, version)):
         if order is None or claim.order.id == order:
-            publish_shard(run, claim, image(claim.order.id, version), WORKER)
+            publish_shard(run, claim, image(claim.order.id, version, flat=claim.order.id in FLAT), WORKER)
             played.append(claim.order.id)
     return played
 
 
-def image(order: str, version: int) -> bytes:
-    sample = Sample(
-        np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, version)], Finish.STOP
-    )
-    return encode(
-        order, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), [sample, sample])], {"version": version}
-    )
+def image(order: str, version: int, flat: bool = False) -> Any:
+    """One group of two samples, whose rewards are the same where it is `flat`."""
+    samples = [
+        Sample(
+            np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, version)], Finish.STOP, reward=reward
+        )
+        for reward in (1.0, 1.0 if flat else 0.0)
+    ]  # fmt: skip
+    return encode(order, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), samples)], {"version": version})
 
 
 def in_play(run: RunDir) -> set[str]:
@@ -196,6 +204,69 @@ def test_a_late_order_is_replaced_and_its_shard_is_counted_when_it_comes(run: Ru
     # Dropped before the checkpoint, come after the restart.
     resumed = Trainer(run, 2, late="drop", staleness=0, state=before, step=1)
     assert resumed.intake.late_arrivals() == [(second.order.id, 3.0)]
+
+
+def prompts_in(run: RunDir) -> dict[str, Any]:
+    return {p.name.split(".")[0]: read_json(p)["prompts"] for p in run.open_orders.iterdir()}
+
+
+@pytest.mark.parametrize("killed", ["released", "checkpointed", "claimed", "played", "committed", "never"])
+def test_groups_that_do_not_pass_are_replaced_and_a_successor_takes_the_same(run: RunDir, killed: str) -> None:
+    """On-policy: of step 0 the orders 0 and 2 do not pass, so that 2 and 3 are asked for; of step 1, order 1."""
+    trainer = Trainer(run, 1, staleness=0, refills=4)
+    state = trainer.state()
+    assert trainer.entry() is None and set(play(run, 0)) == names(0)
+    assert trainer.entry() is None and prompts_in(run) == {"o000000-002": [[0, 2]]}
+    if killed == "checkpointed":
+        state = trainer.state()
+    if killed in ("claimed", "played"):
+        claim = Queue(run).claim(WORKER, 0)
+        assert claim is not None
+        if killed == "played":
+            publish_shard(run, claim, image(claim.order.id, 0, flat=True), WORKER)
+    if killed == "committed":
+        assert play(run, 0) == ["o000000-002"] and trainer.entry() is None and play(run, 0) == ["o000000-003"]
+        trainer.entry()
+    if killed != "never":
+        trainer = Trainer(run, 2, staleness=0, refills=4, state=state)
+        if killed != "committed":
+            assert [trainer.entry() for _ in range(3)] == [None] * 3
+            asked = {"claimed": [], "played": ["o000000-003"]}.get(killed, ["o000000-002"])
+            assert list(prompts_in(run)) == asked
+    if killed == "claimed":
+        publish_shard(run, claim, image(claim.order.id, 0, flat=True), WORKER)
+    for _ in range(2):
+        play(run, 0)
+        trainer.entry() if killed != "committed" else None
+    entry = trainer.train()
+    assert [t.order for t in entry.take] == [f"o000000-{k:03d}" for k in range(4)] and entry.refills == 2
+    assert list(entry.filtered) == ["o000000-000/0", "o000000-002/0"]
+    if killed == "committed":
+        assert trainer.entry() is None
+    assert prompts_in(run) == {"o000001-000": [[0, 4]], "o000001-001": [[0, 5]]}
+    assert len(list(run.shards.rglob("*.h5"))) == 4
+    assert trainer.intake.outstanding == 2
+
+
+def test_what_passes_beyond_a_full_batch_stays_out_of_the_loss_and_a_batch_that_cannot_be_filled_is_short(
+    run: RunDir,
+) -> None:
+    trainer = Trainer(run, 1, staleness=0, refills=3)
+    trainer.intake.book.oversample = 2.0
+    taken = []
+    for step in range(4):
+        for _ in range(6):
+            if (entry := trainer.entry()) is not None:
+                break
+            play(run, step)
+        assert entry is not None
+        trainer.train()
+        taken.append((len(entry.take), entry.filtered))
+    surplus = "surplus: the batch has its 2 groups"
+    assert taken[0] == (4, {f"o000000-{k:03d}/0": "all 2 rewards are 1.0" for k in (0, 2)})
+    assert taken[1] == (4, {"o000001-001/0": "all 2 rewards are 1.0", "o000001-003/0": surplus})
+    assert taken[2] == (4, {f"o000002-{k:03d}/0": surplus for k in (2, 3)})
+    assert taken[3][0] == 2 + 3 + 2 == len(taken[3][1]), "its batch, the refills and what oversampling asks for"
 
 
 def test_a_full_disk_while_orders_are_released_again_loses_none(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -42,8 +43,27 @@ class Counting:
         self.position = state["position"]
 
 
-def make_book(n: int, staleness: int, late: Any, ahead: int | None = None) -> OrderBook:
-    return OrderBook(n, 2, 4, staleness, late, 7, Counting(), staleness if ahead is None else ahead, batches=10**6)
+@dataclass(frozen=True)
+class Sampled:
+    """Dynamic sampling: what a book is given for it, and the share of groups that pass."""
+
+    refills: int = 0
+    oversample: float = 1.0
+    share: float = 0.5
+
+    def passing(self, order: str) -> int:
+        """Of an order's two groups; a function of its name."""
+        rng = random.Random(f"{self.share}/{order}")
+        return sum(rng.random() < self.share for _ in range(2))
+
+
+def make_book(
+    n: int, staleness: int, late: Any, ahead: int | None = None, batches: int = 10**6, sampled: Sampled | None = None
+) -> OrderBook:
+    book = OrderBook(n, 2, 4, staleness, late, 7, Counting(), staleness if ahead is None else ahead, batches)
+    if sampled:
+        book.wanted, book.refills, book.oversample = 2 * n, sampled.refills, sampled.oversample
+    return book
 
 
 def feasible(due: list[int], step: int, n: int) -> bool:
@@ -63,6 +83,8 @@ class World:
     orders: dict[str, Order] = field(default_factory=dict)
     entries: list[Choice] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
+    refills: list[int] = field(default_factory=list)
+    sampled: Sampled = Sampled()
 
     def put(self, orders: list[Order]) -> None:
         for order in orders:
@@ -97,13 +119,16 @@ class World:
             self.happen(s)
         for attempt in range(400):
             complete = {i: v for i, v in self.done.items() if i in self.book.outstanding}
-            choice = self.book.choose(s, complete, {})
+            passing = {i: self.sampled.passing(i) for i in complete}
+            self.put(self.book.refill(s, passing))
+            choice = self.book.choose(s, complete, {}, passing)
             if choice is None or choice.drop:
                 self.open = {i: max(v, s) for i, v in self.open.items()}
-                choice = self.book.choose(s, complete, self.open | self.claimed)
+                choice = self.book.choose(s, complete, self.open | self.claimed, passing)
             if choice is not None:
+                self.refills.append(self.book.refilled)
                 return choice
-            if attempt == 300:
+            if attempt >= 300:
                 self.finish_everything(s)
             self.happen(s)
         raise AssertionError("everything is complete, and the trainer waits")
@@ -200,6 +225,94 @@ def test_it_waits_exactly_when_taking_now_would_break_the_bound(
     expected = tuple(sorted(best)) if len(best) == n and feasible(left, step + 1, n) else None
     choice = book.choose(step, done, versions)
     assert (choice.take if choice else None) == expected
+
+
+def simulate_sampled(seed: int, n: int, staleness: int, late: str, sampled: Sampled, steps: int = 10) -> World:
+    """A run to its end that takes orders until enough groups pass."""
+    world = World(make_book(n, staleness, late, batches=steps, sampled=sampled), random.Random(seed), sampled=sampled)
+    book = world.book
+    world.put(book.release(upto=book.last_batch(0)))
+    for s in range(steps):
+        world.states.append(json.dumps(book.state_dict()))
+        choice = world.step(s)
+        passed = sum(map(sampled.passing, choice.take))
+        batches = book.last_batch(s) - s + 1
+        most = sampled.refills + math.ceil((sampled.oversample - 1) * n * batches)
+        assert book.refilled <= most
+        if passed < book.wanted:
+            rest = set(book.outstanding) - set(choice.take)
+            assert rest <= set(world.done) and book.refilled == most, "a step is short though more could come"
+        later = [i for i in choice.take if world.done[i] + staleness > s]
+        if later:
+            last = max(later, key=lambda i: (world.done[i], -world.orders[i].drops, i))
+            assert passed - sampled.passing(last) < book.wanted, "an order was taken that is neither needed nor due"
+        assert all(s - staleness <= world.done[i] <= s for i in choice.take)
+        assert all(late == "drop" and world.orders[i].drops < MAX_DROPS for i in choice.drop)
+        world.put(book.apply(s, choice.take, choice.drop))
+        for i in choice.drop:
+            world.open.pop(i, None)
+        world.entries.append(choice)
+        world.put(book.release(upto=book.last_batch(s + 1)))
+    return world
+
+
+samplings = st.builds(
+    Sampled, st.integers(0, 6), st.sampled_from([1.0, 1.5, 3.0]), st.sampled_from([0.0, 0.3, 0.7, 1.0])
+).filter(lambda s: s.refills > 0 or s.oversample > 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(worlds, samplings)
+def test_a_step_takes_orders_until_enough_groups_pass_within_the_bound(
+    given: tuple[int, int, int, str], sampled: Sampled
+) -> None:
+    world = simulate_sampled(*given, sampled)
+    settled = Counter(i for e in world.entries for i in (*e.take, *e.drop))
+    assert set(settled.values()) <= {1}
+    assert set(settled) | set(world.book.outstanding) == set(world.orders)
+    prompts = [p for i, o in world.orders.items() if "r" not in i for p in o.prompts]
+    assert sorted(prompts) == [(0, i) for i in range(len(prompts))], "a prompt was left out, or asked for twice"
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds, samplings, st.integers(0, 9))
+def test_further_orders_are_replayed_from_what_the_ledger_counts(
+    given: tuple[int, int, int, str], sampled: Sampled, begin: int
+) -> None:
+    world, (_, n, staleness, late) = simulate_sampled(*given, sampled), given
+    book = make_book(n, staleness, late, batches=10, sampled=sampled)
+    book.load_state_dict(json.loads(world.states[begin]))
+    for s in range(begin, len(world.entries)):
+        assert json.dumps(book.state_dict()) == world.states[s]
+        book.refill_upto(s, world.refills[s])
+        book.apply(s, world.entries[s].take, world.entries[s].drop)
+        book.release(upto=book.last_batch(s + 1))
+    assert book.state_dict() == world.book.state_dict()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 3), samplings)
+def test_on_policy_the_same_orders_are_taken_whatever_comes_first(
+    one: int, other: int, n: int, sampled: Sampled
+) -> None:
+    """And no more than are needed: the fewest whose groups that pass fill the batch, or as many as oversampling asks for."""
+    first, second = (simulate_sampled(seed, n, 0, "wait", sampled) for seed in (one, other))
+    assert first.entries == second.entries and first.states == second.states
+    at_once, extra = math.ceil(sampled.oversample * n), math.ceil((sampled.oversample - 1) * n)
+    for s, entry in enumerate(first.entries):
+        names = [f"o{s:06d}-{k:03d}" for k in range(n + sampled.refills + extra)]
+        enough = [k for k in range(1, len(names)) if sum(map(sampled.passing, names[:k])) >= 2 * n]
+        assert list(entry.take) == names[: max(at_once, enough[0])] if enough else names
+
+
+def test_what_passes_and_is_not_needed_waits_for_the_next_step() -> None:
+    book = make_book(2, 1, "wait", sampled=Sampled(refills=4))
+    book.release(upto=1)
+    every = dict.fromkeys(book.outstanding, 0)
+    assert book.choose(0, every, {}, dict.fromkeys(every, 2)) == Choice(("o000000-000", "o000000-001"))
+    short = dict.fromkeys(every, 2) | {"o000000-001": 0}
+    assert [o.id for o in book.refill(0, short)] == ["o000000-002"]
+    assert book.choose(0, every, {}, short) == Choice(("o000000-000", "o000000-001", "o000001-000"))
 
 
 def test_what_was_dropped_too_often_is_waited_for() -> None:

@@ -23,7 +23,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "grpo decoupled": {"behaviour": "'recomputed'", "correction": TIS},
     "dr_grpo": {},
-    "dapo": {},
+    "dapo": {"refill": 0},  # as many generated groups for each algorithm
     "gspo": {"clip": "[0.2, 0.28]"},  # the paper's are for steps a thousand times smaller
     "sapo": {},
     "cispo": {},
