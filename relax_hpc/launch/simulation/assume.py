@@ -95,8 +95,9 @@ def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str
         + _why(asked.token_s, "an H100 at half its bandwidth"),
         f"an order of {samples} answers lasts as long as its longest one",
         f"{train_s:.3g} s a training step (--train-s)" + _why(asked.train_s, "H100s at 30 % of their arithmetic"),
-        f"{publish_s:.3g} s to publish weights (--publish-s), {fetch_s:.3g} s to take them (--fetch-s), {checkpoint_s:.3g} s for a "
-        f"checkpoint (--checkpoint-s), from {bandwidth / 1e9:g} GB/s (--bandwidth) where they are not given",
+        f"{publish_s:.3g} s to publish weights to {recipe.rollout.workers} workers (--publish-s), {fetch_s:.3g} s to take them "
+        f"(--fetch-s), {checkpoint_s:.3g} s for a checkpoint (--checkpoint-s), from {bandwidth / 1e9:g} GB/s (--bandwidth) where they "
+        "are not given",
         f"{restart_s:.3g} s until a lost trainer or node is back (--restart-s), besides what the trainer repeats",
     ]
     return times, notes

@@ -49,7 +49,7 @@ class Outcome:
 
 
 def summarise(setup: Setup, mtbf_h: float | None, trace: Trace) -> Outcome:
-    """Raises nothing: a trace has a step at least."""
+    """The row of a trace."""
     ends = np.array([0.0, *trace.ended_s])
     steady = ends[min(setup.max_staleness + 1, setup.steps - 1) :]
     each = np.diff(steady)
