@@ -79,7 +79,7 @@ def create(
 
 def resume(run: RunDir, overrides: list[str]) -> Recipe:
     """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step."""
-    if identity(run)["debug"] == "evaluate":
+    if identity(run).get("debug") == "evaluate":
         raise RunError(
             f"'{run.root}' is an evaluation, no run: `relax-hpc eval` made it, and the same command goes on with it"
         )
