@@ -7,16 +7,17 @@ change it (`resume=True`). What fits together is checked here, before anything s
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Union
+from typing import Literal
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo
-from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
+from relax_hpc.recipe.model import AnyModel, TinyModel
+from relax_hpc.recipe.parallel import Parallel, misfit
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, FilePrompts
-from relax_hpc.recipe.table import Key, Table, conflict, even_share, named
+from relax_hpc.recipe.table import Key, Table, conflict, even_share
 from relax_hpc.recipe.tracking import AnyTracking, Notify
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
 
@@ -37,59 +38,6 @@ class Run(Table):
     keep_checkpoints: PositiveInt = Key(
         2, "Checkpoints kept; the oldest one decides how far back a run can restart.", resume=True
     )
-
-
-class PathModel(Table):
-    """A Hugging Face causal language model on disk."""
-
-    name: Literal["path"] = Key("path", "A model directory that `from_pretrained` loads.")
-    path: Path = Key(help="The directory with config.json, the tokenizer and safetensors weights.", looked_up=True)
-
-
-class TinyModel(Table):
-    """A small model built from its configuration, with a tokenizer of single characters: nothing is downloaded."""
-
-    name: Literal["tiny"] = Key(
-        "tiny", "Build a Qwen3-architecture model in code, randomly initialised from the run's seed."
-    )
-    hidden_size: PositiveInt = Key(128, "Width of the residual stream.")
-    intermediate_size: PositiveInt = Key(384, "Width of the gated MLP.")
-    layers: PositiveInt = Key(3, "Transformer layers.")
-    heads: PositiveInt = Key(4, "Attention heads; must divide hidden_size.")
-    kv_heads: PositiveInt = Key(2, "Key/value heads; must divide heads.")
-    experts: int = Key(0, "Experts of each layer, in place of its MLP (Qwen3-MoE); 0 is a dense model.", ge=0)
-    experts_per_token: PositiveInt = Key(2, "Experts that a token goes through; at most `experts`.")
-    moe_intermediate_size: PositiveInt = Key(64, "Width of an expert's gated MLP.")
-    context: PositiveInt = Key(256, "Longest sequence in tokens, prompt and answer together.")
-    alphabet: str = Key(
-        "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>."
-    )
-
-    @model_validator(mode="after")
-    def _divides(self) -> TinyModel:
-        if self.hidden_size % self.heads or self.heads % self.kv_heads:
-            raise conflict(
-                f"model.heads = {self.heads} must divide hidden_size = {self.hidden_size}, "
-                f"and model.kv_heads = {self.kv_heads} must divide heads"
-            )
-        if self.experts and self.experts_per_token > self.experts:
-            raise conflict(f"model.experts_per_token = {self.experts_per_token} exceeds model.experts = {self.experts}")
-        if len(set(self.alphabet)) != len(self.alphabet):
-            raise conflict("model.alphabet names a character twice")
-        return self
-
-    @property
-    def sizes(self) -> Sizes:
-        """What a parallel plan must divide."""
-        dense = 0 if self.experts else self.intermediate_size
-        expert = self.moe_intermediate_size if self.experts else 0
-        return Sizes(self.heads, self.kv_heads, self.layers, dense, self.experts, expert)
-
-
-Model = Annotated[
-    Union[Annotated[PathModel, Tag("path")], Annotated[TinyModel, Tag("tiny")]],
-    named(default=lambda v: "path" if "path" in v else "tiny"),
-]
 
 
 class Warmup(Table):
@@ -328,7 +276,7 @@ class Recipe(Table):
     model_config = ConfigDict(populate_by_name=True)
 
     run: Run = Run()
-    model: Model
+    model: AnyModel
     warmup: Warmup | None = None
     algorithm: AnyAlgorithm = Grpo()
     async_: Async = Field(Async(), alias="async")

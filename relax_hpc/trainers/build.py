@@ -18,7 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from relax_hpc.recipe.schema import PathModel, Recipe, TinyModel
+from relax_hpc.recipe.model import PathModel, TinyModel
+from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunError
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_hpc.algorithms import LossInputs, make_algorithm
 from relax_hpc.engines import Sampling, make_engine
-from relax_hpc.recipe.schema import PathModel, Recipe
+from relax_hpc.recipe.model import PathModel
+from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import BACKENDS, Trainer, make_trainer

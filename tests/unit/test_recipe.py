@@ -20,7 +20,7 @@ from relax_hpc.recipe import (
 )
 from relax_hpc.recipe.algorithm import Grpo
 from relax_hpc.recipe.describe import keys, tables
-from relax_hpc.recipe.schema import TinyModel
+from relax_hpc.recipe.model import TinyModel
 from relax_hpc.recipe.source import FileSource, ReasoningGymSource
 from relax_hpc.recipe.table import Table
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from relax_hpc.launch.doctor.checks import Check, failed, gigabytes, note, ok, warning
 from relax_hpc.launch.doctor.files import AREA, existing_part
 from relax_hpc.recipe.algorithm import Ppo
-from relax_hpc.recipe.schema import PathModel, Recipe, TinyModel
+from relax_hpc.recipe.model import PathModel, TinyModel
+from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.source import keys_of
 
 STATE_BYTES = 12

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from relax_hpc.recipe.model import PathModel, TinyModel
 from relax_hpc.recipe.parallel import Parallel, Sizes
-from relax_hpc.recipe.schema import PathModel, TinyModel
 from relax_hpc.run_dir import RunError
 
 KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
