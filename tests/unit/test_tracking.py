@@ -69,10 +69,12 @@ def go_on(run: RunDir, steps: range) -> None:
             file.write('{"kind": "step", "step": 1')
 
 
-def start(run: RunDir, told: Endpoint) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "relax_hpc.tracking", str(run.root), "--supervisor", str(os.getpid())]
+def start(run: RunDir, told: Endpoint, supervisor: int | None = None) -> subprocess.Popen[bytes]:
+    """A follower; of this process by default."""
+    about = ["--supervisor", str(supervisor or os.getpid()), "--since", "0"]
     environment = {**os.environ, **KEYS, "MINE": told.url}
-    return subprocess.Popen([*command, "--since", "0"], env=environment, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "relax_hpc.tracking", str(run.root), *about]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +204,12 @@ def test_points_are_in_order_of_time_and_a_step_made_again_gives_none(tmp_path: 
     assert [p.step for p in steps] == [0, 1], "step 1 was made twice"
     assert steps[0].values["rollout/orders"] == 2 and "rollout/orders" in steps[1].values
     assert list(follower.lines.new()) == []
+
+
+def test_a_follower_whose_supervisor_is_gone_copies_what_there_is_and_leaves(tmp_path: Path, told: Endpoint) -> None:
+    run = make(tmp_path / "small", tracking=TOOLS[:1])
+    assert start(run, told, supervisor=1).wait(30) == 0
+    assert EventAccumulator(str(run.tracking / "tensorboard")).Reload().Scalars("train/loss")
 
 
 def test_a_follower_that_dies_is_started_again_a_few_times_and_then_left(tmp_path: Path) -> None:
