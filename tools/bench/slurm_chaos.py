@@ -290,22 +290,24 @@ def part_stall(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
 
 
 def part_ettr(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:
-    """Both rates at once: a paced run sleeps most of the time."""
+    """Both rates at once, on nodes of their own: a paced run sleeps most of the time."""
     algorithm = f'{{name="own", factory="{common.SIDES / "paced.py"}:paced", options={{seconds={float(given.pace)}}}, group_size=4}}'
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(len(given.every)) as several:
-        runs = {k: several.submit(_paced, cluster, k, given, algorithm, done) for k in given.every}
+        runs = {k: several.submit(_paced, cluster, i, k, given, algorithm, done) for i, k in enumerate(given.every)}
         for k, future in runs.items():
             found[f"every_{k}_steps"] = future.result()
     return {"ettr": found}
 
 
 def _paced(
-    cluster: SlurmCluster, every: int, given: argparse.Namespace, algorithm: str, done: Callable[[], None]
+    cluster: SlurmCluster, number: int, every: int, given: argparse.Namespace, algorithm: str, done: Callable[[], None]
 ) -> dict[str, Any]:
+    others = "t1,r1" if number else "t2,r2"  # else a preemption would hit both
     target = submit(
         cluster, f"ettr-{every}", "run.steps=1000000", f"algorithm={algorithm}", "run.checkpoint_every=2",
         "trainer.prompts_per_step=8", "supervision.hang_s=60.0",
+        f"slurm.trainer.exclude={others}", f"slurm.rollout.exclude={others}",
     )  # fmt: skip
     target.until(lambda: newest(target.run) >= 1)
     began, first = steps_of(target.run)[0]["time"], steps_of(target.run)[0]["step"]
@@ -337,8 +339,8 @@ def main() -> None:
     arguments.add_argument("--stalls", type=int, default=5)
     arguments.add_argument("--gap", type=int, default=12, help="steps from a recovery to the next fault")
     arguments.add_argument("--pace", type=float, default=10.0, help="ettr: seconds a step")
-    arguments.add_argument("--every", type=int, nargs="+", default=[10, 100], help="ettr: steps between two faults")
-    arguments.add_argument("--ettr-faults", type=int, nargs="+", default=[10, 2], help="ettr: faults for each --every")
+    arguments.add_argument("--every", type=int, nargs=2, default=[10, 100], help="ettr: steps between two faults")
+    arguments.add_argument("--ettr-faults", type=int, nargs=2, default=[10, 2], help="ettr: faults for each --every")
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="of the recipe, for all parts"
