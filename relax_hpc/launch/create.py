@@ -107,7 +107,7 @@ def existing(recipe: Recipe) -> RunDir | None:
     changes = [
         c
         for c in differences(load_recipe(run.recipe), recipe)
-        if not USER_FILE.match(str(c.old)) and c.key.split(".")[0] != "slurm"
+        if _without_folders(c.old) != _without_folders(c.new) and c.key.split(".")[0] != "slurm"
     ]
     if changes:
         listed = "; ".join(f"{c.key}: {c.old!r} there, {c.new!r} here" for c in changes[:5])
@@ -116,6 +116,16 @@ def existing(recipe: Recipe) -> RunDir | None:
             "or start a new one with --set run.name=NAME"
         )
     return run
+
+
+def _without_folders(value: Any) -> Any:
+    """`value` with every FOLDER/FILE.py:NAME as FILE.py:NAME: the run's recipe names its own copy of a user's file."""
+    if isinstance(value, dict):
+        return {k: _without_folders(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(v) for v in value]
+    match = USER_FILE.match(value) if isinstance(value, str) else None
+    return f"{Path(match['file']).name}:{match['name']}" if match else value
 
 
 def identity(run: RunDir) -> dict[str, Any]:

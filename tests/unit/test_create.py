@@ -1,0 +1,42 @@
+"""Which run a recipe means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.launch.create import USER_FILE, _copy_user_files, existing, place
+from relax_hpc.recipe import dump_recipe, load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunError, to_json, write_file
+from tests.runs import write_recipe
+
+USERS = """
+def judge(prompt, answer): return 0.0
+def other(prompt, answer): return 0.0
+def keep(group): return None
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """One that names the user's file in a value, in a list, and in a table of a list."""
+    (tmp_path / "mine.py").write_text(USERS)
+    sets = (f"run.root={tmp_path}/runs", f'algorithm.filters=["zero_std", "{tmp_path}/mine.py:keep"]', f"source.0.reward={tmp_path}/mine.py:judge")  # fmt: skip
+    return load_recipe(write_recipe(tmp_path), sets)
+
+
+def test_the_same_recipe_means_the_run_it_made_though_that_names_copies_of_the_users_files(recipe: Recipe) -> None:
+    run = place(recipe)
+    run.create()
+    plain = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
+    kept = Recipe.model_validate(_copy_user_files(plain, run.root / "user", run.snapshot / "user"))
+    assert str(run.snapshot) in str(kept.algorithm.filters) and USER_FILE.match(kept.source[0].reward)
+    write_file(run.recipe, dump_recipe(kept).encode())
+    write_file(run.identity, to_json({"id": "x"}))
+    assert existing(recipe) == run
+    plain["source"][0]["reward"] = plain["source"][0]["reward"].replace(":judge", ":other")
+    changed = Recipe.model_validate(plain)
+    with pytest.raises(RunError, match=r"run of another recipe.*:judge.*:other"):
+        existing(changed)
