@@ -169,6 +169,7 @@ def _trainer(
 
 def _step(made: Timeline, role: str, line: dict[str, Any]) -> tuple[Event, Event]:
     """The slices of a step; that in which it read its orders, and that in which it published."""
+    line = {"read_s": 0.0, "settle_s": 0.0, **line}  # older runs do not tell
     end = line["time"]
     bounds = [end]
     for part in ("settle_s", "publish_s", "train_s", "read_s", "wait_s"):
@@ -203,6 +204,8 @@ def _worker(
         if line.get("kind") != "order":
             made.instant(role, str(line.get("kind")), line)
             continue
+        older = {"sync_s": 0.0, "score_s": 0.0, "began": line["time"] - line["publish_s"] - line["generate_s"]}
+        line = older | line
         began = line["began"]
         made.slice(role, WORK, "wait for an order", began - line["wait_s"], began - line["sync_s"])
         if line["sync_s"]:
