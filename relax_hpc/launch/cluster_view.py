@@ -12,6 +12,10 @@ from relax_hpc.launch.slurm.overview import UNKNOWN, JobRow, Overview
 from relax_hpc.launch.status import Status
 
 
+PAST_SHOWN = 4
+"""Rollout nodes of before, the newest."""
+
+
 def parts(status: Status) -> list[RenderableType]:
     """Tables and lines to stand below the roles; none when nothing was ever sent."""
     overview = status.slurm
@@ -50,12 +54,17 @@ def _agents(status: Status, overview: Overview) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("rollout node", "state", "beat", "group", "job", "workers"):
         table.add_column(column)
-    for beat in sorted(overview.agents.values(), key=lambda b: (b["state"] == "gone", b["group"], b["index"])):
-        silent_s = time.time() - beat["time"]
-        lost = beat["state"] != "gone" and silent_s > status.recipe.supervision.agent_silent_s
+    limit_s, now = status.recipe.supervision.agent_silent_s, time.time()
+    there = [b for b in overview.agents.values() if b["state"] != "gone" and now - b["time"] <= limit_s]
+    past = sorted((b for b in overview.agents.values() if b not in there), key=lambda b: -b["time"])
+    for beat in [*sorted(there, key=lambda b: (b["group"], b["index"])), *past[:PAST_SHOWN]]:
+        lost = beat["state"] != "gone" and now - beat["time"] > limit_s
         state = Text("silent" if lost else beat["state"], style="red" if lost and status.state == "running" else "")
         workers = str(len(beat.get("workplaces", ())))
-        table.add_row(beat["host"], state, f"{silent_s:.0f} s ago", beat["group"], str(beat.get("job") or ""), workers)
+        ago = f"{now - beat['time']:.0f} s ago"
+        table.add_row(beat["host"], state, ago, beat["group"], str(beat.get("job") or ""), workers)
+    if len(past) > PAST_SHOWN:
+        table.add_row(Text(f"and {len(past) - PAST_SHOWN} more that are gone", style="dim"))
     return table
 
 

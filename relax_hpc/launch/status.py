@@ -142,7 +142,7 @@ class Status:
         """Shares of time that the trainer and the workers waited lately."""
         trainer = sum(s["wait_s"] for s in self.steps) / max(sum(s["step_s"] for s in self.steps), 1e-9)
         orders = [o for name in self.orders for o in self.orders[name] if o["kind"] == "order"]
-        busy = sum(o["generate_s"] + o["score_s"] + o["publish_s"] for o in orders)
+        busy = sum(o["generate_s"] + o.get("score_s", 0.0) + o["publish_s"] for o in orders)
         waited = sum(o["wait_s"] for o in orders)
         return min(trainer, 1.0), waited / max(busy + waited, 1e-9)
 
