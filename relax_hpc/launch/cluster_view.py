@@ -11,7 +11,6 @@ from rich.text import Text
 from relax_hpc.launch.slurm.overview import UNKNOWN, JobRow, Overview
 from relax_hpc.launch.status import Status
 
-
 PAST_SHOWN = 4
 """Rollout nodes of before, the newest."""
 

@@ -20,7 +20,7 @@ from relax_hpc.telemetry import read_beat
 ASK_EVERY_S = 10.0
 """A controller serves thousands of users, and a live view is looked at for hours."""
 UNKNOWN = "?"
-SHOWN_ENDED = 3
+SHOWN_ENDED, SHOWN_UNKNOWN = 3, 8
 """Jobs that have ended, of which only the last few are worth a line."""
 
 
@@ -107,9 +107,11 @@ class Overview:
         return None if self.led else "pending"
 
     def shown(self) -> list[JobRow]:
-        """Jobs worth a line: those that live, and the last that ended."""
+        """Jobs worth a line: those that live, the last that ended, and where Slurm cannot be asked the last ones sent."""
+        unknown = [job for job in self.jobs if job.state == UNKNOWN]
         over = [job for job in self.jobs if not job.alive and job.state != UNKNOWN]
-        return [job for job in self.jobs if job not in over[:-SHOWN_ENDED]]
+        hidden = [*over[:-SHOWN_ENDED], *unknown[:-SHOWN_UNKNOWN]]
+        return [job for job in self.jobs if job not in hidden]
 
 
 def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:
