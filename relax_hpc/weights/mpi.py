@@ -7,7 +7,9 @@ One MPI_COMM_WORLD for all would be ended by MPI as soon as one process dies. So
 (MPICH, Intel MPI, MVAPICH) for a job of one, and initialises MPI in itself. A peer that dies then costs the others no more
 than the time limit: MPI reports nothing, the transfer just does not end. Its connection is left alone afterwards, for
 freeing it would wait for the dead; so is one to a process that was left out.
-Known limit: a worker whose trainer dies within the moment between being named and being connected keeps a thread busy in Accept.
+Known limits: a worker whose trainer dies within the moment between being named and being connected keeps a thread busy in Accept.
+MPICH over UCX now and then crashes a sender whose receiver was killed in mid-transfer (seen once in some hundred such kills, in
+MPI_Isend): the supervisor then starts the trainer again from its checkpoint.
 """
 
 from __future__ import annotations
