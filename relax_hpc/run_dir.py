@@ -26,12 +26,14 @@ commit fails by path, so a superseded incarnation can commit nothing however lat
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
 import os
+import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +109,19 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
+
+
+@contextlib.contextmanager
+def drafted(final: Path) -> Iterator[RunDir]:
+    """A new run directory under a hidden name: `final` appears whole when the block ends well, else nothing is left."""
+    draft = RunDir(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.new"))
+    try:
+        draft.create()
+        yield draft
+        os.rename(draft.root, final)
+        sync_folder(final.parent)
+    finally:
+        shutil.rmtree(draft.root, ignore_errors=True)
 
 
 def open_existing(path: str | os.PathLike[str]) -> RunDir:

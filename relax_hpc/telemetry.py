@@ -106,20 +106,8 @@ def read_beat(run: RunDir, role: str) -> dict[str, Any] | None:
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
     """Whole lines of a metrics file from byte `offset` on, and the offset to go on from. A torn last line waits."""
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-    except FileNotFoundError:
-        return [], offset
-    whole = data.rfind(b"\n") + 1
-    records = []
-    for line in data[:whole].splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:  # a line cut by a kill, then continued by the next attempt
-            continue
-    return records, offset + whole
+    found = list(iter_metrics(path, offset))
+    return [record for record, _ in found], found[-1][1] if found else offset
 
 
 def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
@@ -134,7 +122,7 @@ def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError):  # a line cut by a kill, then continued by the next attempt
                 yield json.loads(line), offset
 
 

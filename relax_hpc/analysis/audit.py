@@ -14,6 +14,7 @@ from pathlib import Path
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunError, open_existing, read_json
 from relax_hpc.spool.ledger import Ledger
+from relax_hpc.spool.orders import order_name
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 
@@ -74,7 +75,7 @@ def audit(path: str | Path) -> Audit:
             over.append(f"step {step}")
         settled |= {d.order for d in entry.dropped}
         excused |= set(entry.filtered)
-        refilled += [f"o{step:06d}-{state['orders_per_step'] + k:03d}" for k in range(entry.refills)]
+        refilled += [order_name(step, state["orders_per_step"] + k) for k in range(entry.refills)]
         for order in (t.order for t in entry.take):
             settled.add(order)
             try:
@@ -101,7 +102,7 @@ def audit(path: str | Path) -> Audit:
             lengths += [sum(s) / len(s) for s in by_group.values()]
     outstanding = {o["id"] for o in state["book"]["outstanding"]}
     released = {
-        f"o{batch:06d}-{k:03d}" for batch in range(state["book"]["next_batch"]) for k in range(state["orders_per_step"])
+        order_name(batch, k) for batch in range(state["book"]["next_batch"]) for k in range(state["orders_per_step"])
     }
     lost += sorted((released | set(refilled)) - settled - outstanding)
     return Audit(state["step"], len(counts), lost, twice, torn, over, lengths)

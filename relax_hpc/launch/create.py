@@ -6,7 +6,6 @@ recipe ► checks ► ROOT/.NAME.new/ (model, snapshot, recipe.toml, run.json) �
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ from relax_hpc import checkpoint
 from relax_hpc.launch.nursery import PREPARE, Nursery
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, RunError, read_json, replace, sync_folder, to_json, write_file
+from relax_hpc.run_dir import RunDir, RunError, drafted, read_json, replace, to_json, write_file
 from relax_hpc.telemetry import read_beat
 
 Debug = Literal["rollout-only", "train-only"]
@@ -49,21 +48,18 @@ def create(
         raise RunError(
             f"run.root = '{recipe.run.root}' cannot be made: {error}; choose another with --set run.root=DIR"
         ) from error
-    draft = RunDir(recipe.run.root / f".{recipe.run.name}.{uuid.uuid4().hex[:8]}.new")
     try:
-        draft.create()
-        write_file(draft.recipe, dump_recipe(recipe).encode())
-        _prepare(draft, nursery)
-        replace(draft.recipe, dump_recipe(_snapshot(draft, recipe)).encode())
-        about = {
-            "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
-            "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
-        }  # fmt: skip
-        if fork_of is not None:
-            about["fork_step"] = _fork(fork_of, draft)
-        write_file(draft.identity, to_json(about))
-        os.rename(draft.root, final)
-        sync_folder(final.parent)
+        with drafted(final) as draft:
+            write_file(draft.recipe, dump_recipe(recipe).encode())
+            _prepare(draft, nursery)
+            replace(draft.recipe, dump_recipe(_snapshot(draft, recipe)).encode())
+            about = {
+                "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
+                "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
+            }  # fmt: skip
+            if fork_of is not None:
+                about["fork_step"] = _fork(fork_of, draft)
+            write_file(draft.identity, to_json(about))
     except FileExistsError:
         raise RunError(f"'{final}' exists already") from None
     except OSError as error:
@@ -72,8 +68,6 @@ def create(
                 f"'{final}' exists and is no run of this recipe: choose another with --set run.name=NAME"
             ) from error
         raise
-    finally:
-        shutil.rmtree(draft.root, ignore_errors=True)
     return RunDir(final)
 
 

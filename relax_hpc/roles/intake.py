@@ -191,8 +191,9 @@ class Intake:
         return self._choose(step, started)
 
     def _choose(self, step: int, started: dict[str, int]) -> Choice | None:
-        self._refill(step)  # of all that was seen until now: only then may a batch be short
-        return self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, started, self._passing())
+        passing = self._passing()
+        self._refill(step, passing)  # of all that was seen until now: only then may a batch be short
+        return self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, started, passing)
 
     def _passing(self) -> dict[str, int]:
         """How many groups of each complete order pass; only where the book wants groups: each shard is read for it."""
@@ -200,11 +201,11 @@ class Intake:
             return {}
         return {i: len(shard.groups) - len(self._out(i)) for i, shard in self._complete.items()}
 
-    def _refill(self, step: int) -> None:
+    def _refill(self, step: int, passing: dict[str, int]) -> None:
         """Release further orders in place of groups that do not pass."""
         if not self.book.wanted or not self.retention.has_room(len(self.book.outstanding)):
             return
-        new = self.book.refill(step, self._passing())
+        new = self.book.refill(step, passing)
         if new:  # a trainer before us may have released them, and died before its entry
             somewhere = self.queue.in_play()
             self._put([o for o in new if o.id not in somewhere and not self._run.shard(o.id).exists()])

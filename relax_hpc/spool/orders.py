@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+Late = Literal["wait", "drop", "mask"]
 MAX_DROPS = 2
 """A prompt whose orders were dropped this often is waited for: dropping again would train on short answers only."""
 
@@ -60,6 +61,11 @@ class Order:
         return cls(**{**value, "prompts": tuple((int(s), int(i)) for s, i in value["prompts"])})
 
 
+def order_name(batch: int, k: int) -> str:
+    """Of the k-th order that was released for a batch."""
+    return f"o{batch:06d}-{k:03d}"
+
+
 def order_seed(run_seed: int, order_id: str) -> int:
     """A seed that depends on the run's seed and the order's name alone."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{order_id}".encode(), digest_size=7).digest(), "big")
@@ -90,7 +96,7 @@ class OrderBook:
     groups_per_order: int
     copies: int
     max_staleness: int
-    late: Literal["wait", "drop", "mask"]
+    late: Late
     seed: int
     cursor: Cursor
     ahead: int
@@ -117,7 +123,7 @@ class OrderBook:
         new = []
         while self.next_batch <= upto:
             for k in range(self.n):
-                new.append(self._order(f"o{self.next_batch:06d}-{k:03d}", self.next_batch - self.max_staleness))
+                new.append(self._order(order_name(self.next_batch, k), self.next_batch - self.max_staleness))
             self.next_batch += 1
         return new
 
@@ -149,7 +155,7 @@ class OrderBook:
         """Release further orders for `step` until there were `count`."""
         numbers = range(self.n + self.refilled, self.n + count)
         self.refilled = max(self.refilled, count)
-        return [self._order(f"o{step:06d}-{k:03d}", step + self.ahead - self.max_staleness) for k in numbers]
+        return [self._order(order_name(step, k), step + self.ahead - self.max_staleness) for k in numbers]
 
     def choose(
         self,

@@ -21,11 +21,11 @@ from relax_hpc.cli import app
 from relax_hpc.launch.simulation.file_calls import calls_per_second
 from relax_hpc.launch.simulation.model import Simulation
 from relax_hpc.launch.simulation.outcome import Outcome, summarise
-from relax_hpc.launch.simulation.setup import Late, Setup, Trace
+from relax_hpc.launch.simulation.setup import Setup, Trace
 from relax_hpc.launch.simulation.sweep import recommend
 from relax_hpc.launch.simulation.times import Floats, Lognormal, Measured, Times
 from relax_hpc.run_dir import RunDir, RunError
-from relax_hpc.spool.orders import Choice
+from relax_hpc.spool.orders import Choice, Late
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 TRAIN_S, PUBLISH_S, FETCH_S = 100.0, 10.0, 5.0

@@ -70,28 +70,19 @@ def calibrated(view: RunView, recipe: Recipe, asked: Asked) -> tuple[Times, list
 
 def _steps(view: RunView) -> Lines:
     """Steps as they were made the first time, without the first of each process."""
-    lines = view.metrics("trainer-0", "step")
-    seen: set[Any] = set()
-    kept = []
-    for line in lines:
-        first = line.get("incarnation") not in seen
-        seen.add(line.get("incarnation"))
-        if not first and not line.get("replayed"):
-            kept.append(line)
-    return kept
+    return [s for s in _warm(view.metrics("trainer-0", "step"), "incarnation") if not s.get("replayed")]
 
 
 def _orders(view: RunView) -> Lines:
     """Orders that were played for training, without the first of each process, which loads and compiles."""
-    kept = []
-    for lines in view.workers().values():
-        seen: set[Any] = set()
-        for line in lines:
-            first = line.get("attempt") not in seen
-            seen.add(line.get("attempt"))
-            if not first and line["samples"] and not line["order"].startswith("e"):
-                kept.append(line)
-    return kept
+    warm = [order for lines in view.workers().values() for order in _warm(lines, "attempt")]
+    return [order for order in warm if order["samples"] and not order["order"].startswith("e")]
+
+
+def _warm(lines: Lines, process: str) -> Lines:
+    """All but the first line of each process; `process`: the name that tells them apart."""
+    first = {line.get(process): number for number, line in reversed(list(enumerate(lines)))}
+    return [line for number, line in enumerate(lines) if first[line.get(process)] != number]
 
 
 def _without_checkpoints(view: RunView, steps: Lines) -> list[float]:

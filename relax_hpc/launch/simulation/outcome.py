@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.launch.simulation.file_calls import calls_per_second
-from relax_hpc.launch.simulation.setup import Late, Setup, Trace
+from relax_hpc.launch.simulation.setup import Setup, Trace
+from relax_hpc.spool.orders import Late
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-Late = Literal["wait", "drop", "mask"]
+from relax_hpc.spool.orders import Late
 
 
 @dataclass(frozen=True, slots=True)

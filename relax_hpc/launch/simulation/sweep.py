@@ -13,11 +13,12 @@ from pydantic import ValidationError
 from relax_hpc.launch.simulation.assume import Asked, assumed
 from relax_hpc.launch.simulation.model import Simulation
 from relax_hpc.launch.simulation.outcome import Outcome, summarise
-from relax_hpc.launch.simulation.setup import Late, Setup
+from relax_hpc.launch.simulation.setup import Setup
 from relax_hpc.launch.simulation.times import Times
 from relax_hpc.recipe import Recipe
 from relax_hpc.recipe.problems import explain
 from relax_hpc.run_dir import RunError
+from relax_hpc.spool.orders import Late
 
 ENOUGH = 0.95
 """Of the greatest throughput: what costs less and reaches this is recommended."""
