@@ -85,6 +85,14 @@ class Engine(Protocol):
         """
         ...
 
+    def rest(self) -> None:
+        """Give the device's memory back, weights and cache; nothing is called before `wake`."""
+        ...
+
+    def wake(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Go on after `rest`, without weights: `load` brings them. `progress`: as in `load`."""
+        ...
+
     def close(self) -> None:
         """End what the engine has running."""
         ...

@@ -85,6 +85,8 @@ class TorchEngine:
         )
         self.ends[end_tokens(model_dir, config, self.tokenizer)] = True
         self.version = -1
+        self._resting = [(tensor, tensor.untyped_storage().nbytes()) for tensor in weights_of(self.model).values()]
+        """What `load` fills, and how many bytes it takes."""
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     def load(
@@ -124,6 +126,17 @@ class TorchEngine:
         )
         self._decode(cache, logits, batch, out, steps, sampling, seed, progress)
         return self._completions(out)
+
+    def rest(self) -> None:
+        self.version = -1
+        for tensor, _ in self._resting:
+            tensor.untyped_storage().resize_(0)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self, progress: Callable[[], None] = lambda: None) -> None:
+        for tensor, size in self._resting:
+            tensor.untyped_storage().resize_(size)
 
     def close(self) -> None: ...
 

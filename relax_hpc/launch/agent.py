@@ -20,7 +20,7 @@ from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.launch.supervisor import ENDED, outcome_of
-from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_memory
+from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_node
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles import gpus
 from relax_hpc.run_dir import RunDir, open_existing, publish, read_json, replace, to_json
@@ -88,7 +88,7 @@ class Agent:
         self.say()
         self.workers.end(GRACE_S)
         if not self.replaced:  # else the memory may be the other's, on this node
-            clear_memory(self.run, self.recipe)
+            clear_node(self.run, self.recipe)
         self.say(ended=True)
 
     def _take_place(self) -> None:

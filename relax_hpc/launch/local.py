@@ -15,7 +15,7 @@ from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
 from relax_hpc.launch.trainers import LocalTrainers
 from relax_hpc.launch.view import live, render
-from relax_hpc.launch.workers import LocalWorkers, clear_memory
+from relax_hpc.launch.workers import LocalWorkers, clear_node
 from relax_hpc.recipe import load_recipe, site_file
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
@@ -92,7 +92,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
             outcome = supervisor.supervise()
     finally:
         lease.release()
-    clear_memory(run, recipe)
+    clear_node(run, recipe)
     console.print(render(Status.of(run)))
     return outcome
 

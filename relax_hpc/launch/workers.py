@@ -13,6 +13,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.weights import FileWeights
 from relax_hpc.roles import gpus
 from relax_hpc.roles.process import Exit
+from relax_hpc.roles.turn import lock_of
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.front import Front
 from relax_hpc.telemetry import read_beat
@@ -23,11 +24,13 @@ GRACE_S = 5.0
 """How long a worker may take to leave when it is asked to; what it played is played again."""
 
 
-def clear_memory(run: RunDir, recipe: Recipe) -> None:
-    """Remove what the run keeps in the memory of this node."""
+def clear_node(run: RunDir, recipe: Recipe) -> None:
+    """Remove what the run keeps on this node."""
     kept = [recipe.spool.front, recipe.weights.front if isinstance(recipe.weights, FileWeights) else None]
     for folder in filter(None, kept):
         Front(run, folder).clear()
+    if recipe.run.placement == "colocate":
+        lock_of(run).unlink(missing_ok=True)
 
 
 class Workers(Protocol):

@@ -29,6 +29,12 @@ class Run(Table):
 
     name: str = Key("run", "The run's name: its directory is ROOT/NAME.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     root: Path = Key("runs", "The directory that holds runs; on a cluster, on the shared file system.")
+    placement: Literal["split", "colocate"] = Key(
+        "split",
+        "`split`: the rollout workers have devices of their own; reference, critic and teacher share the trainer's (what others call "
+        "hybrid). `colocate`: trainer and workers take turns on the same devices; needs async.max_staleness = 0.",
+        resume=True,
+    )
     seed: int = Key(0, "Order ids, prompts and sampling seeds depend on this and the prompt cursor alone.", ge=0)
     steps: PositiveInt = Key(100, "Training steps until the run is done.", resume=True)
     checkpoint_every: PositiveInt = Key(50, "Steps between two checkpoints.", resume=True)
@@ -355,6 +361,8 @@ class Recipe(Table):
                 f"slurm.shape = 'single' puts both groups on the same nodes, but trainer.nodes = {self.trainer.nodes} "
                 f"and rollout.nodes = {self.rollout.nodes}: make them equal, or use slurm.shape = 'split'"
             )
+        if self.run.placement == "colocate":
+            self._colocates()
         names = [tracking.name for tracking in self.tracking]
         if len(set(names)) < len(names):
             raise conflict(
@@ -363,3 +371,27 @@ class Recipe(Table):
         if self.slurm and self.trainer.device != "cpu":
             self.slurm.refuse_too_few_gpus(self.trainer.processes // self.trainer.nodes)
         return self
+
+    def _colocates(self) -> None:
+        """Raises a conflict where trainer and workers cannot take turns on the same devices."""
+        said = "run.placement = 'colocate' has trainer and workers take turns on the same devices"
+        if self.async_.max_staleness:
+            raise conflict(
+                f"{said}: neither runs ahead of the other, but async.max_staleness = {self.async_.max_staleness}; set it to 0, or "
+                "run.placement to 'split'"
+            )
+        if not isinstance(self.weights, FileWeights):
+            raise conflict(
+                f"{said}: who sends weights and who receives them are not there at the same time, but weights.transport = "
+                f"'{self.weights.transport}'; use 'file' (weights.front = '/dev/shm' keeps them in memory)"
+            )
+        if self.rollout.sglang.address:
+            raise conflict(
+                f"{said}, but rollout.sglang.address = '{self.rollout.sglang.address}' is elsewhere: leave it out, or use 'split'"
+            )
+        if self.slurm and (self.slurm.shape != "single" or self.slurm.own_gpus):
+            own = f"slurm.shape = '{self.slurm.shape}'" if self.slurm.shape != "single" else self.slurm.own_gpus
+            raise conflict(
+                f"{said}, but {own} gives each its own: use slurm.shape = 'single' and a GPU key in [slurm] alone, such as "
+                "slurm.gpus_per_node"
+            )

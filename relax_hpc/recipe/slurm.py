@@ -229,6 +229,15 @@ class Slurm(Resources):
             common.update(dict.fromkeys(GPU_KEYS))
         return Resources(**{**common, **given, "options": {**self.options, **own.options}})
 
+    @property
+    def own_gpus(self) -> str:
+        """A GPU key by which a group has GPUs of its own; empty where there is none."""
+        for name, own in (("trainer", self.trainer), ("rollout", self.rollout)):
+            for key in GPU_KEYS:
+                if own is not None and getattr(own, key) is not None:
+                    return f"slurm.{name}.{key} = {getattr(own, key)!r}"
+        return "" if self.gpus_per_task is None else f"slurm.gpus_per_task = {self.gpus_per_task!r}"
+
     def refuse_too_few_gpus(self, per_node: int) -> None:
         """Raises a conflict when trainer processes of a node, which take a GPU each, are more than its GPUs."""
         asks = self.group("trainer")

@@ -26,13 +26,18 @@ def visible() -> list[str]:
     return [gpu for gpu in os.environ.get(VARIABLE, "").split(",") if gpu not in NONE]
 
 
+def place(rank: int, slurm_task: bool) -> int:
+    """Of a trainer's process among those on its node."""
+    return int(os.environ["SLURM_LOCALID"]) if slurm_task else rank
+
+
 def take(process: RoleProcess, via: Path) -> None:
     """Make its own GPU the current one of a trainer's process. Raises RunError where it is not as the recipe says."""
     arguments, config, slurm = process.arguments, process.recipe.trainer, process.recipe.slurm
     per_node = config.processes // config.nodes
     asks = slurm.group("trainer") if slurm and arguments.slurm_task else Resources()
     given, seen = asks.node_gpus(per_node), visible()
-    local = int(os.environ["SLURM_LOCALID"]) if arguments.slurm_task else arguments.rank
+    local = place(arguments.rank, arguments.slurm_task)
     who = f"trainer rank {arguments.rank} on {os.uname().nodename}"
     each = given // per_node if asks.gpus_per_task is not None else 0
     right = len(seen) == each if each else len(seen) == 1 or len(seen) >= given

@@ -146,29 +146,30 @@ class Lead:
 
     def after_step(self, entry: Entry, batch: Batch, metrics: dict[str, float], clock: Clock) -> None:
         """Settle the books, say what happened."""
-        rollouts, replayed = batch.rollouts, not self.intake.live
-        self.intake.settle(entry, self.role.step)
+        role, rollouts, replayed = self.role, batch.rollouts, not self.intake.live
+        self.intake.settle(entry, role.step)
         self.untrained.note(entry, rollouts, metrics)
         now = time.perf_counter()
         step_s, tokens = now - self.last_step_at, int(rollouts.lengths().sum())
         values = describe(entry, batch, self.recipe) | metrics
         values |= {
-            "step": entry.step, "version": self.role.version, "incarnation": self.incarnation, "replayed": replayed,
-            "spool_depth": self.intake.depth, "wait_s": self.waited_s, "checkpoint_s": self.checkpoint_s,
+            "step": entry.step, "version": role.version, "incarnation": self.incarnation, "replayed": replayed,
+            "spool_depth": self.intake.depth, "wait_s": self.waited_s, "switch_s": role.turns.seconds,
+            "checkpoint_s": self.checkpoint_s,
             "step_s": step_s, "tokens_per_s": tokens / step_s,
             "tokens_per_device_s": tokens / clock.laps["train_s"] / self.recipe.trainer.processes,
         }  # fmt: skip
         clock.lap("settle_s")
-        values |= {**self.role.trainer.seconds, **clock.laps}
+        values |= {**role.trainer.seconds, **clock.laps}
         self.process.telemetry.metrics(kind="step", **values)
         self.process.telemetry.trained(entry.step, self.incarnation, rollouts.ids)
-        self.process.telemetry.beat(
-            "training", step=self.role.step, reward=values["raw_reward"], age=values["age_mean"]
-        )
+        self.process.telemetry.beat("training", step=role.step, reward=values["raw_reward"], age=values["age_mean"])
         for order, length in self.intake.late_arrivals():
             self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
-        self.longest_step_s = max(step_s - self.waited_s, 0.9 * self.longest_step_s)
-        self.waited_s, self.checkpoint_s, self.last_step_at = 0.0, 0.0, now
+        # where workers share the devices, they play their orders to the end before a last checkpoint can be made
+        busy_s = step_s - (self.waited_s if self.recipe.run.placement == "split" else 0.0)
+        self.longest_step_s = max(busy_s, 0.9 * self.longest_step_s)
+        self.waited_s, self.checkpoint_s, role.turns.seconds, self.last_step_at = 0.0, 0.0, 0.0, now
         self.process.caches.keep()
 
     def request_score(self) -> None:

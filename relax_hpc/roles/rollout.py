@@ -17,6 +17,7 @@ from relax_hpc.records import Finish, Group, Prompt
 from relax_hpc.roles import gpus
 from relax_hpc.roles.player import Player
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
+from relax_hpc.roles.turn import Turn
 from relax_hpc.run_dir import RunError
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.orders import Order
@@ -43,14 +44,17 @@ class RolloutWorker:
     def __init__(self, process: RoleProcess, workplace: str) -> None:
         self.process, self.workplace, self.recipe = process, workplace, process.recipe
         process.telemetry.beat("starting", orders=0, gpus=gpus.visible() or None)
+        self.held: Version | None = None
+        self.orders, self.blocked_s = 0, 0.0
+        self.turn = Turn(process.run, alone=False) if self.recipe.run.placement == "colocate" else None
+        self.wait_for_turn()
         self.player = Player(self.recipe, process.run.model)
         self.engine = self.player.engine
+        self.give_turn()
         self.receiver = make_receiver(self.recipe, process.run, workplace)
         self.queue = Queue(process.run, self.recipe.rollout.workers)
         self.queue.open_workplace(workplace)
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
-        self.held: Version | None = None
-        self.orders, self.blocked_s = 0, 0.0
         self.usual_s = 0.0
         """How long it waited for the orders before."""
         self.swapping = False
@@ -64,14 +68,29 @@ class RolloutWorker:
             claim, waited_s = self.wait_for_claim()
             self.play(claim, waited_s)
 
-    def wait_for_weights(self) -> None:
-        """Wait for a version, when the engine has none. Raises Stop when asked to stop."""
-        for pause_s in backoff():
-            self.progress("syncing")
-            self.take_newest()
-            if self.held is not None:
-                return
-            time.sleep(pause_s)
+    def wait_for_turn(self) -> None:
+        """Wait until the devices are ours, where they are shared with the trainer. Raises Stop when asked to stop."""
+        if self.turn is not None:
+            for pause_s in backoff():
+                if self.turn.take():
+                    return
+                self.progress("waiting for devices")
+                time.sleep(pause_s)
+
+    def take_turn(self) -> bool:
+        """Whether the devices are ours, and the engine awake; the trainer may have them still."""
+        if self.turn is not None and not self.turn.held:
+            if not self.turn.take():
+                return False
+            self.engine.wake(lambda: self.progress("syncing"))
+        return True
+
+    def give_turn(self) -> None:
+        """Leave the devices to the trainer, where they are shared with it; the engine's weights are lost."""
+        if self.turn is not None and self.turn.held:
+            self.engine.rest()
+            self.held = None
+            self.turn.give()
 
     def wait_for_claim(self) -> tuple[Claim, float]:
         """Wait for an order, and hold the newest weights for it; both and the seconds waited. Raises Stop when asked to stop.
@@ -80,31 +99,37 @@ class RolloutWorker:
         """
         began = time.perf_counter()
         for pause_s in backoff(watchers=self.recipe.rollout.workers, usual_s=self.usual_s):
-            self.progress("idle" if self.held else "syncing")
+            self.progress("idle" if self.held or self.turn else "syncing")
             self.report_published()
-            if self.held is None:
+            if self.held is None and self.turn is None:
                 self.take_newest()
-            elif self.queue.has_open():
+            elif self.queue.has_open() and self.take_turn():
                 newest = self.receiver.newest()
                 claim = self.queue.claim(self.workplace, newest.number) if newest else None
                 if claim is not None:
                     self.usual_s = max(time.perf_counter() - began, self.usual_s / 2)
                     self.catch_up(claim)
                     return claim, time.perf_counter() - began
+            self.give_turn()
             time.sleep(pause_s)
         raise AssertionError("backoff ends never")
 
     def catch_up(self, claim: Claim) -> None:
         """Take the newest weights, which `claim` is to be played with; where they cannot be had, others get it."""
         try:
-            for pause_s in backoff():
-                if self.take_newest():
-                    return
-                self.progress("syncing")
-                time.sleep(pause_s)
+            self.wait_for_newest()
         except BaseException:
             self.queue.put_back(claim)
             raise
+
+    def wait_for_newest(self) -> None:
+        """Hold the newest weights, when they can be had. Raises Stop when asked to stop."""
+        for pause_s in backoff():
+            if self.take_turn() and self.take_newest():
+                return
+            self.give_turn()  # the trainer may have to publish them once more
+            self.progress("syncing")
+            time.sleep(pause_s)
 
     def take_newest(self) -> bool:
         """Load the newest version unless it is held: verified whole before any of it is served. Whether it is held now."""
@@ -197,7 +222,7 @@ class RolloutWorker:
             self.process.log.warning("order %s is played again: %s", order.id, error)
             self.process.telemetry.metrics(kind="engine_restart", order=order.id, reason=str(error))
             self.held = None
-            self.wait_for_weights()
+            self.wait_for_newest()
             return self.episodes(order, prompts)
 
     def progress(self, state: str) -> None:

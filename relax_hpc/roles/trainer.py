@@ -28,6 +28,7 @@ from relax_hpc.roles import gpus
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
 from relax_hpc.roles.step_metrics import Batch, Clock
+from relax_hpc.roles.turn import TrainersTurns
 from relax_hpc.roles.warmup import warm_up
 from relax_hpc.run_dir import RunDir, RunError, read_json
 from relax_hpc.spool.front import Front
@@ -69,6 +70,7 @@ class TrainerRole:
     def __init__(self, process: RoleProcess) -> None:
         arguments, recipe = process.arguments, process.recipe
         self.process, self.recipe, self.run = process, recipe, process.run
+        self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.rank, self.world = arguments.rank, arguments.world
         self.via = Path(arguments.incarnation)
         process.telemetry.beat("starting", step=0, steps=recipe.run.steps)
@@ -85,10 +87,11 @@ class TrainerRole:
             backend = "nccl" if torch.cuda.is_available() and recipe.trainer.device != "cpu" else "gloo"
             store = dist.FileStore(str(self.via / "rendezvous"), self.world)
             dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+        self.turns = TrainersTurns(self)
+        self.turns.wait()
         self.algorithm = make_algorithm(recipe.algorithm)
         self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
         self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
-        self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.saving: tuple[Begun, float] | None = None
         self.context = int(AutoConfig.from_pretrained(process.run.model).max_position_embeddings)
         self.sources = PromptSources.of(recipe, self.tokenizer, self.context)
@@ -103,7 +106,11 @@ class TrainerRole:
         """The loop: ends when all steps are trained, or when asked to stop."""
         self.begin()
         while True:
+            self.turns.give()
             word = self.agree()
+            if word.do == "wait":
+                continue
+            self.turns.take()
             if word.do == "end":
                 break
             if word.do == "checkpoint":
@@ -137,6 +144,13 @@ class TrainerRole:
             self.lead.publisher.close()
         self.beat("done" if word.exit is Exit.DONE else "stopped")
         return word.exit
+
+    def everywhere(self, flag: bool) -> bool:
+        """Whether it is so on every rank."""
+        flags = [flag] * self.world
+        if self.world > 1:
+            dist.all_gather_object(flags, flag)
+        return all(flags)
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """One optimizer step."""
@@ -250,12 +264,8 @@ class TrainerRole:
         if self.saving is None:
             return
         begun, began = self.saving
-        if not wait:
-            done = [begun.saving.done()] * self.world
-            if self.world > 1:
-                dist.all_gather_object(done, begun.saving.done())
-            if not all(done):
-                return
+        if not wait and not self.everywhere(begun.saving.done()):
+            return
         self.saving = None
         try:
             self.commit(begun)

@@ -85,6 +85,14 @@ class Trainer(Protocol):
         """The same, but training may go on before it is finished: what is written is the state of now."""
         ...
 
+    def rest(self) -> None:
+        """Give the device's memory back: all state waits in host memory for `wake`, and nothing else is called before it."""
+        ...
+
+    def wake(self) -> None:
+        """Go on after `rest`, with the same bits."""
+        ...
+
     def load(self, folder: Path) -> None:
         """Take back what `save` wrote, to the bit. Raises RunError for a checkpoint of another model.
 

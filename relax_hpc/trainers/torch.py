@@ -35,6 +35,7 @@ from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.base import Saved
 from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.forward import Critic, check_head, token_logprobs, token_values
+from relax_hpc.trainers.host_copies import HostCopies
 from relax_hpc.trainers.optim import Learning
 from relax_hpc.trainers.token_loss import Learner, TokenLoss, add
 from relax_hpc.trainers.update import Updating
@@ -59,6 +60,7 @@ class TorchTrainer(Updating):
         if isinstance(recipe.algorithm, Ppo):
             models["critic"] = self._new_critic()
         self.learning = {learner: Learning(model, recipe.trainer) for learner, model in models.items()}
+        self.host = HostCopies()
 
     def begin_training(self) -> None:
         for learning in self.learning.values():
@@ -101,6 +103,11 @@ class TorchTrainer(Updating):
             if path.exists() or path.name == state_files.OPTIMIZER:
                 state_files.fill_optimizer(learning.optimizer, learning.parameters, state_files.read(path), path)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
+
+    def _held(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        frozen = [model for model in (self.reference, self.teacher) if model is not None]
+        learning = self.learning.values()
+        return [*(each.model for each in learning), *frozen], [each.optimizer for each in learning]
 
     def _models(self) -> dict[str, dict[str, Tensor]]:
         """The weights that change, by the file that they are kept in."""

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -21,10 +21,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from relax_hpc.algorithms import ActorCritic, Algorithm
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
+from relax_hpc.trainers.host_copies import HostCopies, gradients_of, state_of
 from relax_hpc.trainers.optim import learning_rate as rate_of
 from relax_hpc.trainers.token_loss import (
     PEAK,
@@ -47,6 +50,7 @@ class Updating(ABC):
     recipe: Recipe
     world: int
     device: torch.device
+    host: HostCopies
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def step(
@@ -90,6 +94,17 @@ class Updating(ABC):
     ) -> float:
         self.seconds = {}
         return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
+
+    def rest(self) -> None:
+        modules, optimizers = self._held()
+        self.host.take_away(state_of(modules, optimizers), gradients_of(modules))
+
+    def wake(self) -> None:
+        self.host.bring_back()
+
+    @abstractmethod
+    def _held(self) -> tuple[Sequence[Module], Sequence[Optimizer]]:
+        """All models that are held, and the optimizers of those that learn."""
 
     @abstractmethod
     def _column(

@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.engines import ENGINES, Completion, Engine, Sampling, make_engine
+from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.records import Finish
 from relax_hpc.trainers import make_trainer
 from tests import tiny
@@ -236,6 +237,24 @@ def test_new_weights_are_used_and_named(setup: Setup) -> None:
     tied = setup.weights | {"lm_head.weight": setup.weights["model.embed_tokens.weight"]}
     setup.engine.load(3, tied.items())
     assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
+
+
+def test_an_engine_that_rested_goes_on_with_the_weights_it_is_given_then(setup: Setup) -> None:
+    sampling = Sampling(temperature=0, max_new_tokens=5)
+    before = setup.engine.generate(PROMPTS, 2, sampling, 0)
+    for _ in range(2):
+        setup.engine.rest()
+        assert setup.engine.version == -1
+        setup.engine.wake()
+    setup.engine.load(3, setup.weights.items())
+    assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
+
+
+def test_the_torch_engine_at_rest_holds_no_weights(tmp_path: Path) -> None:
+    engine = Setup("torch", tmp_path).engine
+    assert isinstance(engine, TorchEngine)
+    engine.rest()
+    assert sum(p.untyped_storage().nbytes() for p in engine.model.parameters()) == 0
 
 
 def test_a_cache_that_outgrows_its_room_keeps_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,6 +48,15 @@ def identical(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+def resident(trainer: Trainer) -> int:
+    """Bytes on the device of all that `rest` takes away; weights that are mapped from their file are no memory of ours."""
+    models, optimizers = trainer._held()  # type: ignore[attr-defined]
+    held = [t for model in models for p in model.parameters() for t in (p, p.grad, getattr(p, "main_grad", None))]
+    held += [s for optimizer in optimizers for state in optimizer.state.values() for s in state.values()]
+    storages = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
+    return sum(storage.nbytes() for storage in storages if storage.resizable())
+
+
 def pickles(folder: Path) -> list[str]:
     """Files that could run code when they are read: all but tensors, and what reads as data alone."""
     from relax_hpc.trainers.megatron.state import read_index
@@ -526,6 +535,10 @@ def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, name
     assert torch.equal(drawn, torch.rand(3))
     for step in (2, 3):
         assert straight.step(batches[step], algorithm, step) == resumed.step(batches[step], algorithm, step)
+        assert resident(straight) > 0
+        straight.rest()  # and so does one whose devices were others' in between
+        assert resident(straight) == 0
+        straight.wake()
     assert identical(weights(straight), weights(resumed))
 
 

@@ -29,6 +29,8 @@ def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str, transpor
         "run.steps=20",
         'slurm.environment.UCX_TLS="tcp,self"',
     )
+    if shape == "single":
+        sets += ("run.placement=colocate", "async.max_staleness=0")
     ours = submit(cluster, shape, *sets, slurm=SLURM + ("" if shape == "single" else GROUPS))
     assert ours.wait_for_end()["outcome"] == "done"
     sound(ours, 20)

@@ -93,6 +93,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("run.name=7", ["run.name = 7", "text", '"7"']),
         ("trainer.learning_rate=inf", ["trainer.learning_rate = inf", "number > 0"]),
         ("async.late=later", ["async.late", "'wait' or 'drop' or 'mask'"]),
+        ("run.placement=colocate", ["async.max_staleness = 1", "set it to 0, or run.placement to 'split'"]),
         ("evaluation.samples=4", ["evaluation.samples = 4 greedy answers", "set evaluation.temperature"]),
         ("evaluation.holdout=0", ["evaluation.holdout = 0", "[[evaluation.source]]"]),
         ("evaluation.source=[{task = 'chain_sum', weight = 2}]", ["unknown key 'evaluation.source.0.weight'", "limit"]),
@@ -151,6 +152,20 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
 )
 def test_a_wrong_key_or_value_says_what_would_be_right(tiny: Path, override: str, parts: list[str]) -> None:
     message = problem(tiny, override)
+    assert not [part for part in parts if part not in message], message
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("weights={transport='mpi'}", ["weights.transport = 'mpi'", "use 'file'"]),
+        ("slurm={shape='het'}", ["slurm.shape = 'het'", "slurm.shape = 'single'"]),
+        ("slurm={shape='single',trainer={gpus_per_node=2}}", ["slurm.trainer.gpus_per_node = 2", "in [slurm] alone"]),
+        ("slurm={shape='single',gpus_per_task=1}", ["slurm.gpus_per_task = 1", "in [slurm] alone"]),
+    ],
+)
+def test_who_takes_turns_has_the_same_devices_at_another_time(tiny: Path, override: str, parts: list[str]) -> None:
+    message = problem(tiny, "run.placement=colocate", "async.max_staleness=0", override)
     assert not [part for part in parts if part not in message], message
 
 

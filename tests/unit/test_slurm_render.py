@@ -200,6 +200,15 @@ def test_single_with_the_nodes_gpus_shares_them(tmp_path: Path) -> None:
         assert step[-3:] == ["--overlap", "--gpus-per-node=a100:1", "--cpu-bind=none"]
 
 
+def test_groups_that_take_turns_share_cpus_too(tmp_path: Path) -> None:
+    slurm = "[slurm]\nshape = 'single'\ncpus_per_task = 3\n"
+    sets = ("rollout={nodes=2, workers=2, max_new_tokens=8}", "run.placement=colocate", "async.max_staleness=0")
+    p = plan(tmp_path, slurm, *sets)
+    assert "#SBATCH --cpus-per-task=12\n" in render(p, "leader"), "of the four trainer processes; a worker needs less"
+    for step, cpus in ((trainer_step(p), 3), (rollout_step(p), 3)):
+        assert f"--cpus-per-task={cpus}" in step and step[-2:] == ["--overlap", "--cpu-bind=none"]
+
+
 def test_single_gives_a_group_without_gpus_none(tmp_path: Path) -> None:
     slurm = "[slurm]\nshape = 'single'\n[slurm.trainer]\ngres = 'gpu:l4:2,shard:1'\n"
     p = plan(tmp_path, slurm, "rollout={nodes=2, workers=2, max_new_tokens=8}")

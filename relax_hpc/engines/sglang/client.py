@@ -88,6 +88,14 @@ class Client:
     def resume(self) -> None:
         self._request("POST", "/continue_generation", {}, CONTROL_S)
 
+    def release_memory(self) -> None:
+        """Give the memory of weights and cache back, on a GPU; nothing may be running."""
+        self._request("POST", "/release_memory_occupation", {}, CONTROL_S)
+
+    def take_memory(self) -> None:
+        """The same memory again, its content lost."""
+        self._request("POST", "/resume_memory_occupation", {}, CONTROL_S)
+
     def update_from_disk(self, folder: str, version: str) -> None:
         """Take the safetensors files of `folder`; the prefix cache of the old weights is dropped."""
         body = {"model_path": folder, "load_format": "safetensors", "weight_version": version, "flush_cache": True}

@@ -175,6 +175,21 @@ class SglangEngine:
             raise EngineRestarted(f"{error}; SGLang was started again") from error
         return [self._completion(answer) for answer in answers]
 
+    def rest(self) -> None:
+        self.version = -1
+        try:
+            self.client.release_memory()
+        except EngineError:
+            if self._server is None:
+                raise
+            self._server.stop()  # which frees it too
+
+    def wake(self, progress: Callable[[], None] = lambda: None) -> None:
+        if self._lost():
+            self._restart(progress)
+        else:
+            self.client.take_memory()
+
     def close(self) -> None:
         if self._server is not None:
             self._server.stop()

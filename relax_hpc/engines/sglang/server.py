@@ -122,6 +122,8 @@ class Server:
                 "max-total-tokens": max(CPU_TOKENS, self._context + CONTEXT_MARGIN),
                 "mem-fraction-static": asked.mem_fraction or 0.1,
             }  # fmt: skip
+        elif self._recipe.run.placement == "colocate":
+            values |= {"enable-memory-saver": True}
         values |= {name.replace("_", "-"): value for name, value in asked.args.items()}
         return [word for name, value in values.items() for word in _words(name, value)]
 

@@ -71,7 +71,7 @@ def on_nodes(plan: Plan, folder: Path, timeout_s: float, *, libraries: bool) -> 
 
 
 def _start(plan: Plan, group: Group, folder: Path, timeout_s: float, libraries: bool) -> Job:
-    both = plan.slurm.shape == "single" and not plan.shares_gpus
+    both = plan.slurm.shape == "single" and not plan.shares_devices
     gres = plan.trainer.node_gres + plan.rollout.node_gres if both else group.node_gres
     asked = {
         "group": group.name, "nodes": group.nodes, "wait_s": timeout_s * NODES_WAIT, "leave_s": timeout_s, "interface": plan.slurm.interface,

@@ -167,7 +167,9 @@ def _nodes(what: str, plan: Plan, group: Group, nodes: list[Node]) -> list[Check
     asks, single = group.asks, plan.slurm.shape == "single"
     both = (plan.trainer, plan.rollout) if single else (group,)
     cpus = sum((g.asks.cpus_per_task or 1) * g.per_node for g in both)
-    gres = dict(group.node_gres if plan.shares_gpus or not single else plan.trainer.node_gres + plan.rollout.node_gres)
+    gres = dict(
+        group.node_gres if plan.shares_devices or not single else plan.trainer.node_gres + plan.rollout.node_gres
+    )
     memory = memory_mb(asks.mem) if asks.mem else 0
     wanted = ", ".join(
         [

@@ -260,6 +260,10 @@ def _assumed(recipe: Recipe, shape: Shape, asked: Asked) -> list[str]:
         "activations as our own layers keep them; Transformer Engine's keep less",
         f"{asked.bandwidth / 1e9:g} GB/s (--bandwidth) for a version of the weights; loading it into the engine is not counted",
     ]
+    if recipe.run.placement == "colocate":
+        said.append(
+            "trainer and rollout are the same devices, one after the other: each state waits in host memory meanwhile"
+        )
     if shape.experts:
         said.append("experts take equally many tokens; where they do not, activations of some are larger")
     if recipe.rollout.engine == "sglang" and recipe.rollout.sglang.mem_fraction is None:

@@ -47,6 +47,8 @@ class Plan:
     slurm: Slurm
     trainer: Group
     rollout: Group
+    takes_turns: bool
+    """Whether both groups use the same devices one after the other."""
 
     @property
     def jobs(self) -> tuple[Kind, ...]:
@@ -54,13 +56,10 @@ class Plan:
         return ("leader", "rollout") if self.slurm.shape == "split" else ("leader",)
 
     @property
-    def shares_gpus(self) -> bool:
-        """Whether both groups see the same GPUs: one job, and [slurm] says the node's GPUs rather than a group's."""
+    def shares_devices(self) -> bool:
+        """Whether both groups see the same devices: one job, and they take turns, or [slurm] says the node's GPUs rather than a group's."""
         given = any(getattr(self.slurm, key) is not None for key in ("gpus_per_node", "gres"))
-        own = (g for g in (self.slurm.trainer, self.slurm.rollout) if g is not None)
-        return (
-            self.slurm.shape == "single" and given and not any(getattr(g, k) is not None for g in own for k in GPU_KEYS)
-        )
+        return self.slurm.shape == "single" and (self.takes_turns or (given and not self.slurm.own_gpus))
 
     @property
     def elastic(self) -> Group:
@@ -82,6 +81,7 @@ def make_plan(recipe: Recipe) -> Plan:
         recipe.slurm,
         Group("trainer", trainer.nodes, trainer.processes // trainer.nodes, recipe.slurm.group("trainer")),
         Group("rollout", rollout.nodes, rollout.workers // rollout.nodes, recipe.slurm.group("rollout")),
+        recipe.run.placement == "colocate",
     )
 
 

@@ -136,12 +136,14 @@ def _both(plan: Plan) -> list[Option]:
     """One allocation for both groups: a node holds what they ask for together."""
     trainer, rollout = plan.trainer, plan.rollout
     counted = trainer.asks.cpus_per_task or rollout.asks.cpus_per_task
-    cpus = sum((g.asks.cpus_per_task or 1) * g.per_node for g in (trainer, rollout)) if counted else None
-    gres = Counter(trainer.node_gres) if plan.shares_gpus else trainer.node_gres + rollout.node_gres
+    each = [(group.asks.cpus_per_task or 1) * group.per_node for group in (trainer, rollout)]
+    tasks = [trainer.per_node, rollout.per_node]
+    most = max if plan.takes_turns else sum
+    gres = Counter(trainer.node_gres) if plan.shares_devices else trainer.node_gres + rollout.node_gres
     return [
         *_place(trainer),
         ("nodes", trainer.nodes),
-        *([("ntasks-per-node", 1), ("cpus-per-task", cpus)] if cpus else [("ntasks-per-node", trainer.per_node + rollout.per_node)]),
+        *([("ntasks-per-node", 1), ("cpus-per-task", most(each))] if counted else [("ntasks-per-node", most(tasks))]),
         *_given(("mem", trainer.asks.mem), ("gres", gres_text(gres) or None)),
         *_further(trainer),
     ]  # fmt: skip

@@ -71,7 +71,7 @@ def _step(plan: Plan, group: Group, tasks: int, options: list[str], *, alone: bo
     shared = _divided(plan, group) if shape == "single" else ["--overlap", *_gpus(group)]
     # Where nobody said how many CPUs, the job may hold more of them (--exclusive): bound to one core, the rest would idle.
     # Steps that overlap would be bound to the same ones.
-    unbound = group.asks.cpus_per_task is None if shape != "single" else plan.shares_gpus
+    unbound = group.asks.cpus_per_task is None if shape != "single" else plan.shares_devices
     bind = plan.slurm.cpu_bind or ("none" if unbound else None)
     srun = ["srun", *component, f"--job-name={group.name}", *size, *cpus, *options, *shared]
     return [*srun, *([f"--cpu-bind={bind}"] if bind else []), *container(plan, group)]
@@ -95,7 +95,7 @@ def _gpus(group: Group) -> list[str]:
 
 def _divided(plan: Plan, group: Group) -> list[str]:
     """Two steps on the same nodes at the same time."""
-    if plan.shares_gpus:
+    if plan.shares_devices:
         return ["--overlap", *_gpus(group)]
     # --exact: only the CPUs that were asked for. --mem=0: the node's memory is not divided, or the second step waits.
     exact = ["--exact", "--mem=0"]

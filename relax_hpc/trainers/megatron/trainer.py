@@ -36,6 +36,7 @@ from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import fit, state_files
 from relax_hpc.trainers.build import check_beside, weights_folder
+from relax_hpc.trainers.host_copies import HostCopies
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, token_values
 from relax_hpc.trainers.megatron.learning import Learning
@@ -98,6 +99,7 @@ class MegatronTrainer(Updating):
         if isinstance(recipe.algorithm, Ppo):
             chunks = self._read(Critic, beside.get(CRITIC_KEY, folder))
             self.learning["critic"] = Learning(chunks, chunks[0].config, recipe)
+        self.host = HostCopies()
 
     step = supported(Updating.step)
     supervised_step = supported(Updating.supervised_step)
@@ -155,6 +157,11 @@ class MegatronTrainer(Updating):
                 read = state.load(folder, {kept.optimizer: part})[kept.optimizer]
                 moments.put(optimizers, places[kept.model], read)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
+
+    def _held(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        learning = self.learning.values()
+        models = [*(chunk for each in learning for chunk in each.reduced), *self.reference, *self.teacher]
+        return models, [o.optimizer for each in learning for o in each.optimizers()]
 
     def _sharded(self) -> dict[str, Any]:
         """What changes but the optimizers' state."""
