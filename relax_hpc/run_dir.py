@@ -7,6 +7,8 @@
       lease/000002/                         the holder; lease/000002/i000007/ is an incarnation of the trainer
       orders/open/  orders/claimed/WORKER/  requests, moved by rename
       shards/0000/ORDER.h5   evals/         what was generated; complete or absent
+      columns/0000/ORDER.NAME.h5            what a scorer's models say of the same tokens
+      reference/                            the weights that are the reference, where a scorer holds them
       aside/                                files that lost a race, each with its reason
       ledger/0000/00000123.json             what each step trains on
       weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
@@ -63,6 +65,8 @@ class RunDir:
         self.claimed_orders = self.root / "orders" / "claimed"
         self.shards = self.root / "shards"
         self.evals = self.root / "evals"
+        self.columns = self.root / "columns"
+        self.reference = self.root / "reference"
         self.aside = self.root / "aside"
         self.ledger = self.root / "ledger"
         self.weights = self.root / "weights"
@@ -89,7 +93,7 @@ class RunDir:
     def create(self) -> None:
         """Make the folders (those that are there already stay)."""
         for folder in (
-            self.open_orders, self.claimed_orders, self.shards, self.evals, self.aside, self.ledger, self.lease,
+            self.open_orders, self.claimed_orders, self.shards, self.evals, self.columns, self.aside, self.ledger, self.lease,
             self.weights, self.checkpoints, self.heartbeats, self.metrics, self.logs,
         ):  # fmt: skip
             folder.mkdir(parents=True, exist_ok=True)
@@ -99,6 +103,10 @@ class RunDir:
         if order_id.startswith("e"):
             return self.evals / f"{order_id}.h5"
         return self.shards / f"{int(order_id[1:7]) // ORDERS_PER_FOLDER:04d}" / f"{order_id}.h5"
+
+    def column(self, order_id: str, name: str) -> Path:
+        """Where a column of an order's shard is, or will be."""
+        return self.columns / self.shard(order_id).parent.name / f"{order_id}.{name}.h5"
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""

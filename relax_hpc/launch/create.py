@@ -18,6 +18,7 @@ from typing import Any, Literal
 import relax_hpc
 from relax_hpc import checkpoint
 from relax_hpc.launch.nursery import PREPARE, Nursery
+from relax_hpc.launch.sizing.trainer import needs_reference
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, drafted, read_json, replace, to_json, write_file
@@ -58,7 +59,7 @@ def create(
                 "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
             }  # fmt: skip
             if fork_of is not None:
-                about["fork_step"] = _fork(fork_of, draft)
+                about["fork_step"] = _fork(fork_of, draft, recipe)
             write_file(draft.identity, to_json(about))
     except FileExistsError:
         raise RunError(f"'{final}' exists already") from None
@@ -177,8 +178,15 @@ def _copy_user_files(value: Any, folder: Path, final: Path) -> Any:
     return f"{final / Path(match['file']).name}:{match['name']}"
 
 
-def _fork(old: RunDir, new: RunDir) -> int:
-    """Copy the newest checkpoint of `old` into `new`; its step."""
+def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
+    """Copy the newest checkpoint of `old`, and the reference of its scorers, into `new`; its step."""
+    before = load_recipe(old.recipe)
+    of_scorer = ["reference" in of.scored for of in (before, recipe)]
+    if of_scorer[0] != of_scorer[1] and all("reference" in of.scored or needs_reference(of) for of in (before, recipe)):
+        raise RunError(
+            f"'{old.root}' has scorer.scores = {list(before.scored)}, the fork {list(recipe.scored)}: the reference does not move "
+            "between trainer and scorer; leave [scorer] as it is there"
+        )
     found = checkpoint.newest(old)
     if found is None:
         raise RunError(
@@ -186,4 +194,6 @@ def _fork(old: RunDir, new: RunDir) -> int:
         )
     folder, state = found
     shutil.copytree(folder, new.checkpoint(state["step"]))
+    if all(of_scorer):
+        shutil.copytree(old.reference, new.reference)
     return int(state["step"])

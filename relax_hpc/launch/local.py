@@ -15,7 +15,7 @@ from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
 from relax_hpc.launch.trainers import LocalTrainers
 from relax_hpc.launch.view import live, render
-from relax_hpc.launch.workers import LocalWorkers, clear_node
+from relax_hpc.launch.workers import LocalScorers, LocalWorkers, Together, clear_node
 from relax_hpc.recipe import load_recipe, site_file
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
@@ -77,7 +77,8 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
         sweep(run)
         for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
             queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
-        wanted = 0 if identity(run)["debug"] == "train-only" else recipe.rollout.workers
+        debug = identity(run)["debug"]
+        wanted = 0 if debug == "train-only" else recipe.rollout.workers
         workers = LocalWorkers(
             run,
             recipe,
@@ -87,8 +88,12 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
             queue.give_back,
             telemetry.metrics,
         )
+        scorers = (
+            [LocalScorers(run, recipe, nursery, telemetry.metrics)] if recipe.scored and debug != "rollout-only" else []
+        )
+        both = Together(workers, *scorers)
         with nursery, live(run, console) as look:
-            supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe, nursery), workers, telemetry, look)
+            supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe, nursery), both, telemetry, look)
             outcome = supervisor.supervise()
     finally:
         lease.release()

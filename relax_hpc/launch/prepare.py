@@ -13,11 +13,12 @@ from typing import NoReturn
 from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc.algorithms import make_algorithm
+from relax_hpc.algorithms.base import TEACHER
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptSources
 from relax_hpc.environments import make_environments
 from relax_hpc.recipe import RecipeError, load_recipe
-from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.registry import RegistryError
 from relax_hpc.rewards import make_rewards
 from relax_hpc.run_dir import RunDir, RunError, to_json, write_file
@@ -29,7 +30,7 @@ from relax_hpc.trainers.build import check_beside, materialise
 
 def prepare(run: RunDir, recipe: Recipe) -> None:
     """Build RUN/model and check algorithm, filters, rewards, environments and prompts. Raises RunError or RegistryError."""
-    make_algorithm(recipe.algorithm)
+    check_scores(recipe)
     make_filters(recipe.algorithm.filters)
     make_rewards(recipe.sources)
     make_environments(recipe.sources)
@@ -42,6 +43,22 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     sources.check()
     if recipe.evaluation:
         sources.evaluated(recipe.evaluation.prompts)
+
+
+def check_scores(recipe: Recipe) -> None:
+    """Raises RunError where a scorer would hold what the algorithm, which may be the user's own, does not need."""
+    needs = make_algorithm(recipe.algorithm).needs
+    for name in recipe.scored:
+        if name not in needs:
+            raise RunError(
+                f"scorer.scores has '{name}', and the algorithm '{recipe.algorithm.name}' needs {sorted(needs) or 'nothing'} only: leave "
+                "it out"
+            )
+        if name == TEACHER and TEACHER_KEY not in recipe.models_beside:
+            raise RunError(
+                f"scorer.scores has '{TEACHER}', and no {TEACHER_KEY} says which model that is: the algorithm '{recipe.algorithm.name}' "
+                "has no such key; leave it out"
+            )
 
 
 def need_libraries(recipe: Recipe) -> None:

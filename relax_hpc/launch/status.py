@@ -34,6 +34,8 @@ class Status:
     """Version -> its scores, as the trainer's metrics have them."""
     warmup: dict[str, Any] | None = None
     orders: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Scorer -> the orders that it scored lately."""
     events: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
     outcome: dict[str, Any] | None = None
@@ -67,7 +69,9 @@ class Status:
             for record in self._new(name):
                 self.events = [*self.events, record][-RECENT:]
                 self.restarts += record["kind"] == "lost"
-        for name in (*self._trainers(), *workers):
+        for name in self._scorers():
+            self.columns[name] = [*self.columns.get(name, []), *self._new(name)][-RECENT:]
+        for name in (*self._trainers(), *self._scorers(), *workers):
             beat = read_beat(self.run, name)
             if beat is not None:
                 self.beats[name] = beat
@@ -79,10 +83,13 @@ class Status:
             self.slurm.refresh()
 
     def roles(self) -> list[str]:
-        return [*self._trainers(), *self.workers()]
+        return [*self._trainers(), *self._scorers(), *self.workers()]
 
     def _trainers(self) -> list[str]:
         return [f"trainer-{i}" for i in range(self.recipe.trainer.processes)]
+
+    def _scorers(self) -> list[str]:
+        return [f"scorer-{i}" for i in range(self.recipe.scorer.processes if self.recipe.scorer else 0)]
 
     def workers(self) -> list[str]:
         """The recipe's workers, and those that joined."""
@@ -137,6 +144,11 @@ class Status:
             return 0.0
         seconds = orders[-1]["time"] - orders[0]["time"]
         return float(sum(o["samples"] for o in orders[1:]) / seconds) if seconds > 0 else 0.0
+
+    def scorer_rate(self, name: str) -> float:
+        """Tokens a second that a scorer lately scored, of all its models."""
+        lines = self.columns.get(name, [])
+        return float(sum(c["tokens"] * len(c["columns"]) for c in lines) / max(sum(c["score_s"] for c in lines), 1e-9))
 
     def waiting(self) -> tuple[float, float]:
         """Shares of time that the trainer and the workers waited lately."""

@@ -1,6 +1,6 @@
 """The supervisor: starts the roles of a run, watches their heartbeats, starts them again; knows no RL.
 
-lease ► trainer group (a new incarnation each time) + rollout workers (each on its own)
+lease ► trainer group (a new incarnation each time) + rollout workers and scorers (each on its own)
   lost worker: its claims are open again at once, then it is started again
   lost trainer process: the whole group is ended and started again from the newest checkpoint
 """
@@ -172,7 +172,7 @@ class Supervisor:
 
 def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
     """Remove what killed processes had not finished writing; whoever still writes there does so in vain."""
-    for folder in (run.shards, run.evals, run.open_orders, run.heartbeats, run.caches):
+    for folder in (run.shards, run.evals, run.columns, run.open_orders, run.heartbeats, run.caches):
         for path in folder.rglob(".*"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime >= older_than_s:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -146,11 +147,7 @@ def _roles(status: Status) -> RenderableType:
             continue
         age = time.time() - beat["time"]
         stale = status.state == "running" and age > status.recipe.supervision.hang_s / 2
-        doing = (
-            f"{status.worker_rate(name):.0f} samples/s, {beat.get('orders', 0)} orders"
-            if name.startswith("rollout")
-            else f"step {beat.get('step', 0)}"
-        )
+        doing = _doing(status, name, beat)
         table.add_row(
             name,
             beat.get("state", ""),
@@ -160,6 +157,16 @@ def _roles(status: Status) -> RenderableType:
             doing,
         )
     return table
+
+
+def _doing(status: Status, name: str, beat: dict[str, Any]) -> str:
+    if name.startswith("rollout"):
+        return f"{status.worker_rate(name):.0f} samples/s, {beat.get('orders', 0)} orders"
+    if name.startswith("scorer"):
+        lines = status.columns.get(name)
+        behind = f", {lines[-1]['lag_s']:.1f} s after the shard" if lines else ""
+        return f"{status.scorer_rate(name):.0f} tokens/s, {beat.get('orders', 0)} orders{behind}"
+    return f"step {beat.get('step', 0)}"
 
 
 def _last_score(status: Status) -> str:

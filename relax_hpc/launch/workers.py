@@ -1,4 +1,4 @@
-"""The rollout workers of one machine, children of whoever looks after them: each is started again on its own."""
+"""The rollout workers and scorers of one machine, children of whoever looks after them: each is started again on its own."""
 
 from __future__ import annotations
 
@@ -34,14 +34,19 @@ def clear_node(run: RunDir, recipe: Recipe) -> None:
 
 
 class Workers(Protocol):
-    """The rollout side of a run, as its supervisor sees it."""
+    """What works beside the trainer, as its supervisor sees it: the rollout side, the scorers, or both."""
 
-    failure: str
-    """Why the run cannot go on, when it cannot."""
-    suspect: str
-    """The host that it happened on, when that is known and may be the cause."""
-    fatal: bool
-    """Whether a person must do something first: starting it elsewhere would end the same way."""
+    @property
+    def failure(self) -> str:
+        """Why the run cannot go on, when it cannot."""
+
+    @property
+    def suspect(self) -> str:
+        """The host that it happened on, when that is known and may be the cause."""
+
+    @property
+    def fatal(self) -> bool:
+        """Whether a person must do something first: starting it elsewhere would end the same way."""
 
     def look_after(self) -> None:
         """Start what is not there, give back what the dead had claimed; to be called often."""
@@ -61,6 +66,8 @@ class LocalWorkers:
     say: writes an event down.
     """
 
+    role = "rollout"
+
     def __init__(
         self,
         run: RunDir,
@@ -74,7 +81,7 @@ class LocalWorkers:
         self.recipe, self._tag, self._gone, self._say = recipe, tag, gone, say
         self._looked_at = float("-inf")
         self.run, self.failure, self.suspect, self.fatal, self._asked = run, "", "", False, False
-        self.members = [Member(run, nursery, "rollout", name, attempt=next_attempt(run, name)) for name in names]
+        self.members = [Member(run, nursery, self.role, name, attempt=next_attempt(run, name)) for name in names]
         self._patience = {m: Patience(recipe.supervision) for m in self.members}
 
     def look_after(self) -> None:
@@ -86,9 +93,13 @@ class LocalWorkers:
                 self._ended(member, code)
 
     def _start(self, worker: Member) -> None:
+        index = self.members.index(worker)
         worker.workplace = f"{worker.name}-{self._tag}-{worker.attempt:04d}"
-        worker.start(["--workplace", worker.workplace], self._gpus(self.members.index(worker)))
+        worker.start(self._arguments(index), self._gpus(index))
         self._say("restart", role=worker.name, attempt=worker.attempt)
+
+    def _arguments(self, index: int) -> list[str]:
+        return ["--workplace", self.members[index].workplace]
 
     def _gpus(self, index: int) -> dict[str, str]:
         """The worker's share of the GPUs that we see; where there are fewer than workers, some are shared."""
@@ -140,3 +151,60 @@ class LocalWorkers:
     def in_use(self) -> dict[str, str]:
         """The workplaces that are in use, with the worker's name."""
         return {m.workplace: m.name for m in self.members if m.process is not None}
+
+
+class LocalScorers(LocalWorkers):
+    """Scorer processes on this machine. They claim nothing, and choose their GPU themselves."""
+
+    role = "scorer"
+
+    def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
+        names = [f"scorer-{i}" for i in range(recipe.scorer.processes if recipe.scorer else 0)]
+        super().__init__(run, recipe, nursery, names, "", lambda workplace, lost: [], say)
+
+    def _arguments(self, index: int) -> list[str]:
+        return ["--rank", str(index)]
+
+    def _gpus(self, index: int) -> dict[str, str]:
+        return {}
+
+
+class Together:
+    """Several kinds of workers as one."""
+
+    def __init__(self, *parts: Workers) -> None:
+        self._parts = parts
+
+    @property
+    def _failed(self) -> Workers:
+        """The first that cannot go on; any where all can."""
+        return next((part for part in self._parts if part.failure), self._parts[0])
+
+    @property
+    def failure(self) -> str:
+        return self._failed.failure
+
+    @property
+    def suspect(self) -> str:
+        return self._failed.suspect
+
+    @property
+    def fatal(self) -> bool:
+        return self._failed.fatal
+
+    def look_after(self) -> None:
+        for part in self._parts:
+            part.look_after()
+
+    def look_for_silence(self) -> None:
+        for part in self._parts:
+            part.look_for_silence()
+
+    def ask_to_stop(self) -> None:
+        for part in self._parts:
+            part.ask_to_stop()
+
+    def end(self, grace_s: float) -> None:
+        self.ask_to_stop()
+        for part in self._parts:
+            part.end(grace_s)

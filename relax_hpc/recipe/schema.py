@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_valida
 from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo
 from relax_hpc.recipe.model import AnyModel, TinyModel
 from relax_hpc.recipe.parallel import Parallel, misfit
+from relax_hpc.recipe.scorer import Scorer, refuse_unneeded
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, FilePrompts
@@ -288,6 +289,7 @@ class Recipe(Table):
     async_: Async = Field(Async(), alias="async")
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
+    scorer: Scorer | None = None
     weights: AnyWeights = FileWeights()
     source: list[AnySource] = Key(help="Where prompts come from: one table or more.", min_length=1)
     evaluation: Evaluation | None = None
@@ -308,11 +310,23 @@ class Recipe(Table):
         return self.trainer.prompts_per_step // self.rollout.groups_per_order
 
     @property
+    def scored(self) -> tuple[str, ...]:
+        """What the scorer says of the tokens, and the trainer does not: names of columns."""
+        return tuple(sorted(self.scorer.scores)) if self.scorer else ()
+
+    @property
     def models_beside(self) -> dict[str, Path]:
-        """Model directories that the trainer holds beside the policy's, by their keys."""
+        """Model directories that are needed beside the policy's, by their keys."""
         critic = self.algorithm.critic.model if isinstance(self.algorithm, Ppo) else None
         teacher = self.algorithm.teacher if isinstance(self.algorithm, PolicyGradient) else None
         return {key: path for key, path in ((CRITIC_KEY, critic), (TEACHER_KEY, teacher)) if path}
+
+    @property
+    def models_held(self) -> dict[str, Path]:
+        """Those that the trainer's processes hold."""
+        return {
+            key: path for key, path in self.models_beside.items() if key != TEACHER_KEY or "teacher" not in self.scored
+        }
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
@@ -349,6 +363,8 @@ class Recipe(Table):
         wrong = misfit(self.trainer.parallel, self.trainer.processes, getattr(self.model, "sizes", None))
         if wrong:
             raise conflict(wrong)
+        if self.scorer is not None:
+            refuse_unneeded(self.scorer, self.algorithm)
         if self.warmup and any(isinstance(s, FilePrompts) and not s.answer_key for s in self.source):
             raise conflict("[warmup] learns the sources' answers, but a source has an empty answer_key")
         if self.async_.late == "mask" and self.rollout.engine == "torch":

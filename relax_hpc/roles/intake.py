@@ -1,6 +1,6 @@
 """Rank 0's side of the spool: releases orders, waits for shards, writes the ledger, and knows where a restart goes on.
 
-release ► open orders … shards ► choose ► ledger entry s ► (all ranks train) ► settle ► release …
+release ► open orders … shards (and columns) ► choose ► ledger entry s ► (all ranks train) ► settle ► release …
 after a restart: ledger entries c … s-1 are adopted one by one (training repeats, generation does not), then reconcile
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.algorithms.filters import Filter
+from relax_hpc.roles.columns import Columns, columns_of
 from relax_hpc.roles.retention import Retention
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.front import Front
@@ -41,13 +42,17 @@ class Intake:
         front: Front,
         incarnation: int,
         when_room: Callable[[Callable[[], None], str], None],
+        columns: Columns,
     ) -> None:
         """when_room: does what it is given, again and again while the disk is full."""
         self.book, self.ledger, self.queue, self.retention, self.front = book, ledger, queue, retention, front
         self._run, self._filters, self._incarnation, self._when_room = run, filters, incarnation, when_room
+        self._columns = columns
         self._watches: dict[Path, FolderWatch] = {}
+        self._unscored: dict[str, Shard] = {}
+        """Published and outstanding; a scorer has not made its columns yet."""
         self._complete: dict[str, Shard] = {}
-        """Published and outstanding; small shards are in memory already."""
+        """Published and outstanding, with all columns; small shards are in memory already."""
         self._kept_out: dict[str, dict[int, str]] = {}
         """Of complete orders: the groups that failed or that a filter keeps out, and why."""
         self._dropped: dict[str, Dropped] = {}
@@ -60,6 +65,11 @@ class Intake:
     def depth(self) -> int:
         """Complete orders that wait for the trainer."""
         return len(self._complete)
+
+    @property
+    def unscored(self) -> int:
+        """Orders that wait for their columns alone."""
+        return len(self._unscored)
 
     @property
     def outstanding(self) -> int:
@@ -78,7 +88,7 @@ class Intake:
         """The ledger entry of `step`: the one that is there, or a new one; None when there is nothing to take yet."""
         found = None if self.live else self.ledger.find(step)
         if found is not None:
-            return found
+            return found if columns_of(found, self.front, self._columns) is not None else None
         if not self.live:
             self._reconcile(step, version)
         choice = self._wait(step, version)
@@ -88,7 +98,7 @@ class Intake:
             step=step,
             incarnation=self._incarnation,
             lineage=lineage,
-            take=tuple(Taken(i, self._complete[i].first_version) for i in choice.take),
+            take=tuple(Taken(i, self._complete[i].first_version, self._columns.versions(i)) for i in choice.take),
             filtered=self._filtered(choice),
             dropped=tuple(Dropped(i, "late", replacement_id(i)) for i in choice.drop),
             refills=self.book.refilled,
@@ -102,11 +112,12 @@ class Intake:
         self._dropped |= {d.order: d for d in entry.dropped}
         for order_id in (*(t.order for t in entry.take), *(d.order for d in entry.dropped)):
             self._kept_out.pop(order_id, None)
-            shard = self._complete.pop(order_id, None)
+            shard = self._complete.pop(order_id, None) or self._unscored.pop(order_id, None)
             if shard is not None:
                 shard.close()
-                if order_id in self._dropped:
-                    self.retention.add(-shard.bytes)  # it is counted with the late ones
+                if order_id in self._dropped:  # it is counted with the late ones
+                    self.retention.add(-shard.bytes - self._columns.bytes(order_id))
+            self._columns.forget(order_id)
         if not self.live:
             self.book.release(upto=self.book.last_batch(step))
             return
@@ -127,15 +138,18 @@ class Intake:
         self._when_room(lambda: self.queue.put(orders, oldest), f"{len(orders)} orders")
 
     def late_arrivals(self) -> list[tuple[str, float]]:
-        """Dropped orders whose shards have come since the last call, with their mean length in tokens."""
+        """Dropped orders that have come since the last call, with their columns, and their mean length in tokens."""
         arrived = []
         for order_id in self._published(list(self._dropped)):
-            del self._dropped[order_id]
-            self.front.remove(order_id)
             with Shard(self._run.shard(order_id)) as shard:
+                if not self._columns.ready([shard]):
+                    continue
                 if self.live:
-                    self.retention.add(shard.bytes)
+                    self.retention.add(shard.bytes + self._columns.bytes(order_id))
                 arrived.append((order_id, float(shard.offsets[-1]) / max(len(shard.samples), 1)))
+            del self._dropped[order_id]
+            self._columns.forget(order_id)
+            self.front.remove(order_id)
         return arrived
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,7 +207,8 @@ class Intake:
     def _choose(self, step: int, started: dict[str, int]) -> Choice | None:
         passing = self._passing()
         self._refill(step, passing)  # of all that was seen until now: only then may a batch be short
-        return self.book.choose(step, {i: s.first_version for i, s in self._complete.items()}, started, passing)
+        complete, unscored = ({i: s.first_version for i, s in of.items()} for of in (self._complete, self._unscored))
+        return self.book.choose(step, complete, started | unscored, passing)
 
     def _passing(self) -> dict[str, int]:
         """How many groups of each complete order pass; only where the book wants groups: each shard is read for it."""
@@ -212,10 +227,13 @@ class Intake:
 
     def _look(self) -> None:
         """Open the shards that appeared: one stat a folder, whatever is outstanding."""
-        waiting = [i for i in self.book.outstanding if i not in self._complete]
+        waiting = [i for i in self.book.outstanding if i not in self._complete and i not in self._unscored]
         for order_id in self._published(waiting):
-            self._complete[order_id] = shard = Shard(self.front.path(order_id))
+            self._unscored[order_id] = shard = Shard(self.front.path(order_id))
             self.retention.add(shard.bytes)
+        for order_id in self._columns.ready(self._unscored.values()):
+            self._complete[order_id] = self._unscored.pop(order_id)
+            self.retention.add(self._columns.bytes(order_id))
 
     def _published(self, order_ids: Iterable[str]) -> list[str]:
         names: dict[Path, frozenset[str]] = {}
@@ -262,17 +280,20 @@ class Intake:
 class Replay:
     """What stands in for the intake in a run that trains on the shards of another one: its ledger, step by step."""
 
-    live, depth, outstanding = True, 0, 0
+    live, depth, unscored, outstanding = True, 0, 0, 0
 
-    def __init__(self, source: RunDir, ledger: Ledger) -> None:
-        self._source, self._own = source, ledger
+    def __init__(self, source: RunDir, ledger: Ledger, front: Front, columns: Columns) -> None:
+        self._source, self._own, self._front, self._columns = source, ledger, front, columns
 
-    def next_entry(self, step: int, version: int, lineage: int) -> Entry:
-        """The other run's entry of `step`. Raises RunError at its end."""
+    def next_entry(self, step: int, version: int, lineage: int) -> Entry | None:
+        """The other run's entry of `step`; None while columns are missing. Raises RunError at its end."""
         entry = Ledger(self._source).find(step)
         if entry is None:
             raise RunError(f"'{self._source.root}' has {step} steps, this run wants more: --set run.steps={step}")
-        return self._own.commit(entry)
+        found = columns_of(entry, self._front, self._columns)
+        if found is None:
+            return None
+        return self._own.commit(replace(entry, take=tuple(replace(t, columns=found[t.order]) for t in entry.take)))
 
     def settle(self, entry: Entry, step: int) -> None: ...
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptCursor
+from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake, Replay, check_failures
 from relax_hpc.roles.process import Exit
@@ -49,14 +50,24 @@ class Lead:
         self.incarnation = int(via.name[1:])
         ledger, queue = Ledger(run, via), Queue(run)
         self.retention = Retention(run, recipe, via, ledger, role.context)
+        columns = Columns(run, role.scored, via, self.process.telemetry.metrics)
         if role.shards == run:
             filters = make_filters(recipe.algorithm.filters)
             book = self.new_book()
             self.intake: Intake | Replay = Intake(
-                run, book, ledger, queue, filters, self.retention, role.front, self.incarnation, self.process.when_room
+                run,
+                book,
+                ledger,
+                queue,
+                filters,
+                self.retention,
+                role.front,
+                self.incarnation,
+                self.process.when_room,
+                columns,
             )
         else:
-            self.intake = Replay(role.shards, ledger)
+            self.intake = Replay(role.shards, ledger, role.front, columns)
         self.publisher = make_publisher(recipe, run, via, self.incarnation)
         evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
         self.evaluations = Evaluations(run, recipe, queue, evaluated)
@@ -159,6 +170,8 @@ class Lead:
             "step_s": step_s, "tokens_per_s": tokens / step_s,
             "tokens_per_device_s": tokens / clock.laps["train_s"] / self.recipe.trainer.processes,
         }  # fmt: skip
+        if self.role.scored:
+            values["unscored"] = self.intake.unscored
         clock.lap("settle_s")
         values |= {**role.trainer.seconds, **clock.laps}
         self.process.telemetry.metrics(kind="step", **values)

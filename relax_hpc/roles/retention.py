@@ -1,4 +1,4 @@
-"""Room: how many bytes of shards there are, what was promised to orders in play, and what may be removed."""
+"""Room: how many bytes of shards and columns there are, what was promised to orders in play, and what may be removed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from pathlib import Path
 
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
+from relax_hpc.spool.column import BYTES as COLUMN_BYTES
 from relax_hpc.spool.ledger import Ledger
 
 TOKEN_BYTES = 4 + 1 + 4
 """tokens, loss_mask and logprobs of one token."""
 SHARD_BYTES = 16 << 10
-"""What a shard holds besides its tokens, generously."""
+"""What a shard holds besides its tokens, generously; a column holds less."""
 
 
 class Retention:
-    """Bytes of shards in the run directory, against the quota."""
+    """Bytes of shards and their columns in the run directory, against the quota."""
 
     def __init__(self, run: RunDir, recipe: Recipe, via: Path, ledger: Ledger, context: int) -> None:
         self._run, self._recipe, self._via, self._ledger = run, recipe, via, ledger
@@ -27,13 +28,15 @@ class Retention:
         samples = recipe.rollout.groups_per_order * recipe.algorithm.group_size
         longest = min(recipe.rollout.max_new_tokens * recipe.rollout.max_turns, context)
         self.order_bytes = samples * longest * TOKEN_BYTES + recipe.rollout.groups_per_order * context * 4 + SHARD_BYTES
+        self.order_bytes += len(recipe.scored) * (samples * longest * COLUMN_BYTES + SHARD_BYTES)
 
     def scan(self, excluding: Collection[str]) -> None:
-        """Count the shards that are there; those of orders in play are added when they are taken in."""
-        self.used_bytes = sum(p.stat().st_size for p in self._run.shards.rglob("[!.]*.h5") if p.stem not in excluding)
+        """Count what is there; that of orders in play is added when they are taken in."""
+        there = [p for folder in (self._run.shards, self._run.columns) for p in folder.rglob("[!.]*.h5")]
+        self.used_bytes = sum(p.stat().st_size for p in there if p.name.partition(".")[0] not in excluding)
 
-    def add(self, shard_bytes: int) -> None:
-        self.used_bytes += shard_bytes
+    def add(self, more_bytes: int) -> None:
+        self.used_bytes += more_bytes
 
     def has_room(self, orders_in_play: int) -> bool:
         """Whether one more batch may be released: every order in play has its largest possible shard reserved."""
@@ -52,7 +55,9 @@ class Retention:
             if entry is None:
                 continue
             for order_id in [*(t.order for t in entry.take), *(d.order for d in entry.dropped)]:
-                self._remove(self._run.shard(order_id))
+                self._remove(self._run.shard(order_id))  # first: a scorer that is late sees that it is gone
+                for name in self._recipe.scored:
+                    self._remove(self._run.column(order_id, name))
         self.removed_before = max(step, self.removed_before)
 
     def _remove(self, path: Path) -> None:

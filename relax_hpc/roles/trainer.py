@@ -1,6 +1,7 @@
 """The trainer role: one page of loop. Rank 0 decides, the others follow; every rank makes every step.
 
 shards ──take: bound checked, ledger entry linked──► advantages ► packed micro-batches ► step ► version s + 1 ► workers
+  └─► columns, where a scorer makes them
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptSources
 from relax_hpc.records import Rollouts, mask_old
 from relax_hpc.roles import gpus
+from relax_hpc.roles.columns import REFERENCE, read_columns
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
 from relax_hpc.roles.step_metrics import Batch, Clock
@@ -36,6 +38,7 @@ from relax_hpc.spool.ledger import Entry
 from relax_hpc.spool.shard import Shard, concatenate
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.base import Saving
+from relax_hpc.weights import frozen
 
 
 def body(process: RoleProcess) -> Exit:
@@ -76,10 +79,13 @@ class TrainerRole:
         process.telemetry.beat("starting", step=0, steps=recipe.run.steps)
         about = read_json(process.run.identity)
         self.debug: str | None = about["debug"]
+        self.forked_at: int | None = about.get("fork_step")
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         """The run whose shards are trained on."""
         self.front = Front(self.shards, recipe.spool.front)
         # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
+        self.scored = () if self.debug == "rollout-only" else recipe.scored
+        """The columns that come from scorers."""
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
         gpus.take(process, self.via)
@@ -158,8 +164,24 @@ class TrainerRole:
 
     def publish(self) -> None:
         """Make the weights of now the newest version; collective: every rank takes part in each export that rank 0 asks for."""
+        self._exported(lambda lead: lead.publish(self._export))
+
+    def keep_reference(self, fresh: bool) -> None:
+        """Rank 0: keep the weights of now as the reference that scorers hold, where the run begins, or was forked from one without."""
+        held = frozen.held_checksum(self.run)
+        if not fresh and held is None and self.step != self.forked_at:
+            raise RunError(
+                f"'{self.run.reference}' is gone, against which samples are scored: put it back, or begin a new run"
+            )
+        if fresh or held is None:
+            alive = lambda: self.beat("publishing")
+            keep = lambda: frozen.keep(self.run, self.via, self._export, alive)
+            self.process.when_room(keep, "the reference")
+
+    def _exported(self, use: Callable[[Lead], object]) -> None:
+        """Rank 0 uses what all ranks export, as often as it asks for it."""
         if self.lead:
-            self.lead.publish(self._export)
+            use(self.lead)
             self._tell("published")
         while not self.lead and self._tell("") == "export":
             for _ in self.trainer.export():
@@ -201,6 +223,8 @@ class TrainerRole:
             if self.recipe.warmup is not None:
                 warm_up(self.recipe, self.trainer, self.sources, self.tokenizer, self.process)
             self.trainer.begin_training()
+        if REFERENCE in self.scored:
+            self._exported(lambda _: self.keep_reference(fresh=found is None))
         if self.lead:
             self.lead.begin(state)
         self.publish_alone()
@@ -235,7 +259,8 @@ class TrainerRole:
         for taken in entry.take:
             with Shard(self.front.path(taken.order)) as shard:
                 out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
-                parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out)), replay))
+                columns = read_columns(self.run, shard, self.scored)
+                parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out)), replay, columns))
                 played += shard.raw_rewards()
         rollouts, masked = concatenate(parts), 0
         if self.recipe.async_.late == "mask":

@@ -23,6 +23,8 @@ class Taken:
 
     order: str
     first_version: int
+    columns: dict[str, str] = field(default_factory=dict)
+    """Versions of the columns that scorers made of it: the weights' checksum, and the numbers'."""
 
 
 @dataclass(frozen=True, slots=True)

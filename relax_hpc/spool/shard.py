@@ -13,10 +13,10 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal, cast
 
 import h5py
@@ -200,6 +200,11 @@ class Shard:
         return str(self.meta["order"])
 
     @property
+    def checksum(self) -> int:
+        """Of `meta`, which has the checksums of all else."""
+        return int(self._meta_checksum)
+
+    @property
     def samples(self) -> NDArray[Any]:
         """[N] of SAMPLE."""
         return self._small("samples")
@@ -231,10 +236,16 @@ class Shard:
         edges = np.clip(np.append(starts, np.int64(self.offsets[-1])), begin, end)
         return cast("NDArray[np.int32]", np.repeat(versions, np.diff(edges)))
 
-    def rollouts(self, which: NDArray[np.int64] | None = None, routed: bool = False) -> Rollouts:
+    def rollouts(
+        self,
+        which: NDArray[np.int64] | None = None,
+        routed: bool = False,
+        columns: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+    ) -> Rollouts:
         """The samples `which` (ascending indices; all by default), reading no others: memory peaks at what is returned.
 
         `routed`: with the experts that each token was routed to. Raises RunError where those were not kept.
+        `columns`: [T] numbers for each token of the shard, which go with the tokens.
         """
         picked = np.arange(len(self.samples)) if which is None else np.asarray(which, np.int64)
         runs = [r for r in np.split(picked, np.flatnonzero(np.diff(picked) > 1) + 1) if len(r)]
@@ -266,6 +277,7 @@ class Shard:
             offsets=_offsets(np.diff(self.offsets)[picked].tolist()),
             finish=self.samples["finish"][picked],
             routed_experts=self._routed(picked) if routed else None,
+            columns={n: gather(lambda begin, end, values=values: values[begin:end]) for n, values in columns.items()},
             **flat,
         )
 
@@ -339,8 +351,9 @@ class Shard:
 
 
 def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
-    """Rollouts of several shards as one; groups are numbered anew, in order."""
+    """Rollouts of several shards as one; groups are numbered anew, in order. All have the same columns."""
     rollouts = list(parts)
+    columns = rollouts[0].columns if rollouts else {}
     first_group, groups = 0, []
     for part in rollouts:
         _, renumbered = np.unique(part.group, return_inverse=True)
@@ -364,6 +377,7 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         versions=join("versions", np.int32),
         finish=join("finish", np.uint8),
         routed_experts=np.concatenate(routed) if routed else None,
+        columns={n: _concatenate([r.columns[n] for r in rollouts], np.float32) for n in columns},
     )
 
 

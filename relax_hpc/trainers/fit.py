@@ -21,7 +21,7 @@ def check(recipe: Recipe, model_dir: Path) -> None:
     if recipe.trainer.backend != "megatron":
         return
     need_megatron()
-    for key, folder in {"": model_dir, **recipe.models_beside}.items():
+    for key, folder in {"": model_dir, **recipe.models_held}.items():
         hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         about = f"{key} = '{folder}': " if key else ""
         try:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Totals
+from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Totals, make_algorithm
 from relax_hpc.algorithms.advantages import explained_variance
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.algorithms.kl import k3
@@ -112,6 +112,11 @@ class ValueLoss(TokenLoss):
         [values] = said
         old, returns = (column[torch.from_numpy(targets)].to(self.device) for column in (self.old, self.returns))
         return self.algorithm.value_loss(values, old, returns)
+
+
+def needs_reference(recipe: Recipe) -> bool:
+    """Whether the trainer holds the reference: the algorithm needs it, and no scorer has it."""
+    return "reference" in make_algorithm(recipe.algorithm).needs and "reference" not in recipe.scored
 
 
 def columns_before(algorithm: Algorithm, recipe: Recipe) -> list[str]:

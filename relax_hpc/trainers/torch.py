@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
-from relax_hpc.algorithms import make_algorithm
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.data.packing import MicroBatch, pack, plan
 from relax_hpc.experts import one_by_one
@@ -37,7 +36,7 @@ from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.forward import Critic, check_head, token_logprobs, token_values
 from relax_hpc.trainers.host_copies import HostCopies
 from relax_hpc.trainers.optim import Learning
-from relax_hpc.trainers.token_loss import Learner, TokenLoss, add
+from relax_hpc.trainers.token_loss import Learner, TokenLoss, add, needs_reference
 from relax_hpc.trainers.update import Updating
 
 
@@ -46,16 +45,16 @@ class TorchTrainer(Updating):
 
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         self.recipe, self.rank, self.world = recipe, rank, world
-        self.device = _device(recipe.trainer.device)
+        self.device = device_of(recipe.trainer.device, "trainer")
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
         torch.manual_seed(recipe.run.seed + rank)
         check_beside(recipe, model_dir)
-        self.model = _load_model(weights_folder(recipe.model, model_dir), self.device)
-        needs = make_algorithm(recipe.algorithm).needs
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if "reference" in needs else None
+        self.model = load_model(weights_folder(recipe.model, model_dir), self.device)
+        held = needs_reference(recipe)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if held else None
         self.teacher: PreTrainedModel | None = None
-        if TEACHER_KEY in recipe.models_beside:
-            self.teacher = _load_model(recipe.models_beside[TEACHER_KEY], self.device).requires_grad_(False)
+        if TEACHER_KEY in recipe.models_held:
+            self.teacher = load_model(recipe.models_held[TEACHER_KEY], self.device).requires_grad_(False)
         models: dict[Learner, torch.nn.Module] = {"policy": self.model}
         if isinstance(recipe.algorithm, Ppo):
             models["critic"] = self._new_critic()
@@ -66,11 +65,11 @@ class TorchTrainer(Updating):
         for learning in self.learning.values():
             learning.begin()
         self._refer()
-        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_beside:
+        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_held:
             self._critic.body.load_state_dict(self.model.base_model.state_dict())
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._weights(self.model).items():
+        for name, tensor in tensors_of(self.model).items():
             # a copy even where type and device are right: the next step changes the weights in place
             yield name, tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
@@ -94,7 +93,7 @@ class TorchTrainer(Updating):
 
     def load(self, folder: Path) -> None:
         model = folder / state_files.MODEL
-        state_files.fill(self._weights(self.model), state_files.read(model), model)
+        state_files.fill(tensors_of(self.model), state_files.read(model), model)
         self.begin_training()  # so begin reference and critic where the checkpoint is of a run that had none
         for path, tensors in ((folder / file, tensors) for file, tensors in self._models().items()):
             if path.exists():
@@ -111,9 +110,9 @@ class TorchTrainer(Updating):
 
     def _models(self) -> dict[str, dict[str, Tensor]]:
         """The weights that change, by the file that they are kept in."""
-        models = {state_files.MODEL: self._weights(self.model)}
+        models = {state_files.MODEL: tensors_of(self.model)}
         if self.reference is not None:
-            models[state_files.REFERENCE] = self._weights(self.reference)
+            models[state_files.REFERENCE] = tensors_of(self.reference)
         if "critic" in self.learning:
             models[state_files.CRITIC] = self._critic.state_dict()
         return models
@@ -198,27 +197,28 @@ class TorchTrainer(Updating):
 
     def _new_critic(self) -> Critic:
         """With the body of a model of its own, or of the policy."""
-        own = self.recipe.models_beside.get(CRITIC_KEY)
-        body = copy.deepcopy(self.model.base_model) if own is None else _load_model(own, self.device).base_model
+        own = self.recipe.models_held.get(CRITIC_KEY)
+        body = copy.deepcopy(self.model.base_model) if own is None else load_model(own, self.device).base_model
         return Critic(cast(PreTrainedModel, body)).to(self.device).eval()
 
-    @staticmethod
-    def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
-        """Parameters (tied ones once) and the buffers that belong to the state, by the names of Hugging Face's files."""
-        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        buffers = {name: value for name, value in model.state_dict().items() if name not in every}
-        return one_by_one(dict(model.named_parameters()) | buffers, model.config.get_text_config().model_type)
+
+def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Parameters (tied ones once) and the buffers that belong to the state, by the names of Hugging Face's files."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: value for name, value in model.state_dict().items() if name not in every}
+    return one_by_one(dict(model.named_parameters()) | buffers, model.config.get_text_config().model_type)
 
 
-def _device(choice: str) -> torch.device:
+def device_of(choice: str, role: str) -> torch.device:
+    """The device that `role` computes on. Raises RunError where it asks for a GPU and torch sees none."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RunError('trainer.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')
+        raise RunError(f'{role}.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')
     return torch.device("cuda", torch.cuda.current_device())  # the role has chosen it
 
 
-def _load_model(folder: Path, device: torch.device) -> PreTrainedModel:
+def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
     """The model in float32. Raises RunError when the folder lacks weights (transformers would draw them at random)."""
     transformers.utils.logging.disable_progress_bar()
     try:

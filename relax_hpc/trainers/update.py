@@ -3,7 +3,7 @@
 rollouts ──forward of reference, teacher, critic, where needed──► columns ──updates──► for each, most often one:
 gradients (sums over tokens) ──► norm ──finite?──► AdamW        metrics ──summed over processes──► means over tokens
 
-A critic learns from the same columns before the policy does, so that neither sees what the other became in the step.
+Columns that a scorer made come with the rollouts. A critic learns from the same columns before the policy does, so that neither sees what the other became in the step.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class Updating(ABC):
     ) -> dict[str, float]:
         rate = rate_of(self.recipe.trainer, step, self.recipe.run.steps)
         temperature = self.recipe.rollout.temperature
-        names = columns_before(algorithm, self.recipe)
         self.seconds = {}
-        columns = {}
-        for name in names:
+        columns = dict(rollouts.columns)
+        for name in columns_before(algorithm, self.recipe):
+            if name in columns:  # a scorer's
+                continue
             with self._timed("columns_s"):
                 columns[name] = self._column(name, rollouts, temperature, progress)
         rollouts = dataclasses.replace(rollouts, columns=columns)

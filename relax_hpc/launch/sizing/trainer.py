@@ -84,12 +84,13 @@ class TrainerMemory:
 
 def needs_reference(recipe: Recipe) -> bool:
     """Whether a frozen copy of the model is held; of an algorithm of the user's own it is not known, and not counted."""
-    return isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
+    held = "reference" not in recipe.scored
+    return held and isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
 
 
 def beside(recipe: Recipe, key: str, policy: Shape) -> Shape | None:
-    """Of the model that the recipe names under `key`, None where it names none; the policy's where its config.json is not here."""
-    folder = recipe.models_beside.get(key)
+    """Of the model that the trainer holds by `key`, None where it holds none; the policy's where its config.json is not here."""
+    folder = recipe.models_held.get(key)
     return None if folder is None else shape_in(folder) or policy
 
 

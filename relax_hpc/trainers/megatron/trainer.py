@@ -28,7 +28,6 @@ import relax_hpc.trainers.megatron.groups as groups
 import relax_hpc.trainers.megatron.moments as moments
 import relax_hpc.trainers.megatron.state as state
 import relax_hpc.trainers.megatron.weights as weights
-from relax_hpc.algorithms import make_algorithm
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.recipe.algorithm import Ppo
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
@@ -42,7 +41,7 @@ from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, tok
 from relax_hpc.trainers.megatron.learning import Learning
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
-from relax_hpc.trainers.token_loss import Learner, TokenLoss, add
+from relax_hpc.trainers.token_loss import Learner, TokenLoss, add, needs_reference
 from relax_hpc.trainers.update import Updating
 
 LOADED_BYTES = 2**30
@@ -87,10 +86,10 @@ class MegatronTrainer(Updating):
         self.sending = weights.plan_export(self.parts, self.groups)
         self.learning: dict[Learner, Learning] = {"policy": Learning(self.chunks, self.chunks[0].config, recipe)}
         self.reference: list[Policy] = []
-        if "reference" in make_algorithm(recipe.algorithm).needs:
+        if needs_reference(recipe):
             self.reference = build(self.hf, self.chunks[0].config, self.groups)
             self._refer()
-        beside = recipe.models_beside
+        beside = recipe.models_held
         self.teacher: list[Policy] = []
         if TEACHER_KEY in beside:
             self.teacher = self._read(Policy, beside[TEACHER_KEY])
@@ -109,7 +108,7 @@ class MegatronTrainer(Updating):
         for learning in self.learning.values():
             learning.begin()
         self._refer()
-        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_beside:
+        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_held:
             for part, parameter in weights.parts(self.learning["critic"].chunks, self.groups).items():
                 parameter.data.copy_(self.parts[part])
             self.learning["critic"].optimizer.reload_model_params()

@@ -1,0 +1,55 @@
+"""[scorer]: the frozen models of the algorithm as processes of their own, beside the trainer's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt, model_validator
+
+from relax_hpc.recipe.algorithm import AnyAlgorithm, PolicyGradient
+from relax_hpc.recipe.table import Key, Table, conflict
+
+Score = Literal["reference", "teacher"]
+
+
+class Scorer(Table):
+    """The scorer role: it holds the reference and the teacher, and says what they make of each order's tokens while the trainer trains."""
+
+    scores: list[Score] = Key(
+        help="Which models the scorer holds, each one that the algorithm needs; the others the trainer holds itself.",
+        min_length=1,
+    )
+    processes: PositiveInt = Key(
+        1, "Processes, each with the whole of these models; on a cluster on the trainer's nodes.", resume=True
+    )
+    threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
+    device: Literal["auto", "cpu", "cuda"] = Key(
+        "auto", "Where the models live; `auto` takes a GPU where there is one, those first that no trainer process has."
+    )
+    tokens_per_micro_batch: PositiveInt = Key(16384, "Token budget of one forward.", resume=True)
+
+    @model_validator(mode="after")
+    def _once(self) -> Scorer:
+        if len(set(self.scores)) < len(self.scores):
+            raise conflict(f"scorer.scores = {self.scores} names one model twice: once is enough")
+        return self
+
+
+def refuse_unneeded(scorer: Scorer, algorithm: AnyAlgorithm) -> None:
+    """Raises a conflict where a scorer would hold what a built-in algorithm does not need, or what changes."""
+    if not isinstance(algorithm, PolicyGradient):
+        return  # what an algorithm of the user's own needs is known when it is made
+    needed = {"reference": algorithm.kl_coef > 0, "teacher": algorithm.teacher is not None}
+    mend = {"reference": "set algorithm.kl_coef above 0", "teacher": "name one with algorithm.teacher"}
+    for score in scorer.scores:
+        if not needed[score]:
+            rest = [other for other in scorer.scores if needed[other]]
+            raise conflict(
+                f"scorer.scores has '{score}', of which algorithm.name = '{algorithm.name}' makes nothing here: {mend[score]}, "
+                f"or {f'set scores = {rest}' if rest else 'leave [scorer] out'}"
+            )
+    if "reference" in scorer.scores and algorithm.reference_refresh_steps:
+        raise conflict(
+            f"algorithm.reference_refresh_steps = {algorithm.reference_refresh_steps} makes another reference while orders wait "
+            "that were scored against this one: leave it out, or 'reference' out of scorer.scores, so that the trainer holds it"
+        )

@@ -1,0 +1,200 @@
+"""The scorer role: it holds models that do not learn, and says what they make of each order's tokens.
+
+SHARDS/ORDER.h5 ──► a forward of the reference, of the teacher ──► COLUMNS/ORDER.NAME.h5 ──► the trainer takes the order
+
+It reads shards and writes columns, and knows no step. Orders are shared out by their names; earlier batches come first. One
+that dies leaves nothing: who is started in its place makes the columns that are missing, with the same numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from relax_hpc.recipe.schema import TEACHER_KEY
+from relax_hpc.roles import gpus
+from relax_hpc.roles.process import Exit, RoleProcess, Stop
+from relax_hpc.run_dir import ORDERS_PER_FOLDER, RunDir, RunError, publish, read_json
+from relax_hpc.spool.column import encode
+from relax_hpc.spool.front import Front
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.watch import FolderWatch, backoff
+from relax_hpc.trainers.scoring import Frozen
+from relax_hpc.trainers.torch import device_of
+from relax_hpc.weights import DamagedWeights, WeightsError, frozen
+from relax_hpc.weights.contents import checksum
+from relax_hpc.weights.parts import digest
+
+LOOK_AGAIN_S = 1.0
+"""How often columns are listed, and folders of earlier batches looked into: what we published ourselves is known."""
+
+SEEN_S = 10.0
+"""A column that we published is in the folder's listing after this, whatever a file system keeps in caches."""
+
+
+def body(process: RoleProcess) -> Exit:
+    Scorer(process).work()
+
+
+class Scorer:
+    """One process: the models, and its share of the orders."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        assert process.recipe.scorer is not None
+        self.process, self.recipe, self.run, self.config = process, process.recipe, process.run, process.recipe.scorer
+        process.telemetry.beat("starting", orders=0)
+        source = read_json(process.run.identity)["shards_from"]
+        self.shards = RunDir(source) if source else process.run
+        self.front = Front(self.shards, self.recipe.spool.front)
+        self.missing = Missing(
+            self.run, self.shards, self.recipe.scored, process.arguments.rank, self.config.processes,
+            recent=2 + self.recipe.async_.max_staleness // ORDERS_PER_FOLDER,
+        )  # fmt: skip
+        torch.set_num_threads(self.config.threads)
+        if gpus.computes_on_gpu(self.config.device, "scorer"):
+            trainers = self.recipe.trainer.processes // self.recipe.trainer.nodes
+            torch.cuda.set_device((trainers + process.arguments.rank) % torch.cuda.device_count())
+        self.device = device_of(self.config.device, "scorer")
+        self.models: dict[str, tuple[str, Frozen]] = {}
+        """Each with the checksum of its weights."""
+        self._reference_seen: tuple[int, int] | None = None
+        self.orders, self.usual_s = 0, 0.0
+
+    def work(self) -> NoReturn:
+        """Score orders until asked to stop."""
+        if "teacher" in self.recipe.scored:
+            model = Frozen.at(self.recipe, self.recipe.models_beside[TEACHER_KEY], self.device)
+            self.models["teacher"] = checksum(digest(model.tensors().items(), progress=self.alive)), model
+        while True:
+            if "reference" in self.recipe.scored:
+                self.hold_reference()
+            self.score(*self.wait_for_order())
+
+    def hold_reference(self) -> None:
+        """Load the reference; again where a trainer that began anew put another in its place."""
+        for pause_s in backoff(last_s=LOOK_AGAIN_S):
+            try:
+                stat = os.stat(self.run.reference / "index.json")
+            except FileNotFoundError:
+                self.progress("waiting for the reference")
+                time.sleep(pause_s)
+                continue
+            if (stat.st_ino, stat.st_mtime_ns) == self._reference_seen:
+                return
+            self.progress("loading")
+            try:
+                name, tensors = frozen.read(self.run, self.alive)
+            except DamagedWeights as error:
+                raise RunError(f"{error}; put the reference back from a copy of the run, or begin a new run") from error
+            except WeightsError:  # it is just being replaced
+                continue
+            model = Frozen.of(self.recipe, self.run.model, tensors, self.run.reference, self.device)
+            self.models["reference"] = name, model
+            self._reference_seen = stat.st_ino, stat.st_mtime_ns
+            return
+
+    def wait_for_order(self) -> tuple[str, int, float]:
+        """Wait for a shard that lacks a column; its order, how many such there are, and the seconds waited."""
+        began = time.perf_counter()
+        for pause_s in backoff(watchers=self.config.processes, usual_s=self.usual_s):
+            self.progress("idle")
+            orders = self.missing.orders()
+            if orders:
+                waited_s = time.perf_counter() - began
+                self.usual_s = max(waited_s, self.usual_s / 2)
+                return orders[0], len(orders), waited_s
+            time.sleep(pause_s)
+        raise AssertionError("backoff ends never")
+
+    def score(self, order: str, behind: int, waited_s: float) -> None:
+        """Make the columns of an order."""
+        began = time.perf_counter()
+        try:
+            with Shard(self.front.path(order)) as shard:
+                rollouts, about, of_shard = shard.rollouts(), shard.meta, shard.checksum
+        except RunError:
+            if self.shards.shard(order).exists():
+                raise
+            self.missing.done(order)  # retention was faster
+            return
+        found = {
+            name: (weights, model.logprobs(rollouts, self.alive)) for name, (weights, model) in self.models.items()
+        }
+        score_s = time.perf_counter() - began
+        for name, (weights, values) in found.items():
+            path, image = self.run.column(order, name), encode(name, order, of_shard, weights, values)
+            self.process.when_room(partial(publish, path, image), f"column {path.name}")
+            if not self.shards.shard(order).exists():
+                path.unlink(missing_ok=True)  # nobody would remove it any more
+        publish_s = time.perf_counter() - began - score_s
+        self.missing.done(order)
+        self.orders += 1
+        tokens = int(rollouts.loss_mask.sum())
+        self.process.telemetry.metrics(
+            kind="column", order=order, columns=list(found), samples=len(rollouts), tokens=tokens, wait_s=waited_s,
+            score_s=score_s, publish_s=publish_s, tokens_per_s=tokens * len(found) / score_s,
+            lag_s=max(time.time() - about["created"], 0.0), behind=behind,
+        )  # fmt: skip
+
+    def alive(self) -> None:
+        self.progress("scoring" if self.models else "loading")
+
+    def progress(self, state: str) -> None:
+        """The heartbeat in everything that lasts; also where a stop is noticed."""
+        if self.process.stopping:
+            raise Stop
+        self.process.telemetry.beat(state, orders=self.orders)
+
+
+class Missing:
+    """Which orders lack columns: of shards that are published, those of our share."""
+
+    def __init__(
+        self, run: RunDir, shards: RunDir, names: tuple[str, ...], rank: int, processes: int, recent: int
+    ) -> None:
+        """recent: folders of the newest batches that are looked into each time."""
+        self._run, self._shards, self._names = run, shards, names
+        self._rank, self._processes, self._recent = rank, processes, recent
+        self._folders = FolderWatch(shards.shards)
+        self._watches: dict[Path, FolderWatch] = {}
+        self._columns: dict[str, frozenset[str]] = {}
+        self._done: dict[str, float] = {}
+        self._looked_at = float("-inf")
+
+    def orders(self) -> list[str]:
+        """Those of the earliest batches first."""
+        folders, now = sorted(self._folders.names()), time.monotonic()
+        if now - self._looked_at > LOOK_AGAIN_S:
+            self._columns = {f: self._watch(self._run.columns / f) for f in folders}
+            self._looked_at = now
+            self._done = {order: at for order, at in self._done.items() if now - at < SEEN_S}
+        else:
+            folders = folders[-self._recent :]
+        return [order for f in folders for order in self._of(f)]
+
+    def _of(self, folder: str) -> list[str]:
+        there = self._columns.get(folder, frozenset())
+        shards = sorted(name.removesuffix(".h5") for name in self._watch(self._shards.shards / folder))
+        return [
+            order
+            for order in shards
+            if order not in self._done
+            and self._is_mine(order)
+            and any(f"{order}.{n}.h5" not in there for n in self._names)
+        ]
+
+    def done(self, order: str) -> None:
+        """Its columns are there, or not needed any more."""
+        self._done[order] = time.monotonic()
+
+    def _is_mine(self, order: str) -> bool:
+        batch, _, k = order[1:].partition("r")[0].partition("-")
+        return (int(batch) + int(k)) % self._processes == self._rank
+
+    def _watch(self, folder: Path) -> frozenset[str]:
+        return self._watches.setdefault(folder, FolderWatch(folder)).names()

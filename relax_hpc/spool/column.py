@@ -1,0 +1,90 @@
+"""A column: what another model says of a shard's tokens, in a file beside it; complete or absent, never changed.
+
+    scorer: Shard ──forward──► logprobs ──encode──► one HDF5 image ──publish──► COLUMNS/ORDER.NAME.h5 ──► trainer, analysis
+
+Its name is the order's and the column's, so the first scorer that is done counts and others made the same. Its attributes say
+of which shard it is, which weights said it, and the checksum of the numbers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+import xxhash
+from h5py import h5d, h5f, h5s
+from numpy.typing import NDArray
+
+from relax_hpc.run_dir import Data
+from relax_hpc.spool import hdf5
+
+FORMAT = "relax_hpc.column"
+SCHEMA = 1
+ATTRIBUTES = ("format", "schema", "name", "order", "shard", "model", "checksum")
+BYTES = 4
+"""Of a token."""
+
+
+class DamagedColumn(Exception):
+    """A column that is torn, or of something else. Nothing is lost by it: a scorer makes it again when it is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column, read and compared with its checksum."""
+
+    name: str
+    order: str
+    shard: int
+    """The shard's `meta_checksum`."""
+    model: str
+    """Checksum of the weights that said it."""
+    checksum: str
+    """XXH3-64 of the values' bytes."""
+    values: NDArray[np.float32]  # [T] at each token of the shard; 0 where its loss mask is 0
+    bytes: int
+    """Of the file."""
+
+    @property
+    def version(self) -> str:
+        """Names it in the ledger: the weights, and what they said."""
+        return f"{self.model}/{self.checksum}"
+
+
+def encode(name: str, order: str, shard: int, model: str, values: NDArray[np.float32]) -> Data:
+    """The bytes of a column, in pieces."""
+    about: Mapping[str, str | int] = {
+        "format": FORMAT, "schema": SCHEMA, "name": name, "order": order, "shard": shard, "model": model,
+        "checksum": _checksum(values),
+    }  # fmt: skip
+    return hdf5.image({name: hdf5.Column([values], np.float32)}, about, {})
+
+
+def read_column(path: Path, name: str) -> Column | None:
+    """The column `name` in `path`; None where there is no such file. Raises DamagedColumn naming what is wrong."""
+    access = hdf5.in_memory(1 << 16)
+    access.set_file_locking(False, True)
+    try:
+        size = path.stat().st_size
+        with h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)) as file:
+            found = dict(zip(ATTRIBUTES, hdf5.attributes(file.id, ATTRIBUTES), strict=True))
+            if None in found.values() or (found["format"], found["schema"], found["name"]) != (FORMAT, SCHEMA, name):
+                raise ValueError(f"expected format, schema and name {(FORMAT, SCHEMA, name)}, found {found}")
+            values = np.empty(h5d.open(file.id, name.encode()).shape, np.float32)
+            if values.size:
+                h5d.open(file.id, name.encode()).read(h5s.ALL, h5s.ALL, values, hdf5.type_of(values.dtype))
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+        raise DamagedColumn(f"'{path}' is truncated or no column '{name}': {error}") from error
+    if (checksum := _checksum(values)) != found["checksum"]:
+        raise DamagedColumn(f"'{path}' has checksum {checksum}, {found['checksum']} was written: the file was damaged")
+    return Column(name, found["order"], int(found["shard"]), found["model"], checksum, values, size)
+
+
+def _checksum(values: NDArray[np.float32]) -> str:
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(values, "<f4").data)
