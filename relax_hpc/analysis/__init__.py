@@ -58,7 +58,8 @@ class RunView:
         prompt, completion, answer    text; prompts with special tokens, completions without (`text=False` leaves all out)
         extra/NAME                    whatever rewards and environments added; NaN where a shard has none
 
-        `columns` picks some, and may name prompt_tokens, tokens, loss_mask, logprobs, versions (a list a row) too.
+        `columns` picks some, and may name prompt_tokens, tokens, loss_mask, logprobs, versions (a list a row) too; and
+        columns/reference, columns/teacher: their logprobs of the same tokens, null where no scorer said them.
         Raises RunError for unknown columns, damaged shards, and text without a tokenizer in the run.
         """
         import pyarrow as pa

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunError, open_existing, read_json
+from relax_hpc.run_dir import RunDir, RunError, open_existing, read_json
+from relax_hpc.spool.column import DamagedColumn, read_column
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.orders import order_name
 from relax_hpc.spool.shard import Shard
@@ -31,7 +32,7 @@ class Audit:
     twice: list[str]
     """Samples in the loss of two steps, or of one step in one incarnation and not in its replay by another."""
     torn: list[str]
-    """Published shards that do not open or do not match their checksums."""
+    """Published shards that do not open or do not match their checksums; columns that are not those of the ledger."""
     over_bound: list[str]
     """Orders with a token that was older than the bound when it was trained; steps, where older tokens are masked."""
     mean_lengths: list[float]
@@ -76,8 +77,9 @@ def audit(path: str | Path) -> Audit:
         settled |= {d.order for d in entry.dropped}
         excused |= set(entry.filtered)
         refilled += [order_name(step, state["orders_per_step"] + k) for k in range(entry.refills)]
-        for order in (t.order for t in entry.take):
+        for order, columns in ((t.order, t.columns) for t in entry.take):
             settled.add(order)
+            torn += [wrong for name, version in columns.items() if (wrong := _other_column(run, order, name, version))]
             try:
                 with Shard(run.shard(order)) as shard:
                     shard.validate()
@@ -106,3 +108,14 @@ def audit(path: str | Path) -> Audit:
     }
     lost += sorted((released | set(refilled)) - settled - outstanding)
     return Audit(state["step"], len(counts), lost, twice, torn, over, lengths)
+
+
+def _other_column(run: RunDir, order: str, name: str, version: str) -> str:
+    """What is wrong with a column that was trained with; empty when it is the ledger's."""
+    path = run.column(order, name)
+    try:
+        column = read_column(path, name)
+    except DamagedColumn as error:
+        return str(error)
+    found = column.version if column else "missing"
+    return "" if found == version else f"'{path}' is {found}, the ledger says {version}"

@@ -6,13 +6,15 @@ Shard + Fates ──sample_columns──► {name: N values} ──arrow_table�
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
 from relax_hpc.analysis.fates import OrderFate, Verdict
+from relax_hpc.recipe.scorer import Score
 from relax_hpc.records import Finish
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import RunDir, RunError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -29,9 +31,11 @@ TYPES: dict[str, str] = {
 TEXT_TYPES = {"prompt": "string", "completion": "string", "answer": "string"}
 TOKEN_TYPES = {
     "prompt_tokens": "list<int32>", "tokens": "list<int32>", "loss_mask": "list<uint8>", "logprobs": "list<float32>",
-    "versions": "list<int32>",
+    "versions": "list<int32>", "columns/reference": "list<float32>", "columns/teacher": "list<float32>",
 }  # fmt: skip
 """Columns that are there when they are asked for by name."""
+SCORES: tuple[str, ...] = get_args(Score)
+"""Columns that scorers make, each in a file of its own."""
 FINISH_NAMES = np.array([f.name.lower() for f in Finish])
 
 
@@ -100,6 +104,7 @@ def sample_columns(
         "logprobs": lambda: _cut(shard.read("logprobs"), offsets),
         "versions": lambda: _cut(shard.versions(0, int(offsets[-1])), offsets),
     }
+    makers |= {f"columns/{name}": partial(_scored, shard, name) for name in SCORES}
     return {c: makers[c]() if c in makers else _extra(shard, c, count) for c in columns}
 
 
@@ -117,6 +122,19 @@ def arrow_type(column: str) -> pa.DataType:
     if named.startswith("list<"):
         return pa.list_(pa.type_for_alias(named[5:-1]))
     return pa.type_for_alias(named)
+
+
+def _scored(shard: Shard, name: str) -> list[Any]:
+    """What a scorer's model said of each sample's tokens; None where there is no such column. Raises RunError for a damaged one."""
+    from relax_hpc.spool.column import DamagedColumn, read_column
+
+    if shard.path.parent.parent.name != "shards":
+        return [None] * len(shard.samples)
+    try:
+        column = read_column(RunDir(shard.path.parents[2]).column(shard.order, name), name)
+    except DamagedColumn as error:
+        raise RunError(f"{error}; where it is removed, a scorer of the run that goes on makes it again") from error
+    return _cut(column.values, shard.offsets) if column else [None] * len(shard.samples)
 
 
 def _masked(values: Any, mask: Any) -> Any:

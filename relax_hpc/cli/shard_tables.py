@@ -75,7 +75,7 @@ def _order_cells(row: dict[str, Any]) -> list[Any]:
 
 def show_order(view: RunView, shard: Shard, fate: OrderFate, group: int | None, sample: int | None, full: bool) -> None:
     """`shards show`: one panel a group."""
-    from relax_hpc.analysis.tables import TEXT_TYPES, TYPES, sample_columns, verdicts
+    from relax_hpc.analysis.tables import SCORES, TEXT_TYPES, TYPES, sample_columns, verdicts
     from relax_hpc.run_dir import RunError
 
     console, judged = Console(), verdicts(shard, fate)
@@ -85,7 +85,8 @@ def show_order(view: RunView, shard: Shard, fate: OrderFate, group: int | None, 
             raise RunError(f"order {shard.order} has no {name} {asked}: they count from 0 to {have - 1}")
     extras = [c for c in shard.column_names() if c.startswith("extra/")]
     decoder = view.decoder if view.has_text else None
-    columns = sample_columns(shard, fate, [*TYPES, *TEXT_TYPES, *extras, "tokens", "prompt_tokens"], decoder)
+    tokens = ["tokens", "prompt_tokens", "loss_mask", *(f"columns/{name}" for name in SCORES)]
+    columns = sample_columns(shard, fate, [*TYPES, *TEXT_TYPES, *extras, *tokens], decoder)
     console.print(_order_header(shard, fate))
     if decoder is None:
         console.print(f"[yellow]no {view.run.model}/tokenizer.json in this run: token ids are shown[/yellow]")
@@ -132,6 +133,9 @@ def _sample(columns: dict[str, Any], i: int, extras: list[str], full: bool) -> G
     facts += [] if first is np.ma.masked else [f"version {first}" if first == last else f"versions {first}–{last}"]
     facts += [] if columns["age"][i] is np.ma.masked else [f"age {columns['age'][i]}"]
     facts += [f"{e.removeprefix('extra/')} {columns[e][i]:g}" for e in extras]
+    for name in (c for c in columns if c.startswith("columns/") and columns[c][i] is not None):
+        own = max(int(columns["loss_mask"][i].sum()), 1)
+        facts.append(f"log p of the {name.removeprefix('columns/')} {columns[name][i].sum() / own:.3f} a token")
     head = Text.assemble((f"\n{columns['sample'][i]} ", "bold"), (" · ".join(facts), "dim"))
     return Group(head, _text("", text if text is not None else str(columns["tokens"][i].tolist()), full, ""))
 

@@ -27,12 +27,13 @@ from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
+from relax_hpc.launch.slurm.scorers import StepScorers
 from relax_hpc.launch.slurm.send import exclude
-from relax_hpc.launch.slurm.steps import rollout_step, step_command, trainer_step
+from relax_hpc.launch.slurm.steps import rollout_step, scorer_step, step_command, trainer_step
 from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.launch.supervisor import Supervisor, sweep
 from relax_hpc.launch.view import live
-from relax_hpc.launch.workers import GRACE_S
+from relax_hpc.launch.workers import GRACE_S, Together
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
@@ -85,7 +86,9 @@ def supervise(
         core = JobCore(run, recipe, telemetry)
     else:
         core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry)
-    workers = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
+    crew = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
+    scorers = [StepScorers(run, recipe, [*scorer_step(plan), *python], telemetry.metrics)] if plan.scorer else []
+    workers = Together(crew, *scorers)
     sweep(run, older_than_s=SWEEP_S)
     with live(run, console) as look:
         supervisor = Supervisor(

@@ -77,8 +77,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
         sweep(run)
         for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
             queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
-        debug = identity(run)["debug"]
-        wanted = 0 if debug == "train-only" else recipe.rollout.workers
+        wanted = 0 if identity(run)["debug"] == "train-only" else recipe.rollout.workers
         workers = LocalWorkers(
             run,
             recipe,
@@ -88,10 +87,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
             queue.give_back,
             telemetry.metrics,
         )
-        scorers = (
-            [LocalScorers(run, recipe, nursery, telemetry.metrics)] if recipe.scored and debug != "rollout-only" else []
-        )
-        both = Together(workers, *scorers)
+        both = Together(workers, LocalScorers(run, recipe, nursery, telemetry.metrics))
         with nursery, live(run, console) as look:
             supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe, nursery), both, telemetry, look)
             outcome = supervisor.supervise()

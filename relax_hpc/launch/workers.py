@@ -14,7 +14,7 @@ from relax_hpc.recipe.weights import FileWeights
 from relax_hpc.roles import gpus
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.turn import lock_of
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.spool.front import Front
 from relax_hpc.telemetry import read_beat
 
@@ -31,6 +31,12 @@ def clear_node(run: RunDir, recipe: Recipe) -> None:
         Front(run, folder).clear()
     if recipe.run.placement == "colocate":
         lock_of(run).unlink(missing_ok=True)
+
+
+def scorers_wanted(run: RunDir, recipe: Recipe) -> int:
+    """How many scorers the run has: none where nothing is trained."""
+    trains = read_json(run.identity)["debug"] != "rollout-only"
+    return recipe.scorer.processes if recipe.scorer and trains else 0
 
 
 class Workers(Protocol):
@@ -159,7 +165,7 @@ class LocalScorers(LocalWorkers):
     role = "scorer"
 
     def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
-        names = [f"scorer-{i}" for i in range(recipe.scorer.processes if recipe.scorer else 0)]
+        names = [f"scorer-{i}" for i in range(scorers_wanted(run, recipe))]
         super().__init__(run, recipe, nursery, names, "", lambda workplace, lost: [], say)
 
     def _arguments(self, index: int) -> list[str]:

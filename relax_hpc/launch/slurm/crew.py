@@ -18,7 +18,7 @@ from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.job_book import JobBook
 from relax_hpc.launch.slurm.queue_state import ALIVE
 from relax_hpc.launch.slurm.send import exclude, submit_script
-from relax_hpc.launch.slurm.steps import ROLLOUT_COMPONENT
+from relax_hpc.launch.slurm.steps import ROLLOUT_COMPONENT, with_options
 from relax_hpc.launch.slurm.trainers import Step, node_of_task
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError
@@ -166,7 +166,7 @@ class StepCore:
         attempt = next_attempt(self._run, "srun-agents")
         which = "%t" if index is None else str(index)
         step.start(
-            _with(options, self._python),
+            with_options(options, self._python),
             command,
             f"agent-{self._group}-{which}.{attempt:04d}.log",
             f"srun-agents.{attempt:04d}.log",
@@ -192,12 +192,6 @@ class StepCore:
     def end(self, grace_s: float) -> None:
         for step in set(self._steps.values()):
             step.end(2 * grace_s)  # agents wait for their workers first
-
-
-def _with(options: list[str], python: list[str]) -> list[str]:
-    """`srun … python` with further options for srun, which takes the last of those that are given twice."""
-    own = next(i for i, word in enumerate(python[1:], 1) if not word.startswith("-"))
-    return [*python[:own], *options, *python[own:]]
 
 
 def agent_command(run: RunDir, recipe: Recipe, group: str, step: str) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.scorer import Scorer
 from relax_hpc.recipe.slurm import GPU_KEYS, Resources, Slurm
 from relax_hpc.run_dir import RunError
 
@@ -49,6 +50,7 @@ class Plan:
     rollout: Group
     takes_turns: bool
     """Whether both groups use the same devices one after the other."""
+    scorer: Scorer | None = None
 
     @property
     def jobs(self) -> tuple[Kind, ...]:
@@ -82,6 +84,7 @@ def make_plan(recipe: Recipe) -> Plan:
         Group("trainer", trainer.nodes, trainer.processes // trainer.nodes, recipe.slurm.group("trainer")),
         Group("rollout", rollout.nodes, rollout.workers // rollout.nodes, recipe.slurm.group("rollout")),
         recipe.run.placement == "colocate",
+        recipe.scorer,
     )
 
 

@@ -2,6 +2,7 @@
 
     trainer  one task a process, all end when one does
     rollout  one task a node: the agent, which starts that node's workers and outlives them
+  scorer   one task on a node of the trainer's, which shares what that has
 
 Everything is said on the command line. What sbatch leaves in the environment describes the first component of a
 heterogeneous job, and another version of Slurm reads other parts of it: `step_environment` takes it out.
@@ -38,6 +39,29 @@ def rollout_step(plan: Plan, *, elastic: bool = False) -> list[str]:
     group = plan.elastic if elastic else plan.rollout
     # An agent that is lost leaves the others alone, and they are not ended for being the last.
     return _step(plan, group, 1, ["--kill-on-bad-exit=0", "--wait=0"], alone=elastic)
+
+
+def scorer_step(plan: Plan) -> list[str]:
+    """The same for one scorer. --overlap: it shares CPUs, memory and GPUs with the trainer's step, and no step waits for another."""
+    assert plan.scorer is not None
+    group, single = plan.trainer, plan.slurm.shape == "single"
+    held = group.asks.cpus_per_task and group.asks.cpus_per_task * group.per_node
+    cpus = min(plan.scorer.threads, held) if held else plan.scorer.threads
+    component = [f"--het-group={TRAINER_COMPONENT}"] if plan.slurm.shape == "het" else []
+    gpus = []
+    if group.has_gpus or (single and plan.rollout.has_gpus):
+        takes = group.has_gpus and plan.scorer.device != "cpu"
+        gpus = [f"--gres={gres_text(group.node_gres) if takes else 'none'}"]
+    return [
+        "srun", *component, "--job-name=scorer", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", "--overlap",
+        *(["--mem=0"] if single else []), *gpus, f"--cpu-bind={plan.slurm.cpu_bind or 'none'}", *container(plan, group),
+    ]  # fmt: skip
+
+
+def with_options(options: list[str], python: list[str]) -> list[str]:
+    """`srun … python` with further options for srun, which takes the last of those that are given twice."""
+    own = next(i for i, word in enumerate(python[1:], 1) if not word.startswith("-"))
+    return [*python[:own], *options, *python[own:]]
 
 
 def step_python(plan: Plan) -> str:
