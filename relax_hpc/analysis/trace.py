@@ -28,6 +28,11 @@ TRAIN_PARTS = ("columns_s", "forward_backward_s", "optimise_s")
 STEP_ARGS = ("version", "incarnation", "replayed", "raw_reward", "loss", "tokens", "samples", "age_mean", "age_max")
 ORDER_ARGS = ("order", "version", "attempt", "samples", "tokens", "reward", "failed")
 COUNTERS = ("raw_reward", "spool_depth", "age_mean")
+PARTS = {
+    "step": ("wait_s", "read_s", "train_s", "publish_s", "settle_s"),
+    "column": ("wait_s", "score_s", "publish_s"),
+}
+"""What was before the time of a line."""
 LOUD = ("lost", "silent", "outcome")
 """Events that are drawn across all tracks."""
 
@@ -126,6 +131,8 @@ def timeline(view: RunView) -> Timeline:
             _trainer(made, role, lines[role], published, steps)
         elif role.startswith("rollout-"):
             _worker(made, role, lines[role], published, orders)
+        elif role.startswith("scorer-"):
+            _scorer(made, role, lines[role])
         else:
             _events(made, role, lines[role])
     for order, fate in view.fates().orders.items():
@@ -137,7 +144,7 @@ def timeline(view: RunView) -> Timeline:
 
 def _began(line: dict[str, Any]) -> float:
     """The earliest time that a line tells of."""
-    parts = ("wait_s", "read_s", "train_s", "publish_s", "settle_s") if line.get("kind") == "step" else ("seconds",)
+    parts = PARTS.get(str(line.get("kind")), ("seconds",))
     before: float = line.get("began", line["time"]) - sum(line.get(name, 0.0) for name in parts)
     return before - line.get("wait_s", 0.0) if "began" in line else before
 
@@ -224,6 +231,16 @@ def _worker(
             before = [p for p in published.get(held, ()) if p["ts"] + p["dur"] <= playing["ts"] + playing["dur"]]
             if before:
                 made.arrow(f"v{held}", before[-1], playing)
+
+
+def _scorer(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:
+    for line in lines:
+        scored = line["time"] - line["publish_s"]
+        began = scored - line["score_s"]
+        made.slice(role, WORK, "wait for an order", began - line["wait_s"], began)
+        args = {key: line[key] for key in ("tokens", "tokens_per_s", "lag_s", "behind")}
+        made.slice(role, WORK, f"score {line['order']}", began, line["time"], **args)
+        made.part(role, WORK, "publish", scored, line["time"])
 
 
 def _events(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:

@@ -71,9 +71,10 @@ class Scorer:
             model = Frozen.at(self.recipe, self.recipe.models_beside[TEACHER_KEY], self.device)
             self.models["teacher"] = checksum(digest(model.tensors().items(), progress=self.alive)), model
         while True:
+            order, behind, waited_s = self.wait_for_order()
             if "reference" in self.recipe.scored:
                 self.hold_reference()
-            self.score(*self.wait_for_order())
+            self.score(order, behind, waited_s)
 
     def hold_reference(self) -> None:
         """Load the reference; again where a trainer that began anew put another in its place."""

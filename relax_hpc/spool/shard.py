@@ -277,7 +277,7 @@ class Shard:
             offsets=_offsets(np.diff(self.offsets)[picked].tolist()),
             finish=self.samples["finish"][picked],
             routed_experts=self._routed(picked) if routed else None,
-            columns={n: gather(lambda begin, end, values=values: values[begin:end]) for n, values in columns.items()},
+            columns={name: gather(functools.partial(_piece, values)) for name, values in columns.items()},
             **flat,
         )
 
@@ -390,6 +390,10 @@ def _checksum(pieces: Iterable[memoryview]) -> str:
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _piece(values: NDArray[Any], begin: int, end: int) -> NDArray[Any]:
+    return values[begin:end]
 
 
 def _concatenate(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

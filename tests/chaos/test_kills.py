@@ -34,10 +34,11 @@ def incarnations(run: RunDir) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp_path):
-    roles = ["supervisor", "trainer-0", "rollout-0"]
-    calm = monkey(tmp_path, "calm", STEPS, 0, roles, lambda: None, "async.max_staleness=0")
+    roles = ["supervisor", "trainer-0", "rollout-0", "scorer-0"]
+    sets = ("async.max_staleness=0", "algorithm.kl_coef=0.01", "scorer.scores=['reference']")
+    calm = monkey(tmp_path, "calm", STEPS, 0, roles, lambda: None, *sets)
     calm.play(0, STEPS)
-    killed = monkey(tmp_path, "killed", STEPS, 1, roles, lambda: None, "async.max_staleness=0")
+    killed = monkey(tmp_path, "killed", STEPS, 1, roles, lambda: None, *sets)
     killed.play(KILLS, STEPS)
     assert len(killed.kills) == KILLS
     sound(killed.run)

@@ -13,6 +13,7 @@ import pytest
 
 from relax_hpc.algorithms.filters import zero_std
 from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake
 from relax_hpc.roles.retention import Retention
@@ -45,9 +46,9 @@ class Trainer:
 
     def __init__(
         self, run: RunDir, number: int, late: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0,
-        refills: int = 0,
+        refills: int = 0, scored: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
-        """refills: with these many, steps take two groups whose rewards differ."""
+        """refills: with these many, steps take two groups whose rewards differ; scored: columns that they need."""
         for old in run.lease.glob("000001/i??????"):
             old.rename(old.with_name(old.name + ".over"))
         via = run.lease / "000001" / f"i{number:06d}"
@@ -60,7 +61,9 @@ class Trainer:
         )
         self.retention = Retention(run, recipe, via, ledger, context=64)
         front, at_once = Front(run, None), lambda action, what: action()
-        self.intake = Intake(run, book, ledger, Queue(run), [zero_std], self.retention, front, number, at_once)
+        self.said: list[dict[str, Any]] = []
+        columns = Columns(run, scored, via, lambda kind, **about: self.said.append({"kind": kind, **about}))
+        self.intake = Intake(run, book, ledger, Queue(run), [zero_std], self.retention, front, number, at_once, columns)
         self.step = step
         self.intake.begin(state)
 
@@ -372,7 +375,11 @@ def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused
     entry = Entry(5, 1, 0, (Taken(claim.order.id, 2),), {}, ())
     engine = {"engine": "sglang"} if late == "mask" else {}
     role = SimpleNamespace(
-        front=trainer.intake.front, bound=1, recipe=tiny.recipe(rollout=engine, **{"async": {"late": late}})
+        run=run,
+        scored=(),
+        front=trainer.intake.front,
+        bound=1,
+        recipe=tiny.recipe(rollout=engine, **{"async": {"late": late}}),
     )
     if late == "wait":
         with pytest.raises(RunError, match="1 to 3 versions old, the bound is 1"):

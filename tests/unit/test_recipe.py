@@ -147,6 +147,10 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("algorithm={name='opd'}", ["'algorithm.teacher' is missing", "same vocabulary"]),
         ("algorithm={name='ppo', gae_lambda=1.5}", ["algorithm.gae_lambda = 1.5", "<= 1"]),
         ("algorithm={name='ppo', critic={rate=1}}", ["unknown key 'algorithm.critic.rate'", "learning_rate"]),
+        ("scorer={scores=['teacher']}", ["scorer.scores has 'teacher'", "algorithm.teacher", "leave [scorer] out"]),
+        ("scorer={scores=['reference', 'reference']}", ["names one model twice"]),
+        ("scorer={scores=['values']}", ["scorer.scores.0", "'reference' or 'teacher'"]),
+        ("scorer.processes=2", ["'scorer.scores' is missing", "each one that the algorithm needs"]),
         ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from relax_hpc.launch.slurm.by_hand import by_hand, write_by_hand
 from relax_hpc.launch.slurm.plan import Kind, Plan, make_plan
 from relax_hpc.launch.slurm.render import render
-from relax_hpc.launch.slurm.steps import rollout_step, step_environment, step_python, trainer_step
+from relax_hpc.launch.slurm.steps import rollout_step, scorer_step, step_environment, step_python, trainer_step
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunError
 
@@ -214,6 +214,26 @@ def test_single_gives_a_group_without_gpus_none(tmp_path: Path) -> None:
     p = plan(tmp_path, slurm, "rollout={nodes=2, workers=2, max_new_tokens=8}")
     assert trainer_step(p)[-1] == "--gres=gpu:l4:2,shard:1" and rollout_step(p)[-1] == "--gres=none"
     assert "#SBATCH --gres=gpu:l4:2,shard:1\n" in render(p, "leader")
+
+
+def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
+    sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], threads=20}")
+    p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=2")
+    words = "--job-name=scorer --nodes=1 --ntasks=1 --cpus-per-task=16 --overlap"
+    assert " ".join(scorer_step(p)) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
+    assert f"# A scorer is started by: {' '.join(scorer_step(p))} …" in render(p, "leader").splitlines()
+    p = plan(
+        tmp_path,
+        "",
+        *sets,
+        "slurm.shape=single",
+        "rollout.nodes=2",
+        "scorer.device=cpu",
+        "slurm.gpus_per_node=2",
+        "slurm.cpu_bind=cores",
+    )
+    words = "--job-name=scorer --nodes=1 --ntasks=1 --cpus-per-task=20 --overlap"
+    assert " ".join(scorer_step(p)) == f"srun {words} --mem=0 --gres=none --cpu-bind=cores"
 
 
 def test_steps_of_het_and_elastic(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from relax_hpc.launch.members import Patience, Quiet
 from relax_hpc.launch.slurm import trainers as trainers_module
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.crew import StepCore
+from relax_hpc.launch.slurm.scorers import StepScorers
 from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe, Supervision
-from relax_hpc.run_dir import RunDir, replace, to_json
+from relax_hpc.run_dir import RunDir, replace, to_json, write_file
 from relax_hpc.telemetry import Telemetry
 from tests.runs import wait_for, write_recipe
 
@@ -139,3 +140,41 @@ def test_work_that_is_lost_again_each_time_is_no_progress() -> None:
     patience = Patience(Supervision(max_restarts=3, backoff_s=1e-6))
     assert [patience.failed("died", step) for step in (12, 14, 11, 13, 12)] == [True, True, True, True, False]
     assert patience.failed("died", 15) and not all(patience.failed("died", None) for _ in range(3))
+
+
+def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_mend_ends_the_run(
+    run: RunDir, tmp_path: Path, python: list[str]
+) -> None:
+    write_file(run.identity, to_json({"debug": None}))
+    sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], processes=2}", "supervision.max_restarts=1")
+    said: list[tuple[str, str]] = []
+    scorers = StepScorers(
+        run, recipe(tmp_path, *sets), python, lambda kind, **about: said.append((kind, about["role"]))
+    )
+    try:
+        scorers.look_after()
+        steps = [scorer.step for scorer in scorers._scorers]
+        assert said == [("restart", "scorer-0"), ("restart", "scorer-1")] and all(step.running for step in steps)
+        assert [next(w for w in s.process.args if "nodelist" in w) for s in steps if s.process] == [
+            "--nodelist=n1",
+            "--nodelist=n2",
+        ]  # type: ignore[union-attr]
+
+        def kill(rank: int) -> None:
+            process = steps[rank].process
+            assert process is not None
+            process.kill()
+            process.wait()
+            scorers.look_after()
+
+        kill(1)
+        assert said[2:] == [("lost", "scorer-1"), ("restart", "scorer-1")] and steps[1].running and steps[0].running
+        kill(1)
+        assert "scorer-1 was lost 2 times without progress" in scorers.failure and not scorers.fatal
+        scorers.failure = ""
+        beat = {"attempt": 0, "time": time.time(), "state": "failed", "host": "n1", "error": "no model can be loaded"}
+        replace(run.heartbeats / "scorer-0.json", to_json(beat))
+        kill(0)
+        assert scorers.fatal and scorers.failure == "scorer-0 on n1: no model can be loaded"
+    finally:
+        scorers.end(0)
