@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,23 +50,26 @@ class Columns:
         self._bytes: dict[str, int] = {}
         """Of these orders' columns."""
 
-    def ready(self, shards: Iterable[Shard]) -> list[str]:
-        """The orders of those whose columns are all there. One that is damaged, or of other weights, is removed to be made again."""
-        names: dict[Path, frozenset[str]] = {}  # one stat a folder, whatever waits
-        return [shard.order for shard in shards if self._ready(shard, names)]
+    def ready(self, shards: Mapping[str, Shard]) -> list[str]:
+        """The orders whose columns are all there. One that is damaged, or of other weights, is removed to be made again.
 
-    def _ready(self, shard: Shard, names: dict[Path, frozenset[str]]) -> bool:
-        paths = {name: self._run.column(shard.order, name) for name in self.names}
+        shards: by their orders.
+        """
+        names: dict[Path, frozenset[str]] = {}  # one stat a folder, whatever waits
+        return [order for order, shard in shards.items() if not self.names or self._ready(order, shard, names)]
+
+    def _ready(self, order: str, shard: Shard, names: dict[Path, frozenset[str]]) -> bool:
+        paths = {name: self._run.column(order, name) for name in self.names}
         for path in paths.values():
             if path.parent not in names:
                 names[path.parent] = self._watches.setdefault(path.parent, FolderWatch(path.parent)).names()
             if path.name not in names[path.parent]:
                 return False
-        found = [column for name, path in paths.items() if (column := self._read(name, path, shard)) is not None]
+        found = [column for name, path in paths.items() if (column := self._read(name, path, order, shard)) is not None]
         if len(found) < len(self.names):
             return False
-        self._versions[shard.order] = {column.name: column.version for column in found}
-        self._bytes[shard.order] = sum(column.bytes for column in found)
+        self._versions[order] = {column.name: column.version for column in found}
+        self._bytes[order] = sum(column.bytes for column in found)
         return True
 
     def versions(self, order: str) -> dict[str, str]:
@@ -82,19 +85,19 @@ class Columns:
         self._versions.pop(order, None)
         self._bytes.pop(order, None)
 
-    def _read(self, name: str, path: Path, shard: Shard) -> Column | None:
+    def _read(self, name: str, path: Path, order: str, shard: Shard) -> Column | None:
         """The column; None where it is not there, or any more."""
         try:
             column = read_column(path, name)
         except DamagedColumn as error:
-            self._refuse(name, path, shard.order, str(error))
+            self._refuse(name, path, order, str(error))
             return None
         if column is None:
             return None
         if not fits(column, shard):
-            self._refuse(name, path, shard.order, "it is of another shard")
+            self._refuse(name, path, order, "it is of another shard")
         elif name == REFERENCE and column.model != self._checksum():
-            self._refuse(name, path, shard.order, f"it is of a reference with checksum {column.model}, not the run's")
+            self._refuse(name, path, order, f"it is of a reference with checksum {column.model}, not the run's")
         else:
             return column
         return None
@@ -122,7 +125,7 @@ def columns_of(entry: Entry, front: Front, columns: Columns) -> dict[str, dict[s
     found: dict[str, dict[str, str]] = {taken.order: {} for taken in entry.take}
     for taken in entry.take if columns.names else ():
         with Shard(front.path(taken.order)) as shard:
-            if not columns.ready([shard]):
+            if not columns.ready({taken.order: shard}):
                 time.sleep(PAUSE_S)
                 return None
         found[taken.order] = columns.versions(taken.order)

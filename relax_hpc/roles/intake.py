@@ -142,7 +142,7 @@ class Intake:
         arrived = []
         for order_id in self._published(list(self._dropped)):
             with Shard(self._run.shard(order_id)) as shard:
-                if not self._columns.ready([shard]):
+                if not self._columns.ready({order_id: shard}):
                     continue
                 if self.live:
                     self.retention.add(shard.bytes + self._columns.bytes(order_id))
@@ -231,7 +231,7 @@ class Intake:
         for order_id in self._published(waiting):
             self._unscored[order_id] = shard = Shard(self.front.path(order_id))
             self.retention.add(shard.bytes)
-        for order_id in self._columns.ready(self._unscored.values()):
+        for order_id in self._columns.ready(self._unscored):
             self._complete[order_id] = self._unscored.pop(order_id)
             self.retention.add(self._columns.bytes(order_id))
 

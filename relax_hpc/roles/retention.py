@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
-from relax_hpc.spool.column import BYTES as COLUMN_BYTES
+from relax_hpc.spool.columns import SCORE_BYTES
 from relax_hpc.spool.ledger import Ledger
 
 TOKEN_BYTES = 4 + 1 + 4
@@ -28,7 +28,7 @@ class Retention:
         samples = recipe.rollout.groups_per_order * recipe.algorithm.group_size
         longest = min(recipe.rollout.max_new_tokens * recipe.rollout.max_turns, context)
         self.order_bytes = samples * longest * TOKEN_BYTES + recipe.rollout.groups_per_order * context * 4 + SHARD_BYTES
-        self.order_bytes += len(recipe.scored) * (samples * longest * COLUMN_BYTES + SHARD_BYTES)
+        self.order_bytes += len(recipe.scored) * (samples * longest * SCORE_BYTES + SHARD_BYTES)
 
     def scan(self, excluding: Collection[str]) -> None:
         """Count what is there; that of orders in play is added when they are taken in."""

@@ -25,8 +25,6 @@ from relax_hpc.spool import hdf5
 FORMAT = "relax_hpc.column"
 SCHEMA = 1
 ATTRIBUTES = ("format", "schema", "name", "order", "shard", "model", "checksum")
-BYTES = 4
-"""Of a token."""
 
 
 class DamagedColumn(Exception):

@@ -18,3 +18,5 @@ ROUTED = "routed_experts"
 """An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
 """Columns of length T: the ones worth compressing, and read by slices."""
+SCORE_BYTES = 4
+"""Of a token in a column of its own, which a scorer makes: float32."""

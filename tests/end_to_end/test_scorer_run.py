@@ -6,8 +6,11 @@ import os
 import signal
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from relax_hpc.analysis import RunView
 from relax_hpc.analysis.audit import audit
+from relax_hpc.cli import app
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_metrics
@@ -57,13 +60,16 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     refused = [line["order"] for line in lines["trainer-0"] if line["kind"] == "refused_column"]
     assert refused == ["o000001-000"]
     assert max(line["attempt"] for line in lines["scorer-0"]) == 2 and lines["scorer-1"], "killed, and started again"
-    assert "scorer-1" in relax_hpc("status", run.root).stdout
-    assert "log p of the teacher" in relax_hpc("shards", "show", run.root, "o000003-000").stdout
-    relax_hpc("trace", run.root)
+    ask = lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+    assert "scorer-1" in ask("status", run.root).stdout
+    assert "log p of the teacher" in " ".join(ask("shards", "show", run.root, "o000003-000").stdout.split())
+    ask("trace", run.root)
     drawn = [e["name"] for e in trace_rules.read(run.root / "trace.json") if e["ph"] == "X"]
     assert sum(name.startswith("score o") for name in drawn) >= 24
     table = RunView(run.root).trajectories("arrow", columns=["loss_mask", "columns/reference", "columns/teacher"])
     assert len(table["columns/teacher"]) == 12 * 32
     assert [len(v) for v in table["columns/reference"]] == [len(v) for v in table["loss_mask"]]
-    said = relax_hpc("run", run.root, "--fork", "other", "--set", "scorer.scores=['teacher']", code=2).stderr
-    assert "the reference does not move between trainer and scorer" in " ".join(said.split())
+    said = ask("run", run.root, "--fork", "other", "--set", "scorer.scores=['teacher']")
+    assert said.exit_code == 2 and "the reference does not move between trainer and scorer" in " ".join(
+        said.output.split()
+    )

@@ -14,6 +14,7 @@ from relax_hpc.recipe.algorithm import Ppo
 from relax_hpc.recipe.model import PathModel, TinyModel
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.source import keys_of
+from relax_hpc.spool.columns import SCORE_BYTES
 
 STATE_BYTES = 12
 """Of a parameter in a checkpoint: master weights and two moments of AdamW, in float32."""
@@ -55,10 +56,16 @@ def need(recipe: Recipe) -> Need | None:
     longest = PROMPT_TOKENS + rollout.max_new_tokens * rollout.max_turns
     if isinstance(recipe.model, TinyModel):
         longest = min(longest, recipe.model.context)
-    shards = steps * recipe.trainer.prompts_per_step * recipe.algorithm.group_size * longest * TOKEN_BYTES
+    token_bytes = TOKEN_BYTES + SCORE_BYTES * len(recipe.scored)
+    shards = steps * recipe.trainer.prompts_per_step * recipe.algorithm.group_size * longest * token_bytes
     if recipe.spool.quota_gb is not None:
         shards = min(shards, int(recipe.spool.quota_gb * 1e9))
-    files = run.steps + steps * recipe.orders_per_step + kept * CHECKPOINT_FILES + versions * VERSION_FILES
+    files = (
+        run.steps
+        + steps * recipe.orders_per_step * (1 + len(recipe.scored))
+        + kept * CHECKPOINT_FILES
+        + versions * VERSION_FILES
+    )
     critic = isinstance(recipe.algorithm, Ppo)  # of the policy's size, or near it
     return Need(kept * count * STATE_BYTES * (1 + critic), versions * count * width, shards, files)
 

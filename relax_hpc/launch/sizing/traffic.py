@@ -11,7 +11,7 @@ from relax_hpc.launch.sizing.model import Shape, parameters
 from relax_hpc.launch.sizing.trainer import ELEMENT, Step
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.weights import CollectiveWeights, FileWeights
-from relax_hpc.spool.columns import COLUMNS, TOKEN_COLUMNS
+from relax_hpc.spool.columns import COLUMNS, SCORE_BYTES, TOKEN_COLUMNS
 
 FILE_BYTES = 5000
 """HDF5's own, and what `meta` says of the order."""
@@ -47,7 +47,10 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
     samples = groups * size
     routed = _routed_bytes(shape, prompt, answer) * samples if recipe.rollout.routed_experts else 0
-    spooled = _shard_bytes(groups, samples, prompt, answer) + FILE_BYTES * recipe.orders_per_step + routed
+    scored = len(recipe.scored)
+    files = recipe.orders_per_step * (1 + scored)
+    spooled = _shard_bytes(groups, samples, prompt, answer) + FILE_BYTES * files + routed
+    spooled += samples * answer * scored * SCORE_BYTES
     weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
     copies = _copies(recipe)
     steps = recipe.run.steps
