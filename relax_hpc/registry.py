@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from relax_hpc.run_dir import RunError
 
 
 class RegistryError(Exception):
@@ -48,6 +52,24 @@ def check_call(kind: str, name: str, function: Callable[..., Any], *args: str, *
     except TypeError as error:
         wanted = ", ".join([*args, *(f"{k}={v!r}" for k, v in options.items())])
         raise RegistryError(f"{kind} '{name}{signature}' cannot be called as ({wanted}): {error}") from None
+
+
+@contextlib.contextmanager
+def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[None]:
+    """Around a call of what `name` leads to: what it raises becomes a RunError that says where, for it would raise that again
+    however often it is started. `passed_on`: exceptions that stay what they are."""
+    try:
+        yield
+    except (RunError, *passed_on):
+        raise
+    except Exception as error:
+        inside = traceback.extract_tb(error.__traceback__)[2:]  # behind this function and its caller
+        at = next((frame for frame in reversed(inside) if frame.filename == inside[0].filename), None)
+        where = f" ({at.filename}:{at.lineno}, in {at.name})" if at else ""
+        raise RunError(
+            f"{kind} '{name}' raised {type(error).__name__}: {error}{where}; mend it, in the run's "
+            "own copy where it is a file's, and resume"
+        ) from error
 
 
 def _from_module(kind: str, where: str) -> Any:

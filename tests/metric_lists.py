@@ -19,6 +19,10 @@ class Names:
     sometimes: set[str] = field(default_factory=set)
     """Where a name ends in _K, K is a number."""
 
+    @property
+    def names(self) -> set[str]:
+        return self.always | self.sometimes
+
     def complaint(self, line: dict[str, Any]) -> str:
         """What of a line is not as listed; empty when nothing is."""
         said = {re.sub(r"_\d+$", "_K", name) for name in line} - COMMON

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from relax_hpc.records import Group
-from relax_hpc.registry import check_call, resolve
+from relax_hpc.registry import check_call, resolve, users_code
 
 Filter = Callable[[Group], str | None]
 """filter(group) -> why the group is kept out of training, or None."""
@@ -28,5 +29,10 @@ def make_filters(names: Sequence[str]) -> list[Filter]:
     for name in names:
         function = resolve("filter", name, BUILTIN)
         check_call("filter", name, function, "group")
-        filters.append(function)
+        filters.append(function if name in BUILTIN else functools.partial(_own, name, function))
     return filters
+
+
+def _own(name: str, function: Filter, group: Group) -> str | None:
+    with users_code("filter", name):
+        return function(group)

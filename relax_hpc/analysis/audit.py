@@ -40,7 +40,8 @@ class Audit:
 
 
 def audit(path: str | Path) -> Audit:
-    """Audit the run at `path`, from its files. The run must have been checkpointed at its last step."""
+    """Audit the run at `path`, from its files. The run must have been checkpointed at its last step. Of supervised fine-tuning,
+    whose steps name prompts in the ledger, a prompt that was drawn is what an order is elsewhere."""
     run = open_existing(path)
     checkpoints = run.checkpoint_steps()
     if not checkpoints:
@@ -63,15 +64,18 @@ def audit(path: str | Path) -> Audit:
 
     masked = load_recipe(run.recipe).async_.late == "mask"  # orders may be older than their tokens in the loss
     oldest_trained = {
-        r["step"]: r["age_max"] for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"
+        r["step"]: r.get("age_max", 0) for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"
     }
     refilled: list[str] = []
+    drawn = Counter[tuple[int, int, int]]()
     ledger, settled, excused, over, torn, lost, lengths = Ledger(run), set[str](), set[str](), [], [], [], []
     for step in range(state["step"]):
         entry = ledger.find(step)
         if entry is None or (step not in by_step and len(entry.filtered) == 0):
             lost.append(f"step {step}")
             continue
+        drawn.update(entry.learned)
+        lost += [name for name in entry.lessons if name not in counts]
         if masked and oldest_trained.get(step, 0) > state["max_staleness"]:
             over.append(f"step {step}")
         settled |= {d.order for d in entry.dropped}
@@ -102,11 +106,15 @@ def audit(path: str | Path) -> Audit:
             for group, size in zip(groups, sizes.tolist(), strict=True):
                 by_group.setdefault(group, []).append(size)
             lengths += [sum(s) / len(s) for s in by_group.values()]
-    outstanding = {o["id"] for o in state["book"]["outstanding"]}
-    released = {
-        order_name(batch, k) for batch in range(state["book"]["next_batch"]) for k in range(state["orders_per_step"])
-    }
-    lost += sorted((released | set(refilled)) - settled - outstanding)
+    twice += [f"source {s}, prompt {i}, epoch {e}" for (s, i, e), count in drawn.items() if count > 1]
+    if "book" in state:
+        outstanding = {o["id"] for o in state["book"]["outstanding"]}
+        released = {
+            order_name(batch, k)
+            for batch in range(state["book"]["next_batch"])
+            for k in range(state["orders_per_step"])
+        }
+        lost += sorted((released | set(refilled)) - settled - outstanding)
     return Audit(state["step"], len(counts), lost, twice, torn, over, lengths)
 
 

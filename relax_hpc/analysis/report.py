@@ -82,8 +82,9 @@ def tiles(view: RunView) -> list[tuple[str, str, str]]:
         asked = view.recipe.get("run", {}).get("steps")
         found.append(("steps", str(int(steps["step"].max()) + 1), f"of {asked}" if asked else ""))
         few = max(1, len(steps) // 20)
-        first, last = steps["reward"][:few].mean(), steps["reward"][-few:].mean()
-        found.append(("reward", f"{last:.3f}", f"from {first:.3f}"))
+        what = "reward" if "reward" in steps else "loss"  # of supervised fine-tuning
+        first, last = steps[what][:few].mean(), steps[what][-few:].mean()
+        found.append((what, f"{last:.3f}", f"from {first:.3f}"))
     if len(evals):
         found.append(("held-out score", f"{evals['score'].iloc[-1]:.3f}", f"from {evals['score'].iloc[0]:.3f}"))
     if len(steps):

@@ -195,7 +195,8 @@ def _step(made: Timeline, role: str, line: dict[str, Any]) -> tuple[Event, Event
     publishing = made.part(role, WORK, f"publish v{line['version']}", publish, settle)
     made.part(role, WORK, "settle", settle, end)
     for key in COUNTERS:
-        made.counter(role, key, end, line[key])
+        if key in line:
+            made.counter(role, key, end, line[key])
     return reading, publishing
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from relax_hpc.launch.sizing.engine import EngineMemory
 from relax_hpc.launch.sizing.estimate import Estimate, gib
 
 
@@ -15,7 +16,8 @@ def show(made: Estimate, where: str, console: Console) -> None:
     _model(made, where, console)
     _groups(made, console)
     _trainer(made, console)
-    _engine(made, console)
+    if made.engine is not None:
+        _engine(made.engine, console)
     _traffic(made, console)
     console.print("[dim]assumed: " + escape("; ".join(made.assumed)) + "[/dim]")
     for problem in made.problems:
@@ -76,8 +78,7 @@ def _trainer(made: Estimate, console: Console) -> None:
     console.print(f"{made.replicas} data-parallel, {made.micro_batches} micro-batches a step on each")
 
 
-def _engine(made: Estimate, console: Console) -> None:
-    engine = made.engine
+def _engine(engine: EngineMemory, console: Console) -> None:
     table = _table(
         "An engine", "GPUs", "weights, each", "cache, each", "tokens it holds", "an order's, at most", "host memory"
     )
@@ -89,12 +90,24 @@ def _engine(made: Estimate, console: Console) -> None:
 def _traffic(made: Estimate, console: Console) -> None:
     moved = made.traffic
     table = _table("A step", "", "")
-    table.add_row("samples", f"{moved.samples:,}")
-    table.add_row("generated tokens", f"{moved.trained_tokens:,}")
-    routed = f", {gib(moved.routed_bytes)} of it routed experts" if moved.routed_bytes else ""
-    table.add_row("shards", gib(moved.spool_bytes) + routed)
-    table.add_row("shards that are kept", gib(moved.run_spool_bytes))
-    table.add_row("a version of the weights", f"{gib(moved.weights_bytes)}, {moved.copies} times: {moved.sync_s:.1f} s")
+    refilled = moved.most_spool_bytes > moved.spool_bytes
+    table.add_row("samples in the loss", f"{moved.samples:,}")
+    table.add_row("their tokens", f"{moved.trained_tokens:,}")
+    if moved.spool_bytes:
+        played = (
+            f"{moved.samples:,} to {moved.most_samples:,} (algorithm.refill, oversample)"
+            if refilled
+            else f"{moved.samples:,}"
+        )
+        table.add_row("samples played", played)
+        routed = f", {gib(moved.routed_bytes)} of it routed experts" if moved.routed_bytes else ""
+        to = f" to {gib(moved.most_spool_bytes)}" if refilled else ""
+        table.add_row("shards", gib(moved.spool_bytes) + to + routed)
+        table.add_row("shards that are kept, at most", gib(moved.run_spool_bytes))
+    if made.engine is not None:
+        table.add_row(
+            "a version of the weights", f"{gib(moved.weights_bytes)}, {moved.copies} times: {moved.sync_s:.1f} s"
+        )
     table.add_row("a checkpoint", gib(made.checkpoint_bytes))
     console.print(table)
 

@@ -80,7 +80,5 @@ def run(
             soft_wrap=True,
         )
         raise typer.Exit(0)
-    console.print(
-        f"look closer: [bold]relax-hpc report {opened.run.root}[/bold]  ·  relax-hpc shards stats {opened.run.root}",
-        soft_wrap=True,
-    )
+    shards = f"  ·  relax-hpc shards stats {opened.run.root}" if opened.recipe.plays else ""
+    console.print(f"look closer: [bold]relax-hpc report {opened.run.root}[/bold]{shards}", soft_wrap=True)

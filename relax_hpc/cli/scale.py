@@ -41,6 +41,10 @@ def scale(
         recipe = load_recipe(opened.recipe)
         if recipe.slurm is None:
             raise RunError(f"'{run}' has no [slurm] table: it runs on one machine, where rollout.workers says how many")
+        if not recipe.plays:
+            raise RunError(
+                f"'{run}' is supervised fine-tuning without [evaluation]: rollout nodes would have nothing to do"
+            )
         if cancel == (wish is not None):
             now = wished(opened)
             asked = f"{now.rollout} by {now.by}" if now else f"{recipe.rollout.nodes}, as the recipe says"

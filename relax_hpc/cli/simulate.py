@@ -129,10 +129,10 @@ def simulate(
                 raise RunError(
                     f"--site and --config are for a recipe: '{target}' is a run, whose recipe and metrics say all"
                 )
-            recipe = change_on_resume(load_recipe(run.recipe), sets)
+            recipe = _played(change_on_resume(load_recipe(run.recipe), sets), target)
             times = times_of_run(recipe, target, asked)
         else:
-            recipe = load_recipe(target, sets, site_file(site))
+            recipe = _played(load_recipe(target, sets, site_file(site)), target)
             times = times_of_recipe(recipe, target, config, asked)
         grid = Grid(
             workers=_numbers("--workers", workers, 1) if workers else _some_workers(recipe),
@@ -158,6 +158,17 @@ def simulate(
         typer.echo(json.dumps({"from": notes, "rows": about, "recommended": best.to_json(), "why": why}, indent=1))
     else:
         _print(outcomes, best, why, notes)
+
+
+def _played(recipe: Recipe, target: Path) -> Recipe:
+    """`recipe`. Raises RunError where the trainer waits for nobody."""
+    from relax_hpc.run_dir import RunError
+
+    if recipe.supervised:
+        raise RunError(
+            f"'{target}' is supervised fine-tuning: no worker plays for its trainer, so there is nothing to simulate"
+        )
+    return recipe
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from relax_hpc.data.items import Item
+from relax_hpc.data.render import ContentError, message_of
 from relax_hpc.recipe.source import FilePrompts
 from relax_hpc.run_dir import RunError
 
@@ -133,10 +134,24 @@ class FileItems:
     def __getitem__(self, index: int) -> Item:
         row, source = self._rows[index], self._source
         content = self._column(row, "prompt_key", source.prompt_key, index)
-        answer = self._column(row, "answer_key", source.answer_key, index) if source.answer_key else None
+        content, answer = (
+            (content, self._column(row, "answer_key", source.answer_key, index))
+            if source.answer_key
+            else self._split(content, index)
+        )
         used = {source.prompt_key, source.answer_key}
         metadata = json.loads(json.dumps({k: v for k, v in row.items() if k not in used}, default=str))
         return Item(content, answer if answer is None else str(answer), metadata)
+
+    def _split(self, content: Any, index: int) -> tuple[Any, Any]:
+        """A conversation that ends with what the assistant says, as (what comes before, that); else there is no answer."""
+        last = content[-1] if isinstance(content, list) and len(content) > 1 else None
+        if not isinstance(last, dict) or last.get("role") != "assistant":
+            return content, None
+        try:
+            return content[:-1], message_of(last)["content"]
+        except ContentError as error:
+            raise RunError(f"{self.where(index)}: {error}") from None
 
     def _column(self, row: dict[str, Any], key: str, name: str, index: int) -> Any:
         value = row.get(name, _MISSING)

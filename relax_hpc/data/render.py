@@ -23,11 +23,28 @@ def render(content: Any, tokenizer: Any) -> tuple[str, bool]:
             "the prompt is a list of chat messages, but the model's tokenizer has no chat template: "
             "give the prompt as text, or use a model with a chat template"
         )
-    messages = [_message(message) for message in content]
+    messages = [message_of(message) for message in content]
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), True
 
 
-def _message(message: dict[str, Any]) -> dict[str, Any]:
+def render_answer(content: Any, answer: str, tokenizer: Any) -> tuple[str, bool]:
+    """(what follows the rendered `content` when `answer` is the answer to it, whether the chat template ended it).
+
+    A template that goes on with its own generation prompt says how it ends a message, and what it puts before it (such as an
+    empty thought); else it is the answer alone. Raises ContentError as `render` does.
+    """
+    prompt, is_chat = render(content, tokenizer)
+    if not is_chat:
+        return answer, False
+    messages = [*(message_of(message) for message in content), {"role": "assistant", "content": answer}]
+    whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    said = whole.removeprefix(prompt).rstrip()
+    if not whole.startswith(prompt) or said.endswith(answer.rstrip()):
+        return answer, False
+    return said, True
+
+
+def message_of(message: dict[str, Any]) -> dict[str, Any]:
     """A chat message with its content as one text; fields that a Parquet struct holds as null are left out."""
     if "role" not in message or message.get("content") is None:
         raise ContentError(f"a chat message needs 'role' and 'content', found {sorted(message)}")

@@ -6,7 +6,7 @@ item (file row or procedural) ──► text (chat template) ──► tokens �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from relax_hpc.data.files import FileItems
 from relax_hpc.data.holdout import falls_in, fingerprint
 from relax_hpc.data.items import Item, Items
-from relax_hpc.data.render import ContentError, render
+from relax_hpc.data.render import ContentError, render, render_answer
 from relax_hpc.data.shuffle import order
 from relax_hpc.data.tasks import TaskItems
 from relax_hpc.recipe.schema import Recipe
@@ -78,20 +78,28 @@ class PromptSources:
         self._check_length(source, index, len(tokens))
         return Prompt(source, index, text, np.asarray(tokens, np.int32), item.answer, item.metadata)
 
+    def example(self, source: int, index: int) -> tuple[Prompt, NDArray[np.int32]]:
+        """The prompt, and its source's own answer with the token that ends it. Raises RunError where there is none, or no room for it."""
+        prompt = self.prompt(source, index)
+        answer = self._answers(source, [index])[0]
+        self._check_example(source, index, len(prompt.tokens), len(answer))
+        return prompt, np.asarray(answer, np.int32)
+
     def text(self, source: int, index: int) -> str:
         """The prompt's text, not tokenized."""
         return self._render(source, index, self._items[source][index])[0]
 
-    def check(self, progress: Callable[[], None] = lambda: None) -> None:
+    def check(self, *, answers: bool = False) -> None:
         """Look at every row of the file sources, and at the first item of the others. Raises RunError.
 
-        Columns, chat messages, and the length in tokens; the cost is about one tokenization of the files.
+        Columns, chat messages, and the length in tokens; the cost is about one tokenization of the files. `answers`: those of
+        training sources are looked at too, as they will be learned.
         """
         for source, items in enumerate(self._items):
             rows = 1 if items.procedural else len(items)
             for begin in range(0, rows, CHECKED_AT_ONCE):
-                self._check_rows(source, range(begin, min(begin + CHECKED_AT_ONCE, rows)))
-                progress()
+                learned = answers and source < len(self._sources)
+                self._check_rows(source, range(begin, min(begin + CHECKED_AT_ONCE, rows)), learned)
 
     def is_held_out(self, source: int, index: int) -> bool:
         """Whether a training source's prompt is for evaluation alone: by the hash of its text, or as an evaluation source has it."""
@@ -165,8 +173,34 @@ class PromptSources:
         except ContentError as error:
             raise RunError(f"{self._where(source, index)}: {error}") from None
 
-    def _check_rows(self, source: int, rows: range) -> None:
+    def _answers(self, source: int, rows: Sequence[int]) -> list[list[int]]:
+        """The answers of these rows as tokens, each ended as the model ends what it says."""
+        texts: list[str] = []
+        ended: list[bool] = []
+        for index in rows:
+            item = self._items[source][index]
+            if not item.answer or not item.answer.strip():
+                raise RunError(
+                    f"{self._where(source, index)}: there is no answer to learn: give one ({self._keys[source]}.answer_key names its "
+                    "column), or take the row out"
+                )
+            try:
+                text, done = render_answer(item.content, item.answer, self._tokenizer)
+            except ContentError as error:
+                raise RunError(f"{self._where(source, index)}: {error}") from None
+            texts.append(text)
+            ended.append(done)
+        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        if end is None and not all(ended):
+            raise RunError(
+                "the model's tokenizer has no end-of-sequence token, so nothing would end an answer: add one"
+            )
+        return [tokens if done else [*tokens, end] for tokens, done in zip(encoded, ended, strict=True)]
+
+    def _check_rows(self, source: int, rows: range, answers: bool) -> None:
         rendered = [self._render(source, index, self._items[source][index]) for index in rows]
+        lengths: dict[int, int] = {}
         for is_chat in (False, True):
             chosen = [(row, text) for row, (text, chat) in zip(rows, rendered, strict=True) if chat == is_chat]
             if not chosen:
@@ -174,6 +208,17 @@ class PromptSources:
             encoded = self._tokenizer([text for _, text in chosen], add_special_tokens=not is_chat)["input_ids"]
             for (row, _), tokens in zip(chosen, encoded, strict=True):
                 self._check_length(source, row, len(tokens))
+                lengths[row] = len(tokens)
+        if answers:
+            for row, tokens in zip(rows, self._answers(source, rows), strict=True):
+                self._check_example(source, row, lengths[row], len(tokens))
+
+    def _check_example(self, source: int, index: int, prompt: int, answer: int) -> None:
+        if prompt + answer > self._context:
+            raise RunError(
+                f"{self._where(source, index)}: the prompt has {prompt} tokens and its answer {answer} with the one that ends it, more "
+                f"than the model's context of {self._context} together: shorten it or take it out"
+            )
 
     def _check_length(self, source: int, index: int, length: int) -> None:
         if not 0 < length < self._context:

@@ -23,7 +23,7 @@ from relax_hpc.launch.agent import CORE
 from relax_hpc.launch.lease import RENEW_S, Lease, acquire
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.chain import Chain
-from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, StepCore
+from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, NoCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
@@ -82,7 +82,9 @@ def supervise(
     python = step_command(plan)
     trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(os.environ["SLURM_JOB_ID"]))
     core: Core
-    if plan.slurm.shape == "split":
+    if not plan.plays:
+        core = NoCore()
+    elif plan.slurm.shape == "split":
         core = JobCore(run, recipe, telemetry)
     else:
         core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry)

@@ -58,6 +58,10 @@ def open_or_create(
     if not target.exists():
         raise RunError(f"no recipe and no run at '{target}' (seen from {Path.cwd()})")
     recipe = load_recipe(target, overrides, site_file(site))
+    if debug is not None and recipe.supervised:
+        raise RunError(
+            f"--debug {debug} takes a run's two sides apart; algorithm.name = 'sft' has one only: leave it out"
+        )
     found = existing(recipe)
     if found is not None:
         return _go_on(found, [])
@@ -77,7 +81,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
         sweep(run)
         for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
             queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
-        wanted = 0 if identity(run)["debug"] == "train-only" else recipe.rollout.workers
+        wanted = recipe.rollout.workers if recipe.plays and identity(run)["debug"] != "train-only" else 0
         workers = LocalWorkers(
             run,
             recipe,
@@ -113,6 +117,11 @@ def _go_on(run: RunDir, overrides: list[str]) -> Opened:
 
 def _fork(old: RunDir, name: str, overrides: list[str]) -> Opened:
     recipe = load_recipe(old.recipe, [*overrides, f"run.name={name}"])
+    if recipe.supervised != load_recipe(old.recipe).supervised:
+        raise RunError(
+            f"--fork goes on where '{old.root}' is, but supervised fine-tuning and reinforcement do not count prompts alike: "
+            f"`relax-hpc export {old.root} DIR`, and begin a new run with --set model.path=DIR"
+        )
     new = place(recipe)
     if new.root.exists():
         raise RunError(f"'{new.root}' exists: choose another name for --fork")

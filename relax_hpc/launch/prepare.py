@@ -32,15 +32,16 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     """Build RUN/model and check algorithm, filters, rewards, environments and prompts. Raises RunError or RegistryError."""
     check_scores(recipe)
     make_filters(recipe.algorithm.filters)
-    make_rewards(recipe.sources)
-    make_environments(recipe.sources)
+    if recipe.plays:
+        make_rewards(recipe.sources)
+        make_environments(recipe.sources)
     materialise(recipe.model, run.model, recipe.run.seed)
     check_beside(recipe, run.model)
     fit.check(recipe, run.model)
     need_libraries(recipe)
     context = int(AutoConfig.from_pretrained(run.model).max_position_embeddings)
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
-    sources.check()
+    sources.check(answers=recipe.supervised or recipe.warmup is not None)
     if recipe.evaluation:
         sources.evaluated(recipe.evaluation.prompts)
 

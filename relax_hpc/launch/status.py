@@ -93,7 +93,7 @@ class Status:
 
     def workers(self) -> list[str]:
         """The recipe's workers, and those that joined."""
-        core = [f"rollout-{i}" for i in range(self.recipe.rollout.workers)]
+        core = [f"rollout-{i}" for i in range(self.recipe.rollout.workers if self.recipe.plays else 0)]
         return [*core, *(name for name in self._names("rollout-*") if name not in core)]
 
     def _in_turn(self) -> list[str]:

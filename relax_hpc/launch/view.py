@@ -55,6 +55,11 @@ def line(status: Status) -> str:
     last = status.steps[-1]
     waits = status.waiting()
     score = f" held-out {_last_score(status)}" if status.evals else ""
+    if status.recipe.supervised:
+        return (
+            f"step {status.step}/{status.recipe.run.steps} loss {_mean(status, 'loss'):.3f}{score} epoch {last['epoch']} "
+            f"train {status.train_rate:.0f}/s lost {status.restarts}"
+        )
     return (
         f"step {status.step}/{status.recipe.run.steps} reward {_mean(status, 'raw_reward'):.3f}{score} age {last['age_mean']:.2f} "
         f"train {status.train_rate:.0f}/s rollout {status.rollout_rate:.0f}/s waiting: trainer {waits[0]:.0%} rollout {waits[1]:.0%} "
@@ -123,16 +128,24 @@ def _numbers(status: Status) -> RenderableType:
     def key(text: str) -> Text:
         return Text(text, style="dim")
 
-    reward = f"{_mean(status, 'raw_reward'):.3f} {_spark([s['raw_reward'] for s in status.steps])}"
+    trained = f"{status.train_rate:.0f} samples/s"
+    if status.recipe.supervised:
+        grid.add_row(key("loss"), _lately(status, "loss"), key("held-out"), _last_score(status))
+        grid.add_row(key("trained"), trained, key("epoch"), str(last.get("epoch", 0)))
+        return _with_lost(grid, status)
     age = f"{last.get('age_mean', 0):.2f} (max {last.get('age_max', 0)}, bound {status.recipe.async_.max_staleness})"
-    grid.add_row(key("reward"), reward, key("held-out"), _last_score(status))
+    grid.add_row(key("reward"), _lately(status, "raw_reward"), key("held-out"), _last_score(status))
     grid.add_row(key("age"), age, key("spool"), f"{last.get('spool_depth', 0)} orders ready")
-    grid.add_row(key("trained"), f"{status.train_rate:.0f} samples/s", key("waits"), f"{trainer_waits:.0%} of its time")
+    grid.add_row(key("trained"), trained, key("waits"), f"{trainer_waits:.0%} of its time")
     grid.add_row(
         key("generated"), f"{status.rollout_rate:.0f} samples/s", key("waits"), f"{rollout_waits:.0%} of its time"
     )
+    return _with_lost(grid, status)
+
+
+def _with_lost(grid: Table, status: Status) -> Table:
     if status.restarts:
-        grid.add_row(key("lost"), f"{status.restarts} processes, started again")
+        grid.add_row(Text("lost", style="dim"), f"{status.restarts} processes, started again")
     return grid
 
 
@@ -194,6 +207,11 @@ def _sources(status: Status) -> RenderableType | None:
             passes,
         )
     return grid
+
+
+def _lately(status: Status, name: str) -> str:
+    """The mean of a metric over the recent steps, and their curve."""
+    return f"{_mean(status, name):.3f} {_spark([s[name] for s in status.steps])}"
 
 
 def _mean(status: Status, name: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 
@@ -316,6 +316,22 @@ class Opd(Clipped):
         return self
 
 
+class Sft(Table):
+    """Supervised fine-tuning: the cross-entropy of the sources' own answers, each with the token that ends it. Nothing is played
+    but evaluations: without [evaluation] there are no rollout workers."""
+
+    name: Literal["sft"] = Key("sft", "Supervised fine-tuning.")
+    aggregate: Literal["token", "sequence"] = Key(
+        "token",
+        "What the loss is a mean of: `token`, all tokens of the step's answers; `sequence`, each answer's mean.",
+    )
+    group_size: ClassVar[int] = 1
+    filters: ClassVar[list[str]] = []
+    refill: ClassVar[int] = 0
+    oversample: ClassVar[float] = 1.0
+    samples_dynamically: ClassVar[bool] = False
+
+
 class OwnAlgorithm(Algorithm):
     """An algorithm of the user's own."""
 
@@ -340,6 +356,7 @@ AnyAlgorithm = Annotated[
         Annotated[ReinforcePlusPlusBaseline, Tag("reinforce_plus_plus_baseline")],
         Annotated[Ppo, Tag("ppo")],
         Annotated[Opd, Tag("opd")],
+        Annotated[Sft, Tag("sft")],
         Annotated[OwnAlgorithm, Tag("own")],
     ],
     named(default=lambda v: "own" if "factory" in v else "grpo"),

@@ -6,18 +6,19 @@ change it (`resume=True`). What fits together is checked here, before anything s
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo
+from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo, Sft
 from relax_hpc.recipe.model import AnyModel, TinyModel
 from relax_hpc.recipe.parallel import Parallel, misfit
 from relax_hpc.recipe.scorer import Scorer, refuse_unneeded
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
-from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, FilePrompts
+from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource
 from relax_hpc.recipe.table import Key, Table, conflict, even_share
 from relax_hpc.recipe.tracking import AnyTracking, Notify
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
@@ -305,9 +306,25 @@ class Recipe(Table):
         return [*self.source, *(self.evaluation.source if self.evaluation else ())]
 
     @property
+    def supervised(self) -> bool:
+        """Whether the sources' own answers are learned, and none of the policy's."""
+        return isinstance(self.algorithm, Sft)
+
+    @property
+    def plays(self) -> bool:
+        """Whether there is anything for rollout workers to play."""
+        return not self.supervised or self.evaluation is not None
+
+    @property
     def orders_per_step(self) -> int:
         """Orders that one training step consumes."""
-        return self.trainer.prompts_per_step // self.rollout.groups_per_order
+        return 0 if self.supervised else self.trainer.prompts_per_step // self.rollout.groups_per_order
+
+    @property
+    def most_orders_per_step(self) -> int:
+        """Orders that a training step may release at most: those, and what dynamic sampling asks for besides."""
+        n, ahead = self.orders_per_step, self.async_.max_staleness + 1
+        return n * (1 + self.algorithm.refill) + math.ceil((self.algorithm.oversample - 1) * n * ahead)
 
     @property
     def scored(self) -> tuple[str, ...]:
@@ -331,12 +348,12 @@ class Recipe(Table):
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
         groups, prompts = self.rollout.groups_per_order, self.trainer.prompts_per_step
-        if prompts % groups:
+        if prompts % groups and not self.supervised:
             divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
             raise conflict(
                 f"rollout.groups_per_order = {groups} must divide trainer.prompts_per_step = {prompts}: use one of {divisors}"
             )
-        if isinstance(self.model, TinyModel) and self.rollout.max_new_tokens >= self.model.context:
+        if isinstance(self.model, TinyModel) and self.plays and self.rollout.max_new_tokens >= self.model.context:
             raise conflict(
                 f"rollout.max_new_tokens = {self.rollout.max_new_tokens} leaves no room for a prompt in "
                 f"model.context = {self.model.context}: lower the one or raise the other"
@@ -365,14 +382,18 @@ class Recipe(Table):
             raise conflict(wrong)
         if self.scorer is not None:
             refuse_unneeded(self.scorer, self.algorithm)
-        if self.warmup and any(isinstance(s, FilePrompts) and not s.answer_key for s in self.source):
-            raise conflict("[warmup] learns the sources' answers, but a source has an empty answer_key")
+        if self.warmup and self.supervised:
+            raise conflict(
+                "[warmup] learns the sources' answers before training, which algorithm.name = 'sft' is itself: leave the table "
+                "out (trainer.lr_warmup_steps is how the learning rate rises)"
+            )
         if self.async_.late == "mask" and self.rollout.engine == "torch":
             raise conflict(
                 "async.late = 'mask' swaps weights in mid-generation, which rollout.engine = 'torch' cannot: "
                 "use rollout.engine = 'sglang', or async.late = 'wait' or 'drop'"
             )
-        if self.slurm and self.slurm.shape == "single" and self.trainer.nodes != self.rollout.nodes:
+        single = self.slurm is not None and self.slurm.shape == "single" and self.plays
+        if single and self.trainer.nodes != self.rollout.nodes:
             raise conflict(
                 f"slurm.shape = 'single' puts both groups on the same nodes, but trainer.nodes = {self.trainer.nodes} "
                 f"and rollout.nodes = {self.rollout.nodes}: make them equal, or use slurm.shape = 'split'"

@@ -37,7 +37,9 @@ class FilePrompts(Prompts):
         "Column with the prompt (a.b for nested ones): text, or a list of chat messages for the tokenizer's chat template.",
     )
     answer_key: str = Key(
-        "answer", "Column with the reference answer that the reward compares with; empty where there is none."
+        "answer",
+        "Column with the reference answer, which the reward compares with, or which is learned; empty where there is none, or "
+        "where the prompt is a conversation whose last message, the assistant's, is the answer.",
     )
     reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")

@@ -73,11 +73,13 @@ class Evaluations:
 
     def request(self, version: int) -> None:
         """Ask for a score of `version` if one is due and was not asked for."""
-        if self.recipe.evaluation is None:
-            return
-        due = version % self.recipe.evaluation.every == 0 or version == self.recipe.run.steps
-        if due and version not in self._asked:
+        if self.due(version) and version not in self._asked:
             self._ask(version)
+
+    def due(self, version: int) -> bool:
+        """Whether this version is to be scored."""
+        asked = self.recipe.evaluation
+        return asked is not None and (version % asked.every == 0 or version == self.recipe.run.steps)
 
     def resume(self) -> None:
         """Wait again for the scores that a trainer before us asked for, and did not report."""

@@ -17,6 +17,7 @@ from relax_hpc.roles.intake import Intake, Replay, check_failures
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.retention import Retention
 from relax_hpc.roles.step_metrics import Batch, Clock, describe
+from relax_hpc.roles.supervised import Lessons
 from relax_hpc.roles.untrained import Untrained
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import OrderBook
@@ -51,10 +52,14 @@ class Lead:
         ledger, queue = Ledger(run, via), Queue(run)
         self.retention = Retention(run, recipe, via, ledger, role.context)
         columns = Columns(run, role.scored, via, self.process.telemetry.metrics)
-        if role.shards == run:
+        self.intake: Intake | Lessons | Replay
+        if recipe.supervised:
+            cursor = PromptCursor(role.sources, recipe.run.seed)
+            self.intake = Lessons(cursor, recipe.trainer.prompts_per_step, ledger, self.incarnation)
+        elif role.shards == run:
             filters = make_filters(recipe.algorithm.filters)
             book = self.new_book()
-            self.intake: Intake | Replay = Intake(
+            self.intake = Intake(
                 run,
                 book,
                 ledger,
@@ -80,8 +85,9 @@ class Lead:
         """Go on from a checkpoint's state, or from nothing."""
         if state is not None:
             self.retention.removed_before = state["removed_before"]
-        if isinstance(self.intake, Intake):
+        if not isinstance(self.intake, Replay):
             self.intake.begin(state)
+        self.evaluations.resume()
 
     def new_book(self) -> OrderBook:
         """A book with nothing asked for yet."""
@@ -101,10 +107,18 @@ class Lead:
             oversample=recipe.algorithm.oversample,
         )
 
-    def publish(self, export: Export) -> None:
-        """Make the weights of now the newest version."""
+    def publish(self, export: Export, asked: bool) -> None:
+        """Make the weights of now the newest version, where anybody takes it. `asked`: outside a step."""
+        if not self.recipe.plays or (self.recipe.supervised and not self.is_taken(asked)):
+            return
         version, alive = self.role.version, lambda: self.role.beat("publishing")
         self.process.when_room(lambda: self.publisher.publish(version, export, alive), f"version {version}")
+
+    def is_taken(self, asked: bool) -> bool:
+        """Of supervised fine-tuning: whether an evaluation takes these weights, and none still needs those that are there."""
+        if asked:
+            return self.publisher.wanted() or not self.evaluations.pending
+        return self.evaluations.due(self.role.step)
 
     def decide(self) -> Word:
         """What all ranks do next."""
@@ -127,12 +141,21 @@ class Lead:
         )
         if self.intake.live:
             self.request_score()
+        if entry is not None and self.would_overtake():
+            time.sleep(0.02)
+            entry = None
         self.waited_s += time.perf_counter() - began
         if entry is not None:
             groups = len(entry.take) * self.recipe.rollout.groups_per_order
             check_failures(entry, groups, self.recipe.rollout.max_failed_fraction)
             return Word("step", entry)
         return self.make_room() or Word("wait")
+
+    def would_overtake(self) -> bool:
+        """Whether the next step publishes what would take the place of a version that is still being scored. Only answers are
+        learned so fast: elsewhere the workers make what is trained on."""
+        behind = any(version <= self.role.step for version in self.evaluations.pending)
+        return self.recipe.supervised and behind and self.evaluations.due(self.role.step + 1)
 
     def out_of_time(self) -> bool:
         """Whether the allocation may end before another step and its checkpoint do: then none is begun."""
@@ -176,7 +199,7 @@ class Lead:
         values |= {**role.trainer.seconds, **clock.laps}
         self.process.telemetry.metrics(kind="step", **values)
         self.process.telemetry.trained(entry.step, self.incarnation, rollouts.ids)
-        self.process.telemetry.beat("training", step=role.step, reward=values["raw_reward"], age=values["age_mean"])
+        self.process.telemetry.beat("training", step=role.step)
         for order, length in self.intake.late_arrivals():
             self.process.telemetry.metrics(kind="dropped", order=order, length_mean=length)
         # where workers share the devices, they play their orders to the end before a last checkpoint can be made

@@ -49,6 +49,11 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
     """Metrics of the samples that entered the loss of `entry.step`; ages in versions, lengths in tokens."""
     rollouts = batch.rollouts
     lengths = np.diff(rollouts.offsets)
+    if entry.learned:
+        return {
+            "samples": len(rollouts), "epoch": max(epoch for _, _, epoch in entry.learned),
+            "length_mean": _mean(lengths), "length_max": int(lengths.max(initial=0)),
+        }  # fmt: skip
     ages = entry.step - rollouts.versions[rollouts.loss_mask == 1]
     histogram = np.bincount(ages, minlength=recipe.async_.max_staleness + 1)
     failed, surplus = (sum(r.startswith(kind) for r in entry.filtered.values()) for kind in (FAILED, SURPLUS))

@@ -25,7 +25,7 @@ from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptSources
 from relax_hpc.records import Rollouts, mask_old
-from relax_hpc.roles import gpus
+from relax_hpc.roles import gpus, supervised
 from relax_hpc.roles.columns import REFERENCE, read_columns
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
@@ -97,10 +97,9 @@ class TrainerRole:
         self.turns.wait()
         self.algorithm = make_algorithm(recipe.algorithm)
         self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
-        self.tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.saving: tuple[Begun, float] | None = None
         self.context = int(AutoConfig.from_pretrained(process.run.model).max_position_embeddings)
-        self.sources = PromptSources.of(recipe, self.tokenizer, self.context)
+        self.sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(process.run.model), self.context)
         self.lead = Lead(self) if self.rank == 0 else None
 
     @property
@@ -162,9 +161,9 @@ class TrainerRole:
         """One optimizer step."""
         return self.trainer.step(rollouts, self.algorithm, self.step, lambda: self.beat("training"))
 
-    def publish(self) -> None:
+    def publish(self, asked: bool = False) -> None:
         """Make the weights of now the newest version; collective: every rank takes part in each export that rank 0 asks for."""
-        self._exported(lambda lead: lead.publish(self._export))
+        self._exported(lambda lead: lead.publish(self._export, asked))
 
     def keep_reference(self, fresh: bool) -> None:
         """Rank 0: keep the weights of now as the reference that scorers hold, where the run begins, or was forked from one without."""
@@ -190,8 +189,8 @@ class TrainerRole:
     def publish_alone(self) -> None:
         """The same outside a step, which says itself what it published."""
         clock = Clock()
-        self.publish()
-        if self.lead:
+        self.publish(asked=True)
+        if self.lead and self.recipe.plays:
             self.process.telemetry.metrics(kind="publish", version=self.version, seconds=clock.lap("publish_s"))
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
@@ -221,15 +220,13 @@ class TrainerRole:
         else:
             state = None
             if self.recipe.warmup is not None:
-                warm_up(self.recipe, self.trainer, self.sources, self.tokenizer, self.process)
+                warm_up(self.recipe, self.trainer, self.sources, self.process)
             self.trainer.begin_training()
         if REFERENCE in self.scored:
             self._exported(lambda _: self.keep_reference(fresh=found is None))
         if self.lead:
             self.lead.begin(state)
         self.publish_alone()
-        if self.lead:
-            self.lead.evaluations.resume()
         if found is None:
             self.save(keep=self.recipe.run.keep_checkpoints)
 
@@ -251,6 +248,8 @@ class TrainerRole:
 
     def take(self, entry: Entry) -> Batch:
         """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
+        if self.recipe.supervised:
+            return Batch(supervised.read(entry, self.sources), 0, [])
         parts, played, replay = (
             [],
             list[NDArray[np.float32]](),

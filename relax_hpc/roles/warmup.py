@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-
 from relax_hpc.data import PromptCursor, PromptSources
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.process import RoleProcess, Stop
-from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import Trainer
 
 RAMP_STEPS = 50
@@ -22,7 +17,7 @@ SEED_OFFSET = 0x5EED
 """Warm-up draws the training prompts in an order of its own."""
 
 
-def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, tokenizer: Any, process: RoleProcess) -> None:
+def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, process: RoleProcess) -> None:
     """Make `recipe.warmup.steps` supervised steps; every rank draws the same batches. Raises Stop when asked to stop."""
     warmup = recipe.warmup
     assert warmup is not None
@@ -31,18 +26,9 @@ def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, tokenizer:
     for step in range(warmup.steps):
         if process.stopping or process.run.stop.exists():
             raise Stop
-        prompts = [sources.prompt(ref.source, ref.index) for ref in cursor.take(warmup.batch_size)]
-        missing = next((p for p in prompts if p.answer is None), None)
-        if missing is not None:
-            raise RunError(
-                f"[warmup] learns answers, but source {missing.source}, prompt {missing.index} has none: add it or remove [warmup]"
-            )
-        answers = [
-            np.asarray([*tokenizer.encode(p.answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)
-            for p in prompts
-        ]
+        examples = [sources.example(ref.source, ref.index) for ref in cursor.take(warmup.batch_size)]
         rate = warmup.learning_rate * min(1.0, (step + 1) / RAMP_STEPS)
-        loss = trainer.supervised_step([p.tokens for p in prompts], answers, rate)
+        loss = trainer.supervised_step([p.tokens for p, _ in examples], [a for _, a in examples], rate)
         smooth = loss if smooth is None else (1 - SMOOTHING) * smooth + SMOOTHING * loss
         process.telemetry.beat("warming up", warmup_step=step + 1, warmup_steps=warmup.steps, warmup_loss=loss)
         ended = smooth < warmup.stop_at_loss or step + 1 == warmup.steps

@@ -49,7 +49,14 @@ class Entry:
     dropped: tuple[Dropped, ...] = ()
     refills: int = 0
     """Further orders that were released for this step, before it was taken."""
+    learned: tuple[tuple[int, int, int], ...] = ()
+    """Of supervised fine-tuning, which takes no orders: (source, index, epoch) of the prompts whose answers the step learns."""
     time: float = field(default_factory=time.time)
+
+    @property
+    def lessons(self) -> list[str]:
+        """A name for each of `learned`, as samples have one."""
+        return [f"l{self.step:06d}/{k}" for k in range(len(self.learned))]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,7 +65,8 @@ class Entry:
     def from_json(cls, value: dict[str, Any]) -> Entry:
         take = tuple(Taken(**t) for t in value["take"])
         dropped = tuple(Dropped(**d) for d in value["dropped"])
-        return cls(**{**value, "take": take, "dropped": dropped})
+        learned = tuple((int(s), int(i), int(e)) for s, i, e in value.get("learned", ()))
+        return cls(**{**value, "take": take, "dropped": dropped, "learned": learned})
 
 
 class Ledger:

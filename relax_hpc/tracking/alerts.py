@@ -72,7 +72,7 @@ class Collapse:
             self._mean(self._entropy, line.get("entropy")),
             self._mean(self._reward, line.get("played_reward")),
         )
-        empty = self._mean(self._empty, float(line["groups"] == 0 and line["filtered_groups"] > 0))
+        empty = self._mean(self._empty, float(line.get("groups") == 0 and line["filtered_groups"] > 0))
         if self._begins("entropy", entropy is not None and entropy < self._config.entropy):
             yield (
                 "entropy",

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Totals, make_algorithm
+from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Supervised, Totals, make_algorithm
 from relax_hpc.algorithms.advantages import explained_variance
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.algorithms.kl import k3
@@ -90,6 +90,8 @@ class PolicyLoss(TokenLoss):
             teacher=columns.get(TEACHER),
         )
         loss, metrics = self.algorithm.loss(inputs)
+        if isinstance(self.algorithm, Supervised):
+            return loss, {"entropy": entropies, **metrics}
         now = logprobs.detach()
         apart, ratio = (now - inputs.behaviour).abs(), exp_ratio(now - inputs.behaviour)
         return loss, {

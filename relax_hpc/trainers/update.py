@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from relax_hpc.algorithms import ActorCritic, Algorithm
+from relax_hpc.algorithms import ActorCritic, Algorithm, Supervised
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers.host_copies import HostCopies, gradients_of, state_of
@@ -57,7 +57,7 @@ class Updating(ABC):
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
         rate = rate_of(self.recipe.trainer, step, self.recipe.run.steps)
-        temperature = self.recipe.rollout.temperature
+        temperature = 1.0 if isinstance(algorithm, Supervised) else self.recipe.rollout.temperature
         self.seconds = {}
         columns = dict(rollouts.columns)
         for name in columns_before(algorithm, self.recipe):

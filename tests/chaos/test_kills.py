@@ -12,10 +12,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+import relax_hpc as package
+from relax_hpc.algorithms import make_algorithm
 from relax_hpc.analysis.audit import audit
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.analysis.report import render
+from relax_hpc.analysis.trace import write
+from relax_hpc.data import PromptCursor, PromptSources
+from relax_hpc.launch.local import open_or_create
+from relax_hpc.recipe import load_recipe
+from relax_hpc.roles.supervised import read
+from relax_hpc.run_dir import RunDir, RunError, read_json
+from relax_hpc.spool.ledger import Ledger
 from relax_hpc.telemetry import read_metrics
+from relax_hpc.trainers import make_trainer
+from tests import metric_lists
 from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 from tools.bench.chaos import final_weights, monkey
 
@@ -83,6 +97,41 @@ def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_sa
     assert "weights are broadcast to ['rollout-" in logs
     manifests, written = killed.run.weights.glob("v????????.l*.json"), killed.run.weights.glob("v*.i*")
     assert len(list(manifests)) > len(list(written)), "the others came by broadcast alone"
+
+
+@pytest.mark.timeout(300)
+def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs_no_workers(tmp_path):
+    steps = 12
+    killed = monkey(tmp_path, "killed", steps, 5, ["trainer-0"], lambda: None, "algorithm={name='sft'}")
+    killed.play(2, steps)
+    run = killed.run
+    sound(run)
+    assert audit(run.root).trained == steps * 8
+    assert {path.stem for path in run.heartbeats.iterdir()} == {"trainer-0"} and not list(run.weights.iterdir())
+    recipe = load_recipe(run.recipe)
+    trainer, algorithm = make_trainer(recipe, run.model, 0, 1), make_algorithm(recipe.algorithm)
+    trainer.begin_training()
+    sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), recipe.model.context)
+    cursor, ledger = PromptCursor(sources, recipe.run.seed), Ledger(run)
+    for step in range(steps):
+        entry = ledger.find(step)
+        assert entry.learned == tuple((ref.source, ref.index, ref.epoch) for ref in cursor.take(8))
+        trainer.step(read(entry, sources), algorithm, step)
+    kept = load_file(run.checkpoint(steps) / "model.safetensors")
+    assert all(torch.equal(kept[name], tensor) for name, tensor in trainer.export())
+
+    asked = "evaluation={every=2, prompts=4, holdout=0.1}"
+    relax_hpc("run", run.root, "--fork", "scored", "--set", f"run.steps={steps + 3}", "--set", asked)
+    scored = RunDir(tmp_path / "scored")
+    assert [s["step"] for s in steps_of(scored)] == [12, 13, 14]
+    assert {e["version"] for e in package.open_run(scored.root).evals().to_dict("records")} == {12, 14, 15}
+    assert {path.name[:9] for path in scored.weights.glob("v*.json")} == {"v00000012", "v00000014", "v00000015"}
+    for line in steps_of(scored):
+        assert line.keys() <= metric_lists.listed()["step"].names | metric_lists.COMMON
+    view = package.open_run(scored.root)
+    assert "loss" in render(view) and write(view, tmp_path / "trace.json")
+    with pytest.raises(RunError, match="relax-hpc export"):
+        open_or_create(scored.root, ["algorithm={name='grpo'}"], fork="reinforced")
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_hpc.algorithms import LossInputs, make_algorithm
 from relax_hpc.engines import Sampling, make_engine
+from relax_hpc.recipe.algorithm import Sft
 from relax_hpc.recipe.model import PathModel
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
@@ -25,6 +26,7 @@ from relax_hpc.trainers import BACKENDS, Trainer, make_trainer
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.forward import token_logprobs
 from relax_hpc.trainers.optim import learning_rate
+from relax_hpc.trainers.token_loss import as_rollouts
 from tests import tiny
 
 
@@ -434,8 +436,8 @@ def test_a_loss_that_is_not_finite_is_skipped_and_leaves_no_trace(
     assert identical(weights(clean), weights(tried))
 
 
-def test_the_warm_up_learns_the_answers(backend: str, tmp_path: Path) -> None:
-    recipe = tiny.recipe(trainer={"backend": backend})
+def test_the_warm_up_and_fine_tuning_learn_the_answers(backend: str, tmp_path: Path) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend, "learning_rate": 1e-9}, rollout={"temperature": 0.5})
     trainer = trainer_of(recipe, tmp_path)
     asked, answers = tiny.prompts([3, 6, 2, 9]), tiny.prompts([5, 2, 7, 1], seed=1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -444,9 +446,13 @@ def test_the_warm_up_learns_the_answers(backend: str, tmp_path: Path) -> None:
         for prompt, answer in zip(asked, answers, strict=True):
             logits = model(torch.tensor(np.concatenate([prompt, answer]))[None].long()).logits[0, len(prompt) - 1 : -1]
             parts.append(torch.nn.functional.cross_entropy(logits, torch.tensor(answer).long(), reduction="none"))
-        expected = torch.cat(parts).mean().item()
+        expected = {"token": torch.cat(parts).mean().item(), "sequence": np.mean([p.mean().item() for p in parts])}
+    for aggregate, loss in expected.items():
+        algorithm = make_algorithm(Sft.model_validate({"aggregate": aggregate}))
+        said = trainer.step(as_rollouts(asked, answers), algorithm, 0)
+        assert said["loss"] == pytest.approx(loss, rel=1e-5) and not said.keys() & {"kl", "importance"}, said
     losses = [trainer.supervised_step(asked, answers, 1e-2) for _ in range(40)]
-    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[0] == pytest.approx(expected["token"], rel=1e-5)
     assert losses[-1] < 0.1 * losses[0]
 
 

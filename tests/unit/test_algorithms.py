@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from relax_hpc.recipe.algorithm import (
 )
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.registry import RegistryError
+from relax_hpc.run_dir import RunError
 from tests import tiny
 from tests.tiny import random_rollouts
 
@@ -326,10 +328,50 @@ def test_an_own_algorithm_is_loaded_and_checked(tmp_path: Path) -> None:
         make_algorithm(OwnAlgorithm(factory=f"{path}:half"))
 
 
-def test_an_own_algorithm_with_an_unknown_column_is_refused(tmp_path: Path) -> None:
-    path = own(tmp_path, needs='{"values"}')
-    with pytest.raises(RegistryError, match=r"\['values'\].*reference"):
+@pytest.mark.parametrize(
+    ("needs", "wrong"),
+    [('{"values"}', r"\['values'\].*reference"), ('"reference"', "expected a set"), ("None", "None")],
+)
+def test_an_own_algorithm_with_an_unknown_column_is_refused(tmp_path: Path, needs: str, wrong: str) -> None:
+    path = own(tmp_path, needs=needs)
+    with pytest.raises(RegistryError, match=wrong):
         make_algorithm(OwnAlgorithm(factory=f"{path}:Mine", options={"scale": 1}))
+
+
+@pytest.mark.parametrize(
+    ("part", "body", "wrong"),
+    [
+        (
+            "advantages",
+            "torch.from_numpy(rollouts.columns['reference'])",
+            r"KeyError: 'reference' \(.*mine.py:3, in advantages",
+        ),
+        ("advantages", "rollouts.logprobs", "advantages returned a ndarray, expected a tensor"),
+        ("loss", "inputs.nothing", r"AttributeError.*mine.py:3, in loss"),
+        ("loss", "-inputs.logprobs", "loss returned a Tensor, expected .* dict of metrics"),
+        ("loss", "(-inputs.logprobs.detach(), {})", "loss without gradient"),
+        ("loss", "(-inputs.logprobs, {'mine': 3.0})", r"metrics \['mine'\] are no tensors"),
+    ],
+)
+def test_what_an_own_algorithm_does_wrong_is_said_with_its_place(
+    tmp_path: Path, part: str, body: str, wrong: str
+) -> None:
+    argument = "rollouts" if part == "advantages" else "inputs"
+    (tmp_path / "mine.py").write_text(
+        f"import torch\nclass Mine:\n    def {part}(self, {argument}): return {body}\n    needs = frozenset()\n"
+        + ("    def loss(self, inputs): ...\n" if part == "advantages" else "    def advantages(self, rollouts): ...\n")
+    )
+    algorithm = make_algorithm(OwnAlgorithm(factory=f"{tmp_path / 'mine.py'}:Mine"))
+    inputs = SimpleNamespace(logprobs=torch.zeros(3, requires_grad=True))
+    with pytest.raises(RunError, match=wrong):
+        algorithm.advantages(random_rollouts(2)) if part == "advantages" else algorithm.loss(inputs)  # type: ignore[arg-type]
+
+
+def test_a_filter_that_raises_is_said_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def keep(group): return 1 / 0\n")
+    [keep] = make_filters([f"{tmp_path / 'mine.py'}:keep"])
+    with pytest.raises(RunError, match=r"filter '.*' raised ZeroDivisionError: .*mine.py:1, in keep"):
+        keep(group([1.0]))
 
 
 def group(rewards: list[float]) -> Group:

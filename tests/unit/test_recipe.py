@@ -151,6 +151,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("scorer={scores=['reference', 'reference']}", ["names one model twice"]),
         ("scorer={scores=['values']}", ["scorer.scores.0", "'reference' or 'teacher'"]),
         ("scorer.processes=2", ["'scorer.scores' is missing", "each one that the algorithm needs"]),
+        ("algorithm={name='sft', group_size=4}", ["unknown key 'algorithm.group_size'", "aggregate"]),
         ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),
     ],
 )

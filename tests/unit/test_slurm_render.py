@@ -327,6 +327,17 @@ def test_an_array_of_seeds_is_one_run_a_task(tmp_path: Path) -> None:
         by_hand(path, ["slurm.shape=split"], seeds=3)
 
 
+@pytest.mark.parametrize("shape", ["split", "het", "single"])
+def test_where_nothing_is_played_the_trainers_job_is_all_of_the_run(tmp_path: Path, shape: str) -> None:
+    path = tmp_path / "r.toml"
+    path.write_text(RECIPE + f"[slurm]\nshape='{shape}'\npython='python3'\n")
+    ((name, text),) = by_hand(path, ["algorithm={name='sft'}"]).items()
+    assert name == "toy-leader.sbatch" and "rollout" not in text and "hetjob" not in text
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in text
+    played = by_hand(path, ["algorithm={name='sft'}", "evaluation={}", "rollout.nodes=2"])
+    assert len(played) == 2 + (shape == "split")
+
+
 def test_shipped_scripts_are_current() -> None:
     check = [sys.executable, str(ROOT / "tools" / "render_examples.py"), "--check"]
     ended = subprocess.run(check, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, check=False)

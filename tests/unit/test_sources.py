@@ -127,6 +127,48 @@ def test_a_prompt_longer_than_the_context_is_found_before_the_run(tmp_path: Path
         sources.prompt(0, 5)
 
 
+ENDS_MESSAGES = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}~{% endif %}{{ m.content }}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_an_example_is_a_prompt_and_its_answer_ended_as_the_model_ends_it(tmp_path: Path) -> None:
+    user, bot = {"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "text", "text": "b"}]}
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": [user], "answer": "42"}]
+    sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), chat=True)
+    talk = write_jsonl(tmp_path / "talk.jsonl", [{"prompt": [user, bot, user, bot], "answer": "?"}])
+    said = file_sources(talk, chat=True, answer_key="")
+    for each in (sources, said):
+        each._tokenizer.add_special_tokens({"eos_token": "@"})
+
+    def example(of: PromptSources, index: int) -> tuple[str, str]:
+        prompt, answer = of.example(0, index)
+        return prompt.text, of._tokenizer.decode(answer.tolist()).replace(" ", "")
+
+    assert example(sources, 0) == ("1+1=", "2@")
+    assert example(sources, 1) == ("<user>a\n<assistant>", "42@"), "a template that does not say how a message ends"
+    assert example(said, 0) == ("<user>a\n<assistant>b\n<user>a\n<assistant>", "b@")
+    sources._tokenizer.chat_template = ENDS_MESSAGES
+    assert example(sources, 1) == ("<user>a|<assistant>", "~42|"), "what it puts before an answer is learned too"
+    sources._tokenizer.chat_template = ENDS_MESSAGES.replace("<assistant>{% endif %}", "<think>{% endif %}")
+    assert example(sources, 1) == ("<user>a|<think>", "42@"), "it does not go on with its own generation prompt"
+
+
+def test_answers_that_cannot_be_learned_are_found_before_the_run(tmp_path: Path) -> None:
+    for rows, keys, wrong in (
+        ([*ROWS, {"prompt": "1", "answer": " "}], {}, [":6", "prompt 5", "no answer to learn", "source.0.answer_key"]),
+        (ROWS, {"answer_key": ""}, [":1", "no answer to learn"]),
+        ([*ROWS, {"prompt": "12345678", "answer": "12345678"}], {}, [":6", "8 tokens", "answer 9", "context of 16"]),
+    ):
+        sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), context=16, **keys)
+        sources._tokenizer.add_special_tokens({"eos_token": "@"})
+        sources.check()
+        with pytest.raises(RunError) as caught:
+            sources.check(answers=True)
+        assert not [part for part in wrong if part not in str(caught.value)], caught.value
+
+
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "text.parquet").write_text("not parquet")

@@ -61,7 +61,7 @@ class Job:
 def on_nodes(plan: Plan, folder: Path, timeout_s: float, *, libraries: bool) -> list[Check]:
     """What the nodes of each group find. Returns within about twice `timeout_s`: to start, then to answer."""
     _code(folder)
-    groups = [plan.trainer] if plan.slurm.shape == "single" else [plan.trainer, plan.rollout]
+    groups = plan.groups
     jobs: list[Job] = []
     try:
         jobs += [_start(plan, group, folder, timeout_s, libraries) for group in groups]

@@ -23,6 +23,8 @@ TOKEN_BYTES = 16
 PROMPT_TOKENS = 512
 """Taken for a prompt, whose length the recipe does not say."""
 CHECKPOINT_FILES, VERSION_FILES = 6, 2
+SPARSE_VERSIONS = 3
+"""That are there at a time, where only some are published."""
 
 
 class Need(NamedTuple):
@@ -51,21 +53,18 @@ def need(recipe: Recipe) -> Need | None:
     kept = run.keep_checkpoints + 1  # one is written before the oldest goes
     replayed = min(run.steps, kept * run.checkpoint_every)
     versions = replayed + recipe.async_.max_staleness + 1
+    if recipe.supervised:  # those that are evaluated, and that a run or an attempt begins with
+        versions = SPARSE_VERSIONS * recipe.plays
     width = 4 if recipe.trainer.dtype == "float32" else 2
     steps = run.steps if recipe.spool.keep == "all" else replayed
     longest = PROMPT_TOKENS + rollout.max_new_tokens * rollout.max_turns
     if isinstance(recipe.model, TinyModel):
         longest = min(longest, recipe.model.context)
-    token_bytes = TOKEN_BYTES + SCORE_BYTES * len(recipe.scored)
-    shards = steps * recipe.trainer.prompts_per_step * recipe.algorithm.group_size * longest * token_bytes
+    orders, token_bytes = recipe.most_orders_per_step, TOKEN_BYTES + SCORE_BYTES * len(recipe.scored)
+    shards = steps * orders * rollout.groups_per_order * recipe.algorithm.group_size * longest * token_bytes
     if recipe.spool.quota_gb is not None:
         shards = min(shards, int(recipe.spool.quota_gb * 1e9))
-    files = (
-        run.steps
-        + steps * recipe.orders_per_step * (1 + len(recipe.scored))
-        + kept * CHECKPOINT_FILES
-        + versions * VERSION_FILES
-    )
+    files = run.steps + steps * orders * (1 + len(recipe.scored)) + kept * CHECKPOINT_FILES + versions * VERSION_FILES
     critic = isinstance(recipe.algorithm, Ppo)  # of the policy's size, or near it
     return Need(kept * count * STATE_BYTES * (1 + critic), versions * count * width, shards, files)
 

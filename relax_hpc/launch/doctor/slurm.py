@@ -127,9 +127,9 @@ def seconds(text: str) -> float:
 
 def cluster_checks(plan: Plan, cluster: Cluster, checkpoint_s: float | None) -> list[Check]:
     """All that can be said without sending anything. Pure."""
-    groups = [plan.trainer] if plan.slurm.shape == "single" else [plan.trainer, plan.rollout]
+    groups = plan.groups
     scale = plan.slurm.autoscale
-    if scale is not None and scale.partition is not None and plan.slurm.shape != "single":
+    if scale is not None and scale.partition is not None and len(groups) > 1:
         asks = plan.elastic.asks.model_copy(update={"partition": scale.partition})
         groups.append(replace(plan.elastic, asks=asks))
     checks: list[Check] = []

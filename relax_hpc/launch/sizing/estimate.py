@@ -40,10 +40,14 @@ class Asked:
     answer_tokens: int | None = None
 
     def lengths(self, recipe: Recipe, shape: Shape) -> tuple[int, int]:
-        """(tokens of a prompt, of an answer): PROMPT_TOKENS and the longest answer, or what the context has room for."""
-        most = min(recipe.rollout.max_new_tokens * recipe.rollout.max_turns, shape.context - 1)
-        answer = self.answer_tokens or most
-        prompt = self.prompt_tokens or max(1, min(PROMPT_TOKENS, shape.context - answer))
+        """(tokens of a prompt, of an answer): PROMPT_TOKENS and the longest answer, or what the context has room for; of answers that
+        are there already, what a micro-batch has room for."""
+        room = min(shape.context, recipe.trainer.tokens_per_micro_batch) if recipe.supervised else shape.context
+        most = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
+        if recipe.supervised:
+            most = room - (self.prompt_tokens or min(PROMPT_TOKENS, room // 2))
+        answer = self.answer_tokens or max(1, min(most, shape.context - 1))
+        prompt = self.prompt_tokens or max(1, min(PROMPT_TOKENS, room - answer))
         if prompt + answer > shape.context:
             raise RunError(
                 f"--prompt-tokens {prompt} and --answer-tokens {answer} are more than the model's context of {shape.context} "
@@ -92,7 +96,8 @@ class Estimate:
     micro_batches: int
     """Of one of them in a step."""
     trainer: list[TrainerMemory]
-    engine: EngineMemory
+    engine: EngineMemory | None
+    """None where nothing is played."""
     traffic: Traffic
     checkpoint_bytes: float
     problems: list[Problem]
@@ -103,7 +108,8 @@ class Estimate:
         about["whole"] = self.whole._asdict()
         for stage, memory in zip(about["trainer"], self.trainer, strict=True):
             stage["total"] = memory.total
-        about["engine"] |= {"room": self.engine.room, "total": self.engine.total}
+        if self.engine is not None:
+            about["engine"] |= {"room": self.engine.room, "total": self.engine.total}
         return about
 
 
@@ -116,7 +122,7 @@ def estimate(recipe: Recipe, shape: Shape, asked: Asked) -> Estimate:
         raise RunError(f"rollout.routed_experts = true, but the model is a {shape.type} without experts: leave it out")
     prompt, answer = asked.lengths(recipe, shape)
     step = step_of(recipe, shape, prompt, answer)
-    engine = engine_memory(recipe, shape, asked.device_bytes, prompt, answer)
+    engine = engine_memory(recipe, shape, asked.device_bytes, prompt, answer) if recipe.plays else None
     whole = parameters(shape)
     return Estimate(
         model=shape,
@@ -140,12 +146,11 @@ def estimate(recipe: Recipe, shape: Shape, asked: Asked) -> Estimate:
     )
 
 
-def _groups(recipe: Recipe, engine: EngineMemory) -> list[GroupSize]:
+def _groups(recipe: Recipe, engine: EngineMemory | None) -> list[GroupSize]:
     trainer, rollout, found = recipe.trainer, recipe.rollout, []
-    roles: list[tuple[Role, int, int, int]] = [
-        ("trainer", trainer.nodes, trainer.processes, 1),
-        ("rollout", rollout.nodes, rollout.workers, engine.devices),
-    ]
+    roles: list[tuple[Role, int, int, int]] = [("trainer", trainer.nodes, trainer.processes, 1)]
+    if engine is not None:
+        roles.append(("rollout", rollout.nodes, rollout.workers, engine.devices))
     for role, nodes, processes, each in roles:
         asks = recipe.slurm.group(role) if recipe.slurm else None
         given = asks.node_gpus(processes // nodes) * nodes if asks else 0
@@ -162,6 +167,8 @@ def _misfits(recipe: Recipe, shape: Shape, asked: Asked) -> Iterator[tuple[Role,
             "trainer",
             f"a trainer process of stage {worst.stage} needs {gib(worst.total)} and {gib(RESERVE)} in reserve, a device has {gib(asked.device_bytes)}",
         )
+    if not recipe.plays:
+        return
     engine = engine_memory(recipe, shape, asked.device_bytes, prompt, answer)
     if recipe.rollout.engine == "torch" and engine.total > room:
         yield (
@@ -254,19 +261,25 @@ def _changed(recipe: Recipe, changes: dict[str, Any]) -> Recipe | None:
 def _assumed(recipe: Recipe, shape: Shape, asked: Asked) -> list[str]:
     prompt, answer = asked.lengths(recipe, shape)
     lengths = [f"prompts of {prompt} tokens (--prompt-tokens)", f"answers of {answer} tokens (--answer-tokens)"]
+    bound = ": the longest there can be, so these are upper bounds"
+    if recipe.supervised:
+        bound = ": all that a micro-batch has room for (trainer.tokens_per_micro_batch)"
     said = [
-        ", ".join(lengths) + ("" if asked.answer_tokens else ": the longest there can be, so these are upper bounds"),
+        ", ".join(lengths) + ("" if asked.answer_tokens else bound),
         f"{gib(RESERVE)} of a device for CUDA's context, buffers of NCCL and of kernels, and fragmentation",
         "activations as our own layers keep them; Transformer Engine's keep less",
-        f"{asked.bandwidth / 1e9:g} GB/s (--bandwidth) for a version of the weights; loading it into the engine is not counted",
     ]
     if recipe.run.placement == "colocate":
         said.append(
             "trainer and rollout are the same devices, one after the other: each state waits in host memory meanwhile"
         )
+    if recipe.plays:
+        said.append(
+            f"{asked.bandwidth / 1e9:g} GB/s (--bandwidth) for a version of the weights; loading it into the engine is not counted"
+        )
     if shape.experts:
         said.append("experts take equally many tokens; where they do not, activations of some are larger")
-    if recipe.rollout.engine == "sglang" and recipe.rollout.sglang.mem_fraction is None:
+    if recipe.plays and recipe.rollout.engine == "sglang" and recipe.rollout.sglang.mem_fraction is None:
         said.append(f"SGLang takes {MEM_FRACTION:.0%} of a device (rollout.sglang.mem_fraction says how much)")
     if isinstance(recipe.algorithm, OwnAlgorithm):
         said.append("the algorithm of your own holds no reference model")

@@ -29,12 +29,16 @@ class Traffic:
     answer_tokens: int
     """Of an answer, over all its turns."""
     trained_tokens: int
-    """Generated ones, of all samples."""
+    """In the loss, of all samples."""
+    most_samples: int
+    """That are played, where dynamic sampling asks for all that it may; `samples` enter the loss."""
     spool_bytes: int
     routed_bytes: int
     """The part of it that says which experts tokens were routed to."""
+    most_spool_bytes: int
+    """Of `most_samples`."""
     run_spool_bytes: int
-    """Of all steps, where spool.keep = "all"; of what may be there at a time, where it is "needed"."""
+    """Of all steps at most, where spool.keep = "all"; of what may be there at a time, where it is "needed"."""
     weights_bytes: int
     """Of a version."""
     copies: int
@@ -46,11 +50,13 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     """`prompt`, `answer`: tokens of a sample. `bandwidth`: bytes a second of a process's link, or of the file system."""
     groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
     samples = groups * size
-    routed = _routed_bytes(shape, prompt, answer) * samples if recipe.rollout.routed_experts else 0
-    scored = len(recipe.scored)
-    files = recipe.orders_per_step * (1 + scored)
-    spooled = _shard_bytes(groups, samples, prompt, answer) + FILE_BYTES * files + routed
-    spooled += samples * answer * scored * SCORE_BYTES
+    orders, most_orders = recipe.orders_per_step, recipe.most_orders_per_step
+    a_group, scored = size * answer * SCORE_BYTES, len(recipe.scored)
+    an_order = _shard_bytes(recipe.rollout.groups_per_order, size, prompt, answer) + FILE_BYTES
+    an_order += scored * (recipe.rollout.groups_per_order * a_group + FILE_BYTES)
+    routed = 0
+    if recipe.rollout.routed_experts:
+        routed = _routed_bytes(shape, prompt, answer) * recipe.rollout.groups_per_order * size
     weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
     copies = _copies(recipe)
     steps = recipe.run.steps
@@ -58,12 +64,14 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
         steps = min(steps, recipe.run.checkpoint_every * recipe.run.keep_checkpoints + recipe.async_.max_staleness + 1)
     return Traffic(
         samples=samples,
+        most_samples=most_orders * recipe.rollout.groups_per_order * size,
         prompt_tokens=prompt,
         answer_tokens=answer,
         trained_tokens=samples * answer,
-        spool_bytes=spooled,
-        routed_bytes=routed,
-        run_spool_bytes=spooled * steps,
+        spool_bytes=(an_order + routed) * orders,
+        routed_bytes=routed * orders,
+        most_spool_bytes=(an_order + routed) * most_orders,
+        run_spool_bytes=(an_order + routed) * most_orders * steps,
         weights_bytes=weights,
         copies=copies,
         sync_s=weights * copies / bandwidth,
@@ -73,17 +81,18 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
 def step_of(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> Step:
     """What the trainer reads in a step."""
     samples = recipe.trainer.prompts_per_step * recipe.algorithm.group_size
-    longest = min(prompt + recipe.rollout.max_new_tokens * recipe.rollout.max_turns, shape.context)
+    played = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
+    longest = min(prompt + (answer if recipe.supervised else played), shape.context)
     return Step(samples, longest, samples * (prompt + answer))
 
 
-def _shard_bytes(groups: int, samples: int, prompt: int, answer: int) -> int:
-    """The columns of so many groups, of one span a sample."""
+def _shard_bytes(groups: int, size: int, prompt: int, answer: int) -> int:
+    """The columns of so many groups of `size` samples, of one span each."""
     of = {name: dtype.itemsize for name, dtype in COLUMNS.items()}
     a_token = sum(of[name] for name in TOKEN_COLUMNS)
     a_sample = sum(of[name] for name in ("samples", "offsets", "span_start", "span_version"))
     a_group = prompt * of["prompt_tokens"] + of["prompt_offsets"] + of["groups"] + PROMPT_META_BYTES
-    return samples * (answer * a_token + a_sample) + groups * a_group
+    return groups * (size * (answer * a_token + a_sample) + a_group)
 
 
 def _routed_bytes(shape: Shape, prompt: int, answer: int) -> int:

@@ -14,7 +14,7 @@ from relax_hpc.run_dir import RunError, replace
 def by_hand(recipe: Path, sets: Sequence[str] = (), *, seeds: int = 0, site: Path | None = None) -> dict[str, str]:
     """Name and text of each script of a recipe over the profile at `site`, for the working directory."""
     plan = shown_from(make_plan(load_recipe(recipe, sets, site)), Path.cwd())
-    if seeds and plan.slurm.shape != "single":
+    if seeds and plan.plays and plan.slurm.shape != "single":
         raise RunError(
             f"--seeds {seeds}: an array's tasks are whole runs, and slurm.shape = '{plan.slurm.shape}' makes one of several "
             "jobs; use --set slurm.shape=single"
@@ -22,7 +22,7 @@ def by_hand(recipe: Path, sets: Sequence[str] = (), *, seeds: int = 0, site: Pat
     said = ByHand(recipe, tuple(sets), seeds, site)
     if seeds:
         return {f"{plan.name}-seeds.sbatch": render(plan, "leader", said)}
-    kinds: tuple[Kind, ...] = (*plan.jobs, "elastic")
+    kinds: tuple[Kind, ...] = (*plan.jobs, "elastic") if plan.plays else plan.jobs
     return {f"{plan.name}-{kind}.sbatch": render(plan, kind, said) for kind in kinds}
 
 

@@ -202,6 +202,22 @@ def agent_command(run: RunDir, recipe: Recipe, group: str, step: str) -> list[st
     ]  # fmt: skip
 
 
+class NoCore:
+    """No rollout nodes: nothing is played in this run."""
+
+    failure = suspect = ""
+
+    def look_after(self, agents: Agents) -> None: ...
+
+    def gave_up(self, host: str, reason: str) -> None: ...
+
+    def keep_jobs(self) -> None: ...
+
+    def ask_to_stop(self) -> None: ...
+
+    def end(self, grace_s: float) -> None: ...
+
+
 class JobCore:
     """Rollout nodes in a job of their own, which outlives this one and is sent again when it is gone."""
 

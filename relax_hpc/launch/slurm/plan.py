@@ -50,12 +50,19 @@ class Plan:
     rollout: Group
     takes_turns: bool
     """Whether both groups use the same devices one after the other."""
-    scorer: Scorer | None = None
+    plays: bool
+    """Whether there is anything for rollout nodes to do; else the trainer's job is all of the run, as if the shape were split."""
+    scorer: Scorer | None
 
     @property
     def jobs(self) -> tuple[Kind, ...]:
         """The jobs that are sent to start the run; elastic ones may come later."""
-        return ("leader", "rollout") if self.slurm.shape == "split" else ("leader",)
+        return ("leader", "rollout") if self.slurm.shape == "split" and self.plays else ("leader",)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those that ask for nodes of their own."""
+        return [self.trainer, self.rollout] if self.slurm.shape != "single" and self.plays else [self.trainer]
 
     @property
     def shares_devices(self) -> bool:
@@ -80,10 +87,11 @@ def make_plan(recipe: Recipe) -> Plan:
     return Plan(
         recipe.run.name,
         recipe.run.root,
-        recipe.slurm,
+        recipe.slurm if recipe.plays else recipe.slurm.model_copy(update={"shape": "split"}),
         Group("trainer", trainer.nodes, trainer.processes // trainer.nodes, recipe.slurm.group("trainer")),
         Group("rollout", rollout.nodes, rollout.workers // rollout.nodes, recipe.slurm.group("rollout")),
         recipe.run.placement == "colocate",
+        recipe.plays,
         recipe.scorer,
     )
 

@@ -1,0 +1,28 @@
+"""Supervised fine-tuning as an algorithm: each token of the sources' own answers is as good as any other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from relax_hpc.algorithms.base import LossInputs
+from relax_hpc.algorithms.sequences import weights
+from relax_hpc.recipe.algorithm import Sft
+from relax_hpc.records import Rollouts
+
+
+class Supervised:
+    """Cross-entropy; see relax_hpc.algorithms.base.Algorithm. Nobody sampled the tokens: there is no behaviour policy."""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, config: Sft) -> None:
+        self.config = config
+
+    def advantages(self, rollouts: Rollouts) -> Tensor:
+        return torch.from_numpy(rollouts.loss_mask).float()
+
+    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = -inputs.logprobs
+        scale = weights(self.config.aggregate, inputs)
+        return loss if scale is None else loss * scale, {}
