@@ -77,6 +77,27 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A half-played order: its samples so far, to be gone on with under newer weights."""
+
+    groups: list[Group]
+    """A sample's `turns` are those that its environment has answered; all else of it holds for the tokens there are."""
+    turns: list[list[int]]
+    """Of each sample: the tokens at which its turns begin."""
+    cut: list[int]
+    """The samples whose last turn has not ended; what their `finish` says is to be ignored."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def tokens(self) -> int:
+        """After the prompts, observations too."""
+        return sum(len(sample.tokens) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
 class Rollouts:
     """Samples on their way into the loss, flat: token arrays are concatenated over samples, offsets say where each begins.
 

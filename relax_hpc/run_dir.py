@@ -6,6 +6,7 @@
       model/                                config and tokenizer (weights are versions)
       lease/000002/                         the holder; lease/000002/i000007/ is an incarnation of the trainer
       orders/open/  orders/claimed/WORKER/  requests, moved by rename
+      orders/parts/ORDER.p1.h5              what was generated of orders that were given back half-played
       shards/0000/ORDER.h5   evals/         what was generated; complete or absent
       columns/0000/ORDER.NAME.h5            what a scorer's models say of the same tokens
       reference/                            the weights that are the reference, where a scorer holds them
@@ -63,6 +64,7 @@ class RunDir:
         self.lease = self.root / "lease"
         self.open_orders = self.root / "orders" / "open"
         self.claimed_orders = self.root / "orders" / "claimed"
+        self.parts = self.root / "orders" / "parts"
         self.shards = self.root / "shards"
         self.evals = self.root / "evals"
         self.columns = self.root / "columns"
@@ -93,7 +95,7 @@ class RunDir:
     def create(self) -> None:
         """Make the folders (those that are there already stay)."""
         for folder in (
-            self.open_orders, self.claimed_orders, self.shards, self.evals, self.columns, self.aside, self.ledger, self.lease,
+            self.open_orders, self.claimed_orders, self.parts, self.shards, self.evals, self.columns, self.aside, self.ledger, self.lease,
             self.weights, self.checkpoints, self.heartbeats, self.metrics, self.logs,
         ):  # fmt: skip
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,6 +109,10 @@ class RunDir:
     def column(self, order_id: str, name: str) -> Path:
         """Where a column of an order's shard is, or will be."""
         return self.columns / self.shard(order_id).parent.name / f"{order_id}.{name}.h5"
+
+    def part(self, order_id: str, number: int) -> Path:
+        """What an order had when it was given back half-played for the number-th time."""
+        return self.parts / f"{order_id}.p{number}.h5"
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""

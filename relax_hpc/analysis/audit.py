@@ -7,9 +7,13 @@ the newest checkpoint             which orders are still outstanding
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing, read_json
@@ -30,11 +34,12 @@ class Audit:
     lost: list[str]
     """Orders that were released and are neither trained, given up with a replacement, nor outstanding; samples likewise."""
     twice: list[str]
-    """Samples in the loss of two steps, or of one step in one incarnation and not in its replay by another."""
+    """Samples in the loss of two steps (more often than the ledger says, with algorithm.replay), or of one step in one incarnation and not in its replay by another."""
     torn: list[str]
     """Published shards that do not open or do not match their checksums; columns that are not those of the ledger."""
     over_bound: list[str]
-    """Orders with a token that was older than the bound when it was trained; steps, where older tokens are masked."""
+    """Orders with a token that was older than the bound when it was trained; steps, where older tokens are masked; groups that
+    a step took once more and may not have."""
     mean_lengths: list[float]
     """Mean length in tokens of each trained group, in the order of training: kills must not bias it."""
 
@@ -60,15 +65,17 @@ def audit(path: str | Path) -> Audit:
     counts = Counter(
         f"{order}/{i}" for times in by_step.values() for order, indices in times[0].items() for i in indices
     )
-    twice += [name for name, count in counts.items() if count > 1]
 
     masked = load_recipe(run.recipe).async_.late == "mask"  # orders may be older than their tokens in the loss
     oldest_trained = {
         r["step"]: r.get("age_max", 0) for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"
     }
-    refilled: list[str] = []
     drawn = Counter[tuple[int, int, int]]()
-    ledger, settled, excused, over, torn, lost, lengths = Ledger(run), set[str](), set[str](), [], [], [], []
+    ledger, settled, excused, torn, lost, lengths = Ledger(run), set[str](), set[str](), [], [], []
+    over: list[str] = []
+    refilled: list[str] = []
+    again = _replays(run, ledger, state, over)
+    twice += [name for name, count in counts.items() if count > 1 + again[name]]
     for step in range(state["step"]):
         entry = ledger.find(step)
         if entry is None or (step not in by_step and len(entry.filtered) == 0):
@@ -100,7 +107,7 @@ def audit(path: str | Path) -> Audit:
             lost += [
                 f"{order}/{i}"
                 for i, g in enumerate(groups)
-                if f"{order}/{i}" not in counts and f"{order}/{g}" not in excused
+                if counts[f"{order}/{i}"] < 1 + again[f"{order}/{i}"] and f"{order}/{g}" not in excused
             ]
             by_group: dict[int, list[int]] = {}
             for group, size in zip(groups, sizes.tolist(), strict=True):
@@ -127,3 +134,19 @@ def _other_column(run: RunDir, order: str, name: str, version: str) -> str:
         return str(error)
     found = column.version if column else "missing"
     return "" if found == version else f"'{path}' is {found}, the ledger says {version}"
+
+
+def _replays(run: RunDir, ledger: Ledger, state: dict[str, Any], over: list[str]) -> Counter[str]:
+    """How often the ledger says that each sample was trained on once more; what it may not say is added to `over`."""
+    again: Counter[str] = Counter()
+    for step in range(state["step"]):
+        entry = ledger.find(step)
+        for name, first in entry.again.items() if entry else ():
+            order, _, group = name.rpartition("/")
+            old = ledger.find(first) if first < step else None
+            taken = [t for t in old.take if t.order == order] if old and name not in old.filtered else []
+            if not taken or step - taken[0].first_version > state["max_staleness"]:
+                over.append(f"step {step}: {name} once more")
+            with contextlib.suppress(RunError), Shard(run.shard(order)) as shard:
+                again.update(f"{order}/{i}" for i in np.flatnonzero(shard.samples["group"] == int(group)).tolist())
+    return again

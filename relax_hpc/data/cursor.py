@@ -2,14 +2,14 @@
 
     position ──next_source──► source ──order(seed, source, epoch)──► index ──held out? the next one──► PromptRef
 
-The stream depends on the seed and the position alone. Its state is two counters a source, so resuming costs the same
-wherever the stream stands.
+The stream depends on the seed, the position and the weights that it was asked with. Its state is a few counters a source, so
+resuming costs the same wherever the stream stands.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,12 @@ class PromptCursor:
         """Prompts taken since the beginning."""
         return sum(self._sampler.taken)
 
-    def take(self, count: int) -> list[PromptRef]:
-        """The next `count` prompts. Raises RunError where a source holds all of its prompts out."""
+    def take(self, count: int, weights: Sequence[float] | None = None) -> list[PromptRef]:
+        """The next `count` prompts; `weights` of the sources, where they are not those of the recipe for ever.
+
+        Raises RunError where a source holds all of its prompts out.
+        """
+        self._sampler.weights = weights
         return [next(self._refs) for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,18 +90,35 @@ class _Stream(Sampler[PromptRef]):
         self._drawn = [0] * len(sources.sizes)
         """The same with those that were skipped: the position in the source's shuffled epochs."""
         self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        self.weights: Sequence[float] | None = None
+        """Of the prompts that are drawn next."""
+        self._due = [0.0] * len(sources.sizes)
+        """With weights that change: prompts that each source is behind its shares."""
 
     def __iter__(self) -> Iterator[PromptRef]:
         return self
 
     def __next__(self) -> PromptRef:
-        source = next_source(self.taken, self._sources.weights, range(len(self.taken)))
+        source = self._next_source()
         ref = self._draw(source)
         self.taken[source] += 1
         return ref
 
+    def _next_source(self) -> int:
+        """Whose turn it is. With weights that change it is not all that a source was given since the beginning that counts."""
+        if self.weights is None:
+            return next_source(self.taken, self._sources.weights, range(len(self.taken)))
+        total = sum(self.weights)
+        self._due = [due + weight / total for due, weight in zip(self._due, self.weights, strict=True)]
+        source = max(range(len(self._due)), key=lambda i: (self._due[i], -i))
+        self._due[source] -= 1
+        return source
+
     def state_dict(self) -> dict[str, Any]:
-        return {"name": list(self._name), "sizes": self._sources.sizes, "taken": [*self.taken], "drawn": [*self._drawn]}
+        return {
+            "name": list(self._name), "sizes": self._sources.sizes, "taken": [*self.taken], "drawn": [*self._drawn],
+            "due": [*self._due],
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for key, now, fix in (
@@ -107,6 +128,7 @@ class _Stream(Sampler[PromptRef]):
             if state[key] != now:
                 raise RunError(f"the prompt cursor was saved with {key} = {state[key]}, now it is {now}: {fix}")
         self.taken, self._drawn = [*state["taken"]], [*state["drawn"]]
+        self._due = [*state.get("due", self._due)]
 
     def _draw(self, source: int) -> PromptRef:
         size = self._sources.sizes[source]

@@ -31,12 +31,17 @@ class Completion:
 
     tokens: NDArray[np.int32]  # [T] the end-of-sequence token, where one was drawn, is the last
     logprobs: NDArray[np.float32]  # [T] of the tempered distribution before top-p and top-k
-    spans: list[tuple[int, int]]  # (start, version), the first start is 0
-    finish: Finish
+    spans: list[tuple[int, int]]  # (start, version), the first start is 0; none where there are no tokens
+    finish: Finish | None
+    """None: `progress` had Enough before its end."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
     """Which experts each token of prompt and answer was routed to, where the recipe asks for it."""
     seconds: float = 0.0
     """From the request to its last token."""
+
+
+class Enough(Exception):
+    """Raised by `progress`: `generate` ends where it is, and returns what there is."""
 
 
 class EngineError(Exception):
@@ -75,12 +80,15 @@ class Engine(Protocol):
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
+        begun: Sequence[NDArray[np.int32]] = (),
     ) -> list[Completion]:
         """Go on with every prompt `copies` times, as one batch: prompt-major, len(prompts) * copies completions.
 
         Where the engine is `seeded`, the same prompts, copies, sampling, seed and weights give the same completions.
         `progress` is called with the number of tokens generated so far (an engine may count completions when they end), at
-        least once a second (it is the heartbeat).
+        least once a second (it is the heartbeat). Where it raises Enough, what has not ended has no `finish`.
+        `begun`: what each prompt's answer has already, under whatever weights (`copies` is 1 then). It counts for
+        `max_new_tokens` and stop strings, and is not part of the completion.
         Raises ValueError when a prompt leaves no room in the context, EngineRestarted, EngineError.
         """
         ...

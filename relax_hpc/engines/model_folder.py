@@ -24,15 +24,22 @@ def context_of(config: PreTrainedConfig) -> int:
     return min(longest, getattr(text, "sliding_window", None) or longest)
 
 
-def room_for(prompts: Sequence[NDArray[np.int32]], context: int, max_new_tokens: int) -> list[int]:
-    """Tokens that each prompt may go on with. Raises ValueError where there is none."""
+def room_for(
+    prompts: Sequence[NDArray[np.int32]], context: int, max_new_tokens: int, begun: Sequence[NDArray[np.int32]] = ()
+) -> list[int]:
+    """Tokens that each prompt may go on with, after what is begun. Raises ValueError where there is none."""
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(
                 f"prompt {i} has {len(prompt)} tokens: the model's context of {context} asks for 1 to {context - 1}, "
                 f"so that one of {max_new_tokens} new tokens fits; shorten the prompt"
             )
-    return [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+    rooms = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
+    if begun:
+        rooms = [room - len(answer) for room, answer in zip(rooms, begun, strict=True)]
+        if min(rooms) < 1:
+            raise ValueError(f"answer {rooms.index(min(rooms))} has all of its {max_new_tokens} tokens: it has ended")
+    return rooms
 
 
 def end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:

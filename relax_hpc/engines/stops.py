@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...], device: torch.device) -> None:
         self.tokenizer, self.stops = tokenizer, stops
-        self.window = max(len(stop.encode()) for stop in stops) + 1
-        """Tokens that hold any stop: a token of text has at least a byte, and one before it may lead with a space."""
+        self.window = window(stops)
         pieces = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
         last = {stop[-1] for stop in stops}
         # A token alone may lose a space that it has in a text, so a stop that ends with one is looked for everywhere
@@ -25,10 +25,30 @@ class StopStrings:
         candidates = [anywhere or UNKNOWN in piece or not last.isdisjoint(piece) for piece in pieces]
         self.candidates = torch.tensor(candidates, device=device)
 
-    def ended(self, tokens: Tensor, drawn: Tensor) -> Tensor:
-        """[B] bool. tokens: [B, T] what each row has generated; drawn: [B] the last of them."""
+    def ended(self, tokens: Tensor, drawn: Tensor, begun: Sequence[Sequence[int]] = ()) -> Tensor:
+        """[B] bool. tokens: [B, T] what each row has generated; drawn: [B] the last of them; begun: what was before them."""
         ended = self.candidates[drawn.clamp(max=len(self.candidates) - 1)]
         for row in ended.nonzero().flatten().tolist():
-            text = self.tokenizer.decode(tokens[row, -self.window :].tolist())
+            last = tokens[row, -self.window :].tolist()
+            if begun:
+                last = [*begun[row], *last][-self.window :]
+            text = self.tokenizer.decode(last)
             ended[row] = any(stop in text for stop in self.stops)
         return ended
+
+
+def window(stops: Sequence[str]) -> int:
+    """Tokens that hold any stop: a token of text has at least a byte, and one before it may lead with a space."""
+    return max(len(stop.encode()) for stop in stops) + 1
+
+
+def straddling(tokenizer: Any, stops: Sequence[str], begun: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """How many of `tokens` make a stop string whole that began in `begun`; None where they do not."""
+    if not stops or not begun:
+        return None
+    size = window(stops)
+    for count in range(1, min(size, len(tokens)) + 1):
+        text = tokenizer.decode([*begun, *tokens[:count]][-size:])
+        if any(stop in text for stop in stops):
+            return count
+    return None

@@ -3,11 +3,13 @@
     prompts ──each distinct one once──► prefill ──cache rows repeated──► copies
     copies ──forward one position, draw──► tokens ──ended?──► the cache is compacted to the rows that go on
 
-Prompts are padded on the left, so that all rows write the same position of the cache, and one call does for all of them.
+Prompts, with what their answers have already, are padded on the left, so that all rows write the same position of the cache,
+and one call does for all of them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from relax_hpc.engines.base import Completion, Sampling
+from relax_hpc.engines.base import Completion, Enough, Sampling
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sampling import draw
@@ -59,6 +61,7 @@ class _Output:
     logprobs: Tensor  # [N, T] float32
     lengths: Tensor  # [N] int64
     stopped: Tensor  # [N] bool
+    going: Tensor  # [N] bool: cut off before its end
     began: float
     times: list[float]  # [T] seconds from `began` to each step's end
 
@@ -109,22 +112,28 @@ class TorchEngine:
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
+        begun: Sequence[NDArray[np.int32]] = (),
     ) -> list[Completion]:
         if not len(prompts) * copies:
             return []
-        began, rooms = time.monotonic(), room_for(prompts, self.context, sampling.max_new_tokens)
-        steps = max(rooms)
-        cache, logits, batch = self._prefill(prompts, copies, rooms, progress)
-        count = len(batch.rows)
+        began, rooms = time.monotonic(), room_for(prompts, self.context, sampling.max_new_tokens, begun)
+        steps, count = max(rooms), len(prompts) * copies
         out = _Output(
             tokens=torch.zeros(count, steps, dtype=torch.long, device=self.device),
             logprobs=torch.zeros(count, steps, device=self.device),
             lengths=torch.zeros(count, dtype=torch.long, device=self.device),
             stopped=torch.zeros(count, dtype=torch.bool, device=self.device),
+            going=torch.ones(count, dtype=torch.bool, device=self.device),
             began=began,
             times=[],
         )
-        self._decode(cache, logits, batch, out, steps, sampling, seed, progress)
+        contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
+        with contextlib.suppress(Enough):
+            cache, logits, batch = self._prefill(contexts, copies, rooms, progress)
+            try:
+                self._decode(cache, logits, batch, out, steps, sampling, seed, progress, begun)
+            finally:
+                out.going.zero_()[batch.rows] = batch.alive
         return self._completions(out)
 
     def rest(self) -> None:
@@ -142,11 +151,12 @@ class TorchEngine:
 
     def _decode(
         self, cache: InPlaceCache, logits: Tensor, batch: _Batch, out: _Output, steps: int, sampling: Sampling, seed: int,
-        progress: Callable[[int], None],
+        progress: Callable[[int], None], begun: Sequence[NDArray[np.int32]],
     ) -> None:  # fmt: skip
         """Draw, look who ended, feed what was drawn; until nobody goes on."""
         generator = torch.Generator(self.device).manual_seed(seed)
         stops = self._stop_strings(sampling.stop)
+        tails = [answer[-stops.window :].tolist() for answer in begun] if stops else []
         look_every, said, generated = LOOK_EVERY[self.device.type], time.monotonic(), 0
         for step in range(steps):
             tokens, logprobs = draw(logits, sampling, generator)
@@ -155,7 +165,8 @@ class TorchEngine:
             out.lengths[batch.rows] += batch.alive
             ended = self.ends[tokens]
             if stops is not None:
-                ended = ended | stops.ended(out.tokens[batch.rows, : step + 1], tokens)
+                before = [tails[row] for row in batch.rows.tolist()] if tails else ()
+                ended = ended | stops.ended(out.tokens[batch.rows, : step + 1], tokens, before)
             out.stopped[batch.rows] |= ended & batch.alive
             batch.alive &= ~ended & (batch.room > step + 1)
             out.times.append(time.monotonic() - out.began)
@@ -238,15 +249,16 @@ class TorchEngine:
 
     def _completions(self, out: _Output) -> list[Completion]:
         tokens, logprobs = out.tokens.to("cpu", torch.int32).numpy(), out.logprobs.cpu().numpy()
+        rows = zip(out.lengths.tolist(), out.stopped.tolist(), out.going.tolist(), strict=True)
         return [
             Completion(
                 tokens=tokens[i, :length].copy(),
                 logprobs=logprobs[i, :length].copy(),
-                spans=[(0, self.version)],
-                finish=Finish.STOP if stopped else Finish.LENGTH,
-                seconds=out.times[length - 1],
+                spans=[(0, self.version)] if length else [],
+                finish=None if going else Finish.STOP if stopped else Finish.LENGTH,
+                seconds=out.times[length - 1] if length else 0.0,
             )
-            for i, (length, stopped) in enumerate(zip(out.lengths.tolist(), out.stopped.tolist(), strict=True))
+            for i, (length, stopped, going) in enumerate(rows)
         ]
 
 

@@ -172,7 +172,7 @@ class Supervisor:
 
 def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
     """Remove what killed processes had not finished writing; whoever still writes there does so in vain."""
-    for folder in (run.shards, run.evals, run.columns, run.open_orders, run.heartbeats, run.caches):
+    for folder in (run.shards, run.evals, run.columns, run.open_orders, run.parts, run.heartbeats, run.caches):
         for path in folder.rglob(".*"):
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime >= older_than_s:

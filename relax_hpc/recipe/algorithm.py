@@ -38,6 +38,13 @@ class Algorithm(Table):
         ge=1,
     )
 
+    replay: int = Key(
+        0,
+        "Groups that a step trains on once more, besides its own: those of the steps before whose rewards vary most, each once, "
+        "while all of their tokens are within async.max_staleness, which must be above 0.",
+        ge=0,
+    )
+
     @property
     def samples_dynamically(self) -> bool:
         """Whether a step takes orders until as many groups pass as it wants."""
@@ -329,6 +336,7 @@ class Sft(Table):
     filters: ClassVar[list[str]] = []
     refill: ClassVar[int] = 0
     oversample: ClassVar[float] = 1.0
+    replay: ClassVar[int] = 0
     samples_dynamically: ClassVar[bool] = False
 
 

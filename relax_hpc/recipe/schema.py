@@ -18,7 +18,7 @@ from relax_hpc.recipe.parallel import Parallel, misfit
 from relax_hpc.recipe.scorer import Scorer, refuse_unneeded
 from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
-from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource
+from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, Curriculum
 from relax_hpc.recipe.table import Key, Table, conflict, even_share
 from relax_hpc.recipe.tracking import AnyTracking, Notify
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
@@ -59,6 +59,25 @@ class Warmup(Table):
     )
 
 
+class Partial(Table):
+    """Partial rollouts, for `late = "mask"`: an order that is given back half-played, at a stop too, goes on with newer weights on any worker."""
+
+    abort_at_publish: bool = Key(
+        True,
+        "Give back an order when there are newer weights than it is played with; false leaves them to an engine that swaps "
+        "weights in mid-generation.",
+        resume=True,
+    )
+    abort_after_s: PositiveFloat | None = Key(
+        None, "Give back an order that was played for this many seconds; absent sets no limit.", resume=True
+    )
+    max_aborts: PositiveInt = Key(
+        3,
+        "An order that was given back this often is played to its end; what is out of the bound then stays out of the loss too.",
+        resume=True,
+    )
+
+
 class Async(Table):
     """How far generation may run ahead of training."""
 
@@ -68,8 +87,20 @@ class Async(Table):
     late: Literal["wait", "drop", "mask"] = Key(
         "wait",
         "What would miss its deadline: `wait` holds the trainer (no bias), `drop` orders the prompts again (favours short "
-        "answers), `mask` swaps weights in mid-generation and keeps the tokens that are too old out of the loss.",
+        "answers), `mask` takes new weights in mid-generation and keeps the tokens that are too old out of the loss.",
     )
+    partial: Partial | None = Key(
+        None, "When orders are given back half-played; absent plays each to its end, or anew."
+    )
+
+    @model_validator(mode="after")
+    def _masks(self) -> Async:
+        if self.partial and self.late != "mask":
+            raise conflict(
+                f"[async.partial] goes on with old answers under new weights, but async.late = '{self.late}' has no use for "
+                "an answer that is older in parts: set async.late = 'mask', or remove the table"
+            )
+        return self
 
 
 class Trainer(Table):
@@ -293,6 +324,7 @@ class Recipe(Table):
     scorer: Scorer | None = None
     weights: AnyWeights = FileWeights()
     source: list[AnySource] = Key(help="Where prompts come from: one table or more.", min_length=1)
+    curriculum: Curriculum | None = Key(None, "How the sources' weights follow what is solved.")
     evaluation: Evaluation | None = None
     spool: Spool = Spool()
     supervision: Supervision = Supervision()
@@ -368,6 +400,11 @@ class Recipe(Table):
                 f"algorithm.name = 'rloo' is on-policy only, but async.max_staleness = {self.async_.max_staleness} and "
                 f"trainer.updates_per_step = {updates}: set them to 0 and 1, or use an algorithm with a ratio, such as 'grpo'"
             )
+        if self.algorithm.replay and not self.async_.max_staleness:
+            raise conflict(
+                f"algorithm.replay = {self.algorithm.replay} trains on groups of the steps before, all of which are out of the bound "
+                "where async.max_staleness = 0: raise that, or leave replay out"
+            )
         if isinstance(self.algorithm, Ppo) and self.algorithm.critic.warmup_steps >= self.run.steps:
             raise conflict(
                 f"algorithm.critic.warmup_steps = {self.algorithm.critic.warmup_steps} leaves the policy none of run.steps = "
@@ -387,10 +424,22 @@ class Recipe(Table):
                 "[warmup] learns the sources' answers before training, which algorithm.name = 'sft' is itself: leave the table "
                 "out (trainer.lr_warmup_steps is how the learning rate rises)"
             )
-        if self.async_.late == "mask" and self.rollout.engine == "torch":
+        if self.curriculum and self.supervised:
+            raise conflict(
+                "[curriculum] follows what is solved, and algorithm.name = 'sft' plays nothing: remove the table, or give the "
+                "sources weights"
+            )
+        if self.curriculum and len(self.source) == 1:
+            raise conflict(
+                "[curriculum] shifts prompts between sources, but there is one [[source]]: split it by difficulty into "
+                "several, or remove the table"
+            )
+        partial = self.async_.partial
+        if self.async_.late == "mask" and self.rollout.engine == "torch" and not (partial and partial.abort_at_publish):
             raise conflict(
                 "async.late = 'mask' swaps weights in mid-generation, which rollout.engine = 'torch' cannot: "
-                "use rollout.engine = 'sglang', or async.late = 'wait' or 'drop'"
+                "use rollout.engine = 'sglang', or give back half-played orders (an [async.partial] table with "
+                "abort_at_publish = true), or async.late = 'wait' or 'drop'"
             )
         single = self.slurm is not None and self.slurm.shape == "single" and self.plays
         if single and self.trainer.nodes != self.rollout.nodes:

@@ -72,6 +72,21 @@ class ReasoningGymSource(TaskPrompts):
     weight: PositiveFloat = Key(1.0, WEIGHT)
 
 
+class Curriculum(Table):
+    """Sources whose prompts are solved about half the time come more often: each one's weight times 4 p (1 - p), p its pass rate."""
+
+    floor: float = Key(
+        0.1,
+        "Least factor on a source's weight, so that one that is never or always solved is still looked at.",
+        gt=0,
+        le=1,
+    )
+    memory_steps: PositiveFloat = Key(
+        10.0, "Steps over which a pass rate is averaged (exponentially); it begins at one half."
+    )
+    solved_at: float = Key(1.0, "Raw reward from which a sample counts as solved.")
+
+
 class EvaluationFile(FilePrompts):
     """A file of prompts that are evaluated, never trained on."""
 

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.algorithms.filters import Filter
+from relax_hpc.roles.again import Again
 from relax_hpc.roles.columns import Columns, columns_of
 from relax_hpc.roles.retention import Retention
 from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.spool import parts
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import FAILED, SURPLUS, Dropped, Entry, Ledger, Taken
 from relax_hpc.spool.orders import Choice, Order, OrderBook, replacement_id
@@ -43,8 +45,13 @@ class Intake:
         incarnation: int,
         when_room: Callable[[Callable[[], None], str], None],
         columns: Columns,
+        replay: int = 0,
+        solved_at: float | None = None,
     ) -> None:
-        """when_room: does what it is given, again and again while the disk is full."""
+        """when_room: does what it is given, again and again while the disk is full. replay: groups that a step takes once more.
+        solved_at: the raw reward of a solved prompt, where entries are to say how many are."""
+        self._solved_at = solved_at
+        self._again = Again(ledger, front.path, replay, book.max_staleness)
         self.book, self.ledger, self.queue, self.retention, self.front = book, ledger, queue, retention, front
         self._run, self._filters, self._incarnation, self._when_room = run, filters, incarnation, when_room
         self._columns = columns
@@ -101,6 +108,8 @@ class Intake:
             take=tuple(Taken(i, self._complete[i].first_version, self._columns.versions(i)) for i in choice.take),
             filtered=self._filtered(choice),
             dropped=tuple(Dropped(i, "late", replacement_id(i)) for i in choice.drop),
+            again=self._again.choose(step),
+            solved=self._solved(choice),
             refills=self.book.refilled,
         )
         return self.ledger.commit(entry)
@@ -108,7 +117,9 @@ class Intake:
     def settle(self, entry: Entry, step: int) -> None:
         """Account for a step that was trained, and release what may now be asked for."""
         self.book.refill_upto(entry.step, entry.refills)  # of a step that is replayed; else they are there
-        replacements = self.book.apply(entry.step, [t.order for t in entry.take], [d.order for d in entry.dropped])
+        replacements = self.book.apply(
+            entry.step, [t.order for t in entry.take], [d.order for d in entry.dropped], entry.solved
+        )
         self._dropped |= {d.order: d for d in entry.dropped}
         for order_id in (*(t.order for t in entry.take), *(d.order for d in entry.dropped)):
             self._kept_out.pop(order_id, None)
@@ -176,6 +187,7 @@ class Intake:
             if not i.startswith("e") and i not in self.book.outstanding and int(i[1:7]) < self.book.next_batch
         ]  # fmt: skip
         self.queue.withdraw(stray)
+        parts.remove(self._run, self.book.outstanding, self.book.next_batch)
         if missing or stray:
             logging.getLogger("trainer").info("released again: %s; withdrawn: %s", [o.id for o in missing], stray)
         self.release(step)
@@ -246,6 +258,18 @@ class Intake:
             if path.name in names[path.parent]:
                 found.append(order_id)
         return found
+
+    def _solved(self, choice: Choice) -> dict[str, tuple[int, int]]:
+        """Source -> samples that solved their prompts, of all that were scored: those that a filter keeps out too."""
+        counts: dict[str, tuple[int, int]] = {}
+        for shard in (self._complete[i] for i in choice.take if self._solved_at is not None):
+            right = shard.samples["raw_reward"] >= self._solved_at
+            for group, row in enumerate(shard.groups):
+                mine = right[shard.samples["group"] == group]
+                if len(mine) and not row["failed"]:
+                    before = counts.get(source := str(row["source"]), (0, 0))
+                    counts[source] = (before[0] + int(mine.sum()), before[1] + len(mine))
+        return counts
 
     def _filtered(self, choice: Choice) -> dict[str, str]:
         """ORDER/GROUP -> why it stays out of the loss: it failed, does not pass, or the batch has all it wants."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptCursor
+from relax_hpc.data.curriculum import SourceWeights
 from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake, Replay, check_failures
@@ -70,6 +71,8 @@ class Lead:
                 self.incarnation,
                 self.process.when_room,
                 columns,
+                recipe.algorithm.replay,
+                recipe.curriculum.solved_at if recipe.curriculum else None,
             )
         else:
             self.intake = Replay(role.shards, ledger, role.front, columns)
@@ -105,6 +108,7 @@ class Lead:
             wanted=recipe.trainer.prompts_per_step if recipe.algorithm.samples_dynamically else 0,
             refills=recipe.algorithm.refill * recipe.orders_per_step,
             oversample=recipe.algorithm.oversample,
+            weights=SourceWeights(recipe.curriculum, self.role.sources.weights) if recipe.curriculum else None,
         )
 
     def publish(self, export: Export, asked: bool) -> None:
@@ -197,6 +201,9 @@ class Lead:
             values["unscored"] = self.intake.unscored
         clock.lap("settle_s")
         values |= {**role.trainer.seconds, **clock.laps}
+        if isinstance(self.intake, Intake) and self.intake.book.weights is not None:
+            weights = self.intake.book.weights.at(role.step)
+            values["source_shares"] = [weight / sum(weights) for weight in weights]
         self.process.telemetry.metrics(kind="step", **values)
         self.process.telemetry.trained(entry.step, self.incarnation, rollouts.ids)
         self.process.telemetry.beat("training", step=role.step)

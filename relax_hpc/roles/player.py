@@ -17,12 +17,12 @@ from relax_hpc.data import PromptSources
 from relax_hpc.engines import EngineError, Sampling, make_engine
 from relax_hpc.environments import make_environments
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Group, Prompt
+from relax_hpc.records import Group, Part, Prompt
 from relax_hpc.rewards import Judge
 from relax_hpc.roles import gpus
-from relax_hpc.roles.episodes import play
+from relax_hpc.roles.episodes import HalfPlayed, play
 from relax_hpc.run_dir import RunError
-from relax_hpc.spool.orders import Order
+from relax_hpc.spool.orders import Order, order_seed
 
 
 class Player:
@@ -45,14 +45,26 @@ class Player:
         """The order's prompts, tokenized."""
         return [self.sources.prompt(source, index) for source, index in order.prompts]
 
-    def groups(self, order: Order, prompts: list[Prompt], progress: Callable[[str], None]) -> list[Group]:
-        """The groups of an order; an evaluation has a temperature of its own. Raises EngineError, and RunError for what a person must mend."""
+    def groups(
+        self,
+        order: Order,
+        prompts: list[Prompt],
+        progress: Callable[[str], None],
+        parts: int = 0,
+        part: Part | None = None,
+    ) -> list[Group]:
+        """The groups of an order; an evaluation has a temperature of its own. Raises EngineError, and RunError for what a person must mend.
+
+        parts: how often it was given back half-played; part: what there is of it since. Raises HalfPlayed as `play` does.
+        """
+        # What is left of an answer is not drawn by the numbers that its beginning was drawn by.
+        seed = order_seed(order.seed, f"part {parts}") if parts else order.seed
         try:
             return play(
-                prompts, order.copies, order.seed, self._evaluation if order.evaluates else self._training, self._max_turns,
-                self.engine, self._tokenizer, self._environments, self._judge, progress,
+                prompts, order.copies, seed, self._evaluation if order.evaluates else self._training, self._max_turns,
+                self.engine, self._tokenizer, self._environments, self._judge, progress, part,
             )  # fmt: skip
-        except (EngineError, RunError):
+        except (EngineError, RunError, HalfPlayed):
             raise
         except Exception as error:
             # An environment or a prompt that cannot be played must not cost the run: its groups are kept, with the reason.

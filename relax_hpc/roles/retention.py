@@ -30,6 +30,9 @@ class Retention:
         self.order_bytes = samples * longest * TOKEN_BYTES + recipe.rollout.groups_per_order * context * 4 + SHARD_BYTES
         self.order_bytes += len(recipe.scored) * (samples * longest * SCORE_BYTES + SHARD_BYTES)
 
+        if recipe.async_.partial:
+            self.order_bytes *= 2  # what it had when it was given back lies beside it until its shard is there
+
     def scan(self, excluding: Collection[str]) -> None:
         """Count what is there; that of orders in play is added when they are taken in."""
         there = [p for folder in (self._run.shards, self._run.columns) for p in folder.rglob("[!.]*.h5")]
@@ -50,6 +53,8 @@ class Retention:
         """Remove shards that no checkpoint from `step` on replays; by way of our own folder: a fenced trainer deletes nothing."""
         if self._recipe.spool.keep == "all":
             return
+        if self._recipe.algorithm.replay:  # the first steps from there on may train on these once more
+            step -= self._recipe.async_.max_staleness
         for trained in range(self.removed_before, step):
             entry = self._ledger.find(trained)
             if entry is None:

@@ -1,8 +1,9 @@
 """The rollout role: claims orders, plays their episodes, publishes each as a shard.
 
 open orders ────claim by rename─► this worker     loop:  claim ► sync ► play ► score ► claim …      (new weights are taken
-newest weights ──fetch, verify──► engine                                         └► publish         with an order, or in
-                                                                                 mid-generation where async.late = "mask")
+newest weights ──fetch, verify──► engine                                │        └► publish         with an order, or in
+                                                     half-played ◄──────┘                           mid-generation where
+                                               (async.partial) back to the open orders              async.late = "mask")
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
-from relax_hpc.engines import EngineRestarted
-from relax_hpc.records import Finish, Group, Prompt
+from relax_hpc.engines import EngineRestarted, Enough
+from relax_hpc.recipe.schema import Partial
+from relax_hpc.records import Finish, Group, Part, Prompt, Sample
 from relax_hpc.roles import gpus
+from relax_hpc.roles.episodes import HalfPlayed
 from relax_hpc.roles.player import Player
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
 from relax_hpc.roles.turn import Turn
 from relax_hpc.run_dir import RunError
+from relax_hpc.spool import parts
 from relax_hpc.spool.front import Front
-from relax_hpc.spool.orders import Order
 from relax_hpc.spool.publisher import ShardPublisher
-from relax_hpc.spool.queue import Claim, Queue
+from relax_hpc.spool.queue import Claim, Queue, end_claim
 from relax_hpc.spool.shard import encode
 from relax_hpc.spool.watch import backoff
 from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver
@@ -59,6 +63,8 @@ class RolloutWorker:
         """How long it waited for the orders before."""
         self.swapping = False
         """Whether new weights are taken while an order is played."""
+        self.limits, self.why = Limits(), ""
+        """Of the order that is played; why the last one was given back."""
         self.fetch_s = 0.0
         """What taking weights took since this was last read."""
 
@@ -154,15 +160,16 @@ class RolloutWorker:
             self.fetch_s += time.perf_counter() - began
 
     def play(self, claim: Claim, waited_s: float) -> None:
-        """Play the claimed order and publish its shard."""
+        """Play the claimed order and publish its shard, or give it back half-played."""
         held = self.held
         assert held is not None
         if self.process.run.shard(claim.order.id).exists():  # a worker that counted as lost published it after all
-            claim.path.unlink(missing_ok=True)
+            end_claim(self.process.run, claim)
             return
         order, began, began_at, scored_s = claim.order, time.perf_counter(), time.time(), self.player.scored_s
         sync_s, self.fetch_s = self.fetch_s, 0.0
         prompts = self.player.prompts(order)
+        part = parts.read(self.process.run, order, claim.ticket)
         cap = self.recipe.rollout.max_attempts
         if claim.ticket.attempt >= cap:
             groups = [
@@ -170,17 +177,23 @@ class RolloutWorker:
                 for p in prompts
             ]
         else:
-            groups = self.episodes_or_again(order, prompts)
+            try:
+                groups = self.episodes_or_again(claim, prompts, part)
+            except HalfPlayed as played:
+                self.give_back(claim, played.part, time.perf_counter() - began)
+                return
         score_s = self.player.scored_s - scored_s
         generate_s = time.perf_counter() - began - score_s
         swap_s, self.fetch_s = self.fetch_s, 0.0
         meta = {
             "version": held.number, "lineage": held.lineage, "attempt": claim.ticket.attempt, "worker": self.workplace,
             "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": generate_s,
+            "aborts": claim.ticket.parts,
         }  # fmt: skip
         image = encode(order.id, groups, meta, self.recipe.spool.compression)
         samples = [s for g in groups for s in g.samples]
-        lengths, tokens = [len(s.tokens) for s in samples], sum(int(s.loss_mask.sum()) for s in samples)
+        lengths, kept = [len(s.tokens) for s in samples], part.samples if part else []
+        tokens = said_by_model(samples) - said_by_model(kept)
         about = {
             "order": order.id, "version": held.number, "samples": len(samples), "tokens": sum(lengths),
             "length_max": max(lengths, default=0), "turns_mean": mean([s.turns for s in samples]),
@@ -188,6 +201,8 @@ class RolloutWorker:
             "longest_s": max((s.seconds for s in samples), default=0.0),
             "tokens_per_s": tokens / generate_s, "tokens_per_device_s": tokens / generate_s / self.recipe.rollout.devices_each,
             "reward": mean([s.raw_reward for s in samples]), "failed": sum(bool(g.reason) for g in groups),
+            "aborts": claim.ticket.parts, "continued_samples": len(part.cut) if part else 0,
+            "kept_tokens": sum(len(s.tokens) for s in kept),
             "began": round(began_at, 3), "wait_s": waited_s, "sync_s": sync_s, "blocked_s": self.blocked_s,
             "generate_s": generate_s, "swap_s": swap_s, "score_s": score_s,
         }  # fmt: skip
@@ -195,6 +210,16 @@ class RolloutWorker:
         began = time.perf_counter()
         self.report_published()
         self.blocked_s = time.perf_counter() - began
+
+    def give_back(self, claim: Claim, part: Part, seconds: float) -> None:
+        """Keep what there is of an order, and leave it to whoever claims it next, with the newest weights then."""
+        run, compression = self.process.run, self.recipe.spool.compression
+        put_back = functools.partial(parts.put_back, run, self.queue, claim, part, compression)
+        kept = self.process.when_room(put_back, f"a part of {claim.order.id}")
+        self.process.telemetry.metrics(
+            kind="abort", order=claim.order.id, version=claim.ticket.version, why=self.why, aborts=claim.ticket.parts + 1,
+            samples=len(part.samples), cut_samples=len(part.cut), tokens=part.tokens, kept=kept, generate_s=seconds,
+        )  # fmt: skip
 
     def report_published(self) -> None:
         """Say what was published since the last call; what found no room is tried again here."""
@@ -206,32 +231,72 @@ class RolloutWorker:
             self.process.telemetry.metrics(kind="order", **about, publish_s=seconds)
             self.process.caches.keep()
 
-    def episodes(self, order: Order, prompts: list[Prompt]) -> list[Group]:
-        """The groups of an order."""
-        self.swapping = self.recipe.async_.late == "mask" and self.engine.swaps and not order.evaluates
+    def episodes(self, claim: Claim, prompts: list[Prompt], part: Part | None) -> list[Group]:
+        """The groups of an order. Raises HalfPlayed when it is to be given back."""
+        masks = self.recipe.async_.late == "mask" and not claim.order.evaluates  # an evaluation is of one version
+        self.limits = Limits.of(self.recipe.async_.partial, claim.ticket.parts) if masks else Limits()
+        self.swapping = masks and self.engine.swaps and not self.limits.at_publish
         try:
-            return self.player.groups(order, prompts, self.progress)
+            return self.player.groups(claim.order, prompts, self.progress, claim.ticket.parts, part)
         finally:
-            self.swapping = False
+            self.limits, self.swapping = Limits(), False
 
-    def episodes_or_again(self, order: Order, prompts: list[Prompt]) -> list[Group]:
-        """The groups of an order, once more from its beginning where the engine was lost and came back."""
+    def episodes_or_again(self, claim: Claim, prompts: list[Prompt], part: Part | None) -> list[Group]:
+        """The groups of an order, once more from where it was claimed when the engine was lost and came back."""
         try:
-            return self.episodes(order, prompts)
+            return self.episodes(claim, prompts, part)
         except EngineRestarted as error:
-            self.process.log.warning("order %s is played again: %s", order.id, error)
-            self.process.telemetry.metrics(kind="engine_restart", order=order.id, reason=str(error))
+            self.process.log.warning("order %s is played again: %s", claim.order.id, error)
+            self.process.telemetry.metrics(kind="engine_restart", order=claim.order.id, reason=str(error))
             self.held = None
             self.wait_for_newest()
-            return self.episodes(order, prompts)
+            return self.episodes(claim, prompts, part)
 
     def progress(self, state: str) -> None:
-        """The heartbeat in everything that lasts; also where a stop is noticed."""
+        """The heartbeat in everything that lasts; also where a stop is noticed, and that an order is to be given back."""
+        self.process.telemetry.beat(state, orders=self.orders)
+        if state == "generating" and self.has_enough():
+            raise Enough
         if self.process.stopping:
             raise Stop
-        self.process.telemetry.beat(state, orders=self.orders)
         if self.swapping and state == "generating":
             self.take_newest()
+
+    def has_enough(self) -> bool:
+        """Whether the order that is played is to be given back half-played."""
+        if self.limits.keeps and self.process.stopping:
+            self.why = "stop"
+        elif time.monotonic() >= self.limits.until:
+            self.why = "time"
+        elif self.limits.at_publish and self.receiver.newest() not in (None, self.held):
+            self.why = "publish"
+        else:
+            return False
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Until when an order is played; by default to its end."""
+
+    keeps: bool = False
+    """Whether it is given back half-played when the worker is asked to stop."""
+    at_publish: bool = False
+    until: float = float("inf")
+    """Of time.monotonic()."""
+
+    @classmethod
+    def of(cls, partial: Partial | None, aborts: int) -> Limits:
+        """Of an order that was given back `aborts` times."""
+        if partial is None or aborts >= partial.max_aborts:
+            return cls(keeps=partial is not None)
+        limit_s = float("inf") if partial.abort_after_s is None else partial.abort_after_s
+        return cls(True, partial.abort_at_publish, time.monotonic() + limit_s)
+
+
+def said_by_model(samples: Sequence[Sample]) -> int:
+    """Tokens of the model's own."""
+    return sum(int(sample.loss_mask.sum()) for sample in samples)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -58,10 +58,12 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
     histogram = np.bincount(ages, minlength=recipe.async_.max_staleness + 1)
     failed, surplus = (sum(r.startswith(kind) for r in entry.filtered.values()) for kind in (FAILED, SURPLUS))
     groups = len(np.unique(rollouts.group))
+    own = groups - len(entry.again)
     return {
         "samples": len(rollouts),
         "groups": groups,
-        "missing_groups": recipe.trainer.prompts_per_step - groups,
+        "missing_groups": recipe.trainer.prompts_per_step - own,
+        "replayed_groups": len(entry.again),
         "reward": _mean(rollouts.rewards),
         "raw_reward": _mean(rollouts.raw_rewards),
         "length_mean": _mean(lengths),

@@ -19,7 +19,7 @@ from relax_hpc.trainers.token_loss import as_rollouts
 class Lessons:
     """What stands in for the intake: the prompts of each step, by the cursor."""
 
-    depth, outstanding = 0, 0
+    depth, unscored, outstanding = 0, 0, 0
 
     def __init__(self, cursor: PromptCursor, prompts_per_step: int, ledger: Ledger, incarnation: int) -> None:
         self._cursor, self._count, self._ledger, self._incarnation = cursor, prompts_per_step, ledger, incarnation

@@ -261,6 +261,11 @@ class TrainerRole:
                 columns = read_columns(self.run, shard, self.scored)
                 parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out)), replay, columns))
                 played += shard.raw_rewards()
+        for name in entry.again:
+            order, _, group = name.rpartition("/")
+            with Shard(self.front.path(order)) as shard:
+                columns = read_columns(self.run, shard, self.scored)
+                parts.append(shard.rollouts(np.flatnonzero(shard.samples["group"] == int(group)), replay, columns))
         rollouts, masked = concatenate(parts), 0
         if self.recipe.async_.late == "mask":
             rollouts, masked = mask_old(rollouts, entry.step - self.bound)

@@ -1,6 +1,7 @@
 """The ledger: one file a step that says what the step trains on, created exclusively before any process steps.
 
-Whoever finds entry s adopts it; an order in the ledger is never taken again, whether its shard is still there or not.
+Whoever finds entry s adopts it; an order in the ledger is never taken again, whether its shard is still there or not. What is
+trained on once more is named as that, group by group, and was taken before.
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ class Entry:
     filtered: dict[str, str] = field(default_factory=dict)
     """ORDER/GROUP -> why this group is kept out of the loss."""
     dropped: tuple[Dropped, ...] = ()
+    again: dict[str, int] = field(default_factory=dict)
+    """ORDER/GROUP -> the step whose loss this group was in first, of what is trained on once more (algorithm.replay)."""
+    solved: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Source -> samples that solved their prompts, of how many that were played for this step ([curriculum])."""
     refills: int = 0
     """Further orders that were released for this step, before it was taken."""
     learned: tuple[tuple[int, int, int], ...] = ()

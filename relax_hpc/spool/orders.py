@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -71,10 +71,19 @@ def order_seed(run_seed: int, order_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{order_id}".encode(), digest_size=7).digest(), "big")
 
 
+class Weights(Protocol):
+    """Weights of the sources that follow what is solved (data.curriculum)."""
+
+    def at(self, step: int) -> Sequence[float]: ...
+    def note(self, step: int, solved: Mapping[str, tuple[int, int]], forget_before: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class Cursor(Protocol):
     """A checkpointable stream of prompts (data.cursor)."""
 
-    def take(self, count: int) -> list[Any]: ...
+    def take(self, count: int, weights: Sequence[float] | None = None) -> list[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -109,6 +118,8 @@ class OrderBook:
     """Further orders that may be released for one step at most, in place of groups that do not pass."""
     oversample: float = 1.0
     """Groups asked for at once, in times of what the batches want."""
+    weights: Weights | None = None
+    """Of the sources, where they change."""
     next_batch: int = 0
     refilled: int = 0
     """Further orders that were released for the step that is next."""
@@ -123,12 +134,15 @@ class OrderBook:
         new = []
         while self.next_batch <= upto:
             for k in range(self.n):
-                new.append(self._order(order_name(self.next_batch, k), self.next_batch - self.max_staleness))
+                name, oldest = order_name(self.next_batch, k), self.next_batch - self.max_staleness
+                new.append(self._order(name, oldest, self.next_batch - self.ahead))
             self.next_batch += 1
         return new
 
-    def _order(self, name: str, oldest: int) -> Order:
-        prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_order))
+    def _order(self, name: str, oldest: int, step: int) -> Order:
+        """step: the one before which it may be asked for at the earliest."""
+        weights = () if self.weights is None else (self.weights.at(step),)
+        prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_order, *weights))
         order = Order(name, prompts, self.copies, order_seed(self.seed, name), max(0, oldest))
         self.outstanding[name] = order
         return order
@@ -155,7 +169,7 @@ class OrderBook:
         """Release further orders for `step` until there were `count`."""
         numbers = range(self.n + self.refilled, self.n + count)
         self.refilled = max(self.refilled, count)
-        return [self._order(order_name(step, k), step + self.ahead - self.max_staleness) for k in numbers]
+        return [self._order(order_name(step, k), step + self.ahead - self.max_staleness, step) for k in numbers]
 
     def choose(
         self,
@@ -227,8 +241,12 @@ class OrderBook:
                 kept += 1
         return surplus
 
-    def apply(self, step: int, take: Iterable[str], drop: Iterable[str]) -> list[Order]:
+    def apply(
+        self, step: int, take: Iterable[str], drop: Iterable[str], solved: Mapping[str, tuple[int, int]] | None = None
+    ) -> list[Order]:
         """Account for the ledger entry of `step`; the orders that replace what it dropped are released and returned."""
+        if self.weights is not None:
+            self.weights.note(step, solved or {}, min(self.next_batch - self.ahead, step + 1))
         replacements = []
         self.refilled = 0
         for order_id in take:
@@ -247,11 +265,14 @@ class OrderBook:
             "refilled": self.refilled,
             "cursor": self.cursor.state_dict(),
             "outstanding": [order.to_json() for order in self.outstanding.values()],
+            "weights": None if self.weights is None else self.weights.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.next_batch, self.refilled = state["next_batch"], state.get("refilled", 0)
         self.cursor.load_state_dict(state["cursor"])
+        if self.weights is not None:
+            self.weights.load_state_dict(state["weights"])
         self.outstanding = {o["id"]: Order.from_json(o) for o in state["outstanding"]}
 
 

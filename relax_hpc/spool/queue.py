@@ -2,10 +2,11 @@
 
     open/ORDER.aATTEMPT.vOLDEST ──claim──► claimed/WORKER/ORDER.aATTEMPT.vSTARTED ──► SHARDS/ORDER.h5, claim removed
               ▲                                     │
-              └────────────── give back ────────────┘   (the worker died: attempt + 1; it was drained: same attempt)
+              └────────────── give back ────────────┘   (the worker died: attempt + 1; it was drained: same attempt;
+                                                         it gave back what it had half-played (spool.parts): .pPARTS)
 
 Names carry what a claim is decided on, so that deciding costs no read: the oldest version an order may start from, and
-how many workers died on it. Orders are not fsynced: what a power failure takes, the trainer's book puts back.
+how many workers died on it, and which part of it there is already. Orders are not fsynced: what a power failure takes, the trainer's book puts back.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relax_hpc.run_dir import Data, RunDir, publish, read_json, to_json
@@ -33,15 +34,18 @@ class Ticket:
     attempt: int
     version: int
     """The oldest version it may start from while it is open; the version it was started with once it is claimed."""
+    parts: int = 0
+    """How often it was given back half-played."""
 
     @property
     def name(self) -> str:
-        return f"{self.order_id}.a{self.attempt}.v{self.version}"
+        begun = f".p{self.parts}" if self.parts else ""
+        return f"{self.order_id}.a{self.attempt}.v{self.version}{begun}"
 
     @classmethod
     def parse(cls, name: str) -> Ticket:
-        order_id, attempt, version = name.split(".")
-        return cls(order_id, int(attempt[1:]), int(version[1:]))
+        order_id, attempt, version, *parts = name.split(".")
+        return cls(order_id, int(attempt[1:]), int(version[1:]), *(int(p[1:]) for p in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class Queue:
         for name in os.listdir(self._run.open_orders):
             if name.startswith((".", "e")) or (ticket := Ticket.parse(name)).version >= version:
                 continue
-            later = Ticket(ticket.order_id, ticket.attempt, version)
+            later = replace(ticket, version=version)
             raised |= _moved(self._run.open_orders / name, self._run.open_orders / later.name)
         return raised
 
@@ -124,7 +128,7 @@ class Queue:
         for ticket in tickets:
             if ticket.version > version:
                 continue
-            mine = Ticket(ticket.order_id, ticket.attempt, version)
+            mine = replace(ticket, version=version)
             path = folder / mine.name
             if _moved(self._run.open_orders / ticket.name, path):
                 order = _read(path)
@@ -138,9 +142,10 @@ class Queue:
                 )
         return None
 
-    def put_back(self, claim: Claim) -> None:
-        """Open a claim again that was not begun: no worker died on it."""
-        _moved(claim.path, self._run.open_orders / claim.ticket.name)
+    def put_back(self, claim: Claim, parts: int | None = None) -> bool:
+        """Open a claim again: no worker died on it. `parts`: which part there is of it now. False when it is ours no more."""
+        again = claim.ticket if parts is None else replace(claim.ticket, parts=parts)
+        return _moved(claim.path, self._run.open_orders / again.name)
 
     def open_workplace(self, worker: str) -> None:
         (self._run.claimed_orders / worker).mkdir(exist_ok=True)
@@ -160,7 +165,7 @@ class Queue:
         return given
 
     def _reopen(self, folder: Path, ticket: Ticket, lost: bool) -> bool:
-        again = Ticket(ticket.order_id, ticket.attempt + lost, ticket.version)
+        again = replace(ticket, attempt=ticket.attempt + lost)
         return _moved(folder / ticket.name, self._run.open_orders / again.name)
 
     def workers(self) -> list[str]:
@@ -174,7 +179,7 @@ def publish_shard(run: RunDir, claim: Claim, image: Data, worker: str) -> bool:
     """Publish a claim's shard and end the claim; False when another attempt came first (ours is put aside)."""
     final = run.shard(claim.order.id)
     if publish(final, image):
-        claim.path.unlink(missing_ok=True)
+        end_claim(run, claim)
         return True
     aside = run.aside / f"{claim.order.id}.{worker}.h5"
     publish(aside, image, durable=False)
@@ -185,8 +190,15 @@ def publish_shard(run: RunDir, claim: Claim, image: Data, worker: str) -> bool:
         "time": time.time(),
     }
     publish(aside.with_suffix(".reason.json"), to_json(reason), durable=False)
-    claim.path.unlink(missing_ok=True)
+    end_claim(run, claim)
     return False
+
+
+def end_claim(run: RunDir, claim: Claim) -> None:
+    """Remove a claim whose shard is there, and what it went on from."""
+    claim.path.unlink(missing_ok=True)
+    if claim.ticket.parts:
+        run.part(claim.order.id, claim.ticket.parts).unlink(missing_ok=True)
 
 
 def _tickets(folder: Path) -> list[Ticket]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from relax_hpc.engines import ENGINES, Completion, Engine, Sampling, make_engine
+from relax_hpc.engines import ENGINES, Completion, Engine, Enough, Sampling, make_engine
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.records import Finish
 from relax_hpc.trainers import make_trainer
@@ -207,6 +207,43 @@ def test_progress_ends_with_every_token(setup: Setup) -> None:
     done = setup.engine.generate(PROMPTS, 4, Sampling(max_new_tokens=10), 0, said.append)
     assert said == sorted(said) and said[-1] == sum(len(c.tokens) for c in done)
     assert all(0 < c.seconds <= time.monotonic() - began for c in done)
+
+
+def test_what_was_cut_off_goes_on_as_if_it_had_not_been(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    for engine in ("torch", "sglang.engine"):
+        monkeypatch.setattr(f"relax_hpc.engines.{engine}.PROGRESS_EVERY_S", 0.003)
+    greedy = Sampling(temperature=0, max_new_tokens=50)
+    whole = setup.engine.generate(PROMPTS, 2, greedy, 0)
+
+    def stop(tokens: int) -> None:
+        if time.monotonic() > began + 0.02:
+            raise Enough
+
+    began = time.monotonic()
+    cut = setup.engine.generate(PROMPTS, 2, greedy, 0, stop)
+    assert any(c.finish is None for c in cut)
+    for was, now in zip(whole, cut, strict=True):
+        assert now.tokens.tolist() == was.tokens[: len(now.tokens)].tolist() and len(now.logprobs) == len(now.tokens)
+        assert now.spans == ([(0, 3)] if len(now.tokens) else [])
+        assert now.finish == was.finish if now.finish is not None else len(now.tokens) < len(was.tokens)
+    rows = [i for i, c in enumerate(cut) if c.finish is None]
+    rest = setup.engine.generate([PROMPTS[i // 2] for i in rows], 1, greedy, 0, begun=[cut[i].tokens for i in rows])
+    for i, c in zip(rows, rest, strict=True):
+        assert [*cut[i].tokens, *c.tokens] == whole[i].tokens.tolist() and c.finish == whole[i].finish
+        np.testing.assert_allclose([*cut[i].logprobs, *c.logprobs], whole[i].logprobs, atol=2e-5)
+
+
+def test_a_stop_string_may_begin_in_what_was_there_before(setup: Setup) -> None:
+    alphabet = setup.recipe.model.alphabet  # type: ignore[union-attr]
+    [done] = setup.engine.generate([PROMPTS[1]], 1, Sampling(temperature=0, max_new_tokens=30), 0)
+    text = "".join(alphabet[t - 3] if t > 2 else "?" for t in done.tokens)
+    at = next(k for k in range(1, 29) if text.find(text[k - 1 : k + 2]) == k - 1)
+    stops = Sampling(temperature=0, max_new_tokens=30, stop=(text[at - 1 : at + 2],))
+    [rest] = setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[done.tokens[:at]])
+    assert rest.tokens.tolist() == done.tokens[at : at + 2].tolist() and rest.finish == Finish.STOP
+    assert len(rest.logprobs) == 2 and rest.spans == [(0, 3)]
+    with pytest.raises(ValueError, match="answer 0 has all of its 30 tokens"):
+        setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[np.zeros(30, np.int32)])
 
 
 def test_a_version_is_taken_whole_or_not_at_all(setup: Setup) -> None:

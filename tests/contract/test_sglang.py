@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from relax_hpc.engines import Completion, EngineError, Sampling
+from relax_hpc.engines import Completion, EngineError, Enough, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import EngineRefused
@@ -114,6 +114,32 @@ def test_weights_swapped_in_mid_generation_make_the_tokens_from_there_on(setup: 
     assert check(setup, setup.engine.generate(PROMPTS, 2, LONG, 0), 2) == {1}
 
 
+def test_what_was_aborted_goes_on_with_newer_weights(setup: Setup) -> None:
+    setup.load(3)
+
+    def stop(tokens: int) -> None:
+        raise Enough
+
+    cut = setup.engine.generate(PROMPTS, 2, LONG, 0, stop)
+    rows = [i for i, c in enumerate(cut) if c.finish is None]
+    assert any(len(cut[i].tokens) for i in rows), "none was in the middle of an answer"
+    assert all(c.routed_experts is None for c in cut if c.finish is None)
+    setup.load(4)
+    begun = [cut[i].tokens for i in rows]
+    rest = setup.engine.generate([PROMPTS[i // 2] for i in rows], 1, LONG, 1, begun=begun)
+    for i, old, new in zip(rows, begun, rest, strict=True):
+        whole, prompt = np.concatenate([old, new.tokens]), PROMPTS[i // 2]
+        assert new.finish is not None and len(whole) <= LONG.max_new_tokens and new.spans == [(0, 4)]
+        for version, part, given in (
+            (3, slice(0, len(old)), cut[i].logprobs),
+            (4, slice(len(old), None), new.logprobs),
+        ):
+            np.testing.assert_allclose(given, setup.logprobs(version, prompt, whole)[part], atol=5e-5)
+        assert new.routed_experts is not None and len(new.routed_experts) == len(prompt) + len(whole) - 1
+    [load] = setup.engine.client._request("GET", "/v1/loads", None, 5)["loads"]
+    assert load["num_running_reqs"] == load["num_waiting_reqs"] == 0
+
+
 def test_a_version_comes_through_a_group_of_processes(setup: Setup) -> None:
     """We are rank 0, the server's two processes are 1 and 2; what is not announced is refused before anything is sent."""
     from sglang.srt.utils.common import init_custom_process_group
@@ -151,7 +177,7 @@ def test_the_server_listens_on_loopback_and_wants_its_key_which_nobody_sees(setu
     assert listening == {"127.0.0.1"}
 
 
-class Enough(Exception):
+class GivenUp(Exception):
     """What a worker raises in `progress` when it is asked to stop."""
 
 
@@ -159,10 +185,10 @@ def test_a_generation_that_is_given_up_ends_on_the_server_too(setup: Setup, monk
     monkeypatch.setattr("relax_hpc.engines.sglang.engine.ABORT_S", PATIENCE_S)
 
     def stop(tokens: int) -> None:
-        raise Enough
+        raise GivenUp
 
     began = time.monotonic()
-    with pytest.raises(Enough):
+    with pytest.raises(GivenUp):
         setup.engine.generate(PROMPTS, 64, LONG, 0, stop)
     assert time.monotonic() - began < PATIENCE_S, "its requests were not ended, they were given up"
     [load] = setup.engine.client._request("GET", "/v1/loads", None, 5)["loads"]

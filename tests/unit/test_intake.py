@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 from pathlib import Path
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 
 from relax_hpc.algorithms.filters import zero_std
+from relax_hpc.analysis.audit import audit
+from relax_hpc.recipe import dump_recipe
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake
 from relax_hpc.roles.retention import Retention
 from relax_hpc.roles.trainer import TrainerRole
-from relax_hpc.run_dir import RunDir, RunError, publish, read_json
+from relax_hpc.run_dir import RunDir, RunError, publish, read_json, to_json
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry, Ledger, Taken
 from relax_hpc.spool.orders import Order, OrderBook
@@ -46,7 +49,7 @@ class Trainer:
 
     def __init__(
         self, run: RunDir, number: int, late: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0,
-        refills: int = 0, scored: tuple[str, ...] = (),
+        refills: int = 0, scored: tuple[str, ...] = (), replay: int = 0, solved_at: float | None = None,
     ) -> None:  # fmt: skip
         """refills: with these many, steps take two groups whose rewards differ; scored: columns that they need."""
         for old in run.lease.glob("000001/i??????"):
@@ -63,7 +66,20 @@ class Trainer:
         front, at_once = Front(run, None), lambda action, what: action()
         self.said: list[dict[str, Any]] = []
         columns = Columns(run, scored, via, lambda kind, **about: self.said.append({"kind": kind, **about}))
-        self.intake = Intake(run, book, ledger, Queue(run), [zero_std], self.retention, front, number, at_once, columns)
+        self.intake = Intake(
+            run,
+            book,
+            ledger,
+            Queue(run),
+            [zero_std],
+            self.retention,
+            front,
+            number,
+            at_once,
+            columns,
+            replay,
+            solved_at,
+        )
         self.step = step
         self.intake.begin(state)
 
@@ -106,6 +122,10 @@ def image(order: str, version: int, flat: bool = False) -> Any:
         for reward in (1.0, 1.0 if flat else 0.0)
     ]  # fmt: skip
     return encode(order, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), samples)], {"version": version})
+
+
+def sample_of_version_0() -> Sample:
+    return Sample(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, 0)], Finish.STOP)
 
 
 def in_play(run: RunDir) -> set[str]:
@@ -355,6 +375,70 @@ def test_a_score_that_was_complete_but_not_told_is_told_by_the_successor(run: Ru
     third = evaluations(run)
     third.resume()
     assert list(third.collect()) == [] and in_play(run) == set()
+
+
+def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of_it(run: RunDir) -> None:
+    """What version 0 made is taken at steps 0 to 2, where the bound is 2."""
+    trainer = Trainer(run, 1, staleness=2, replay=3)
+    trainer.entry()
+    role = SimpleNamespace(
+        front=trainer.intake.front,
+        bound=2,
+        recipe=tiny.recipe(algorithm={"replay": 3}, **{"async": {"max_staleness": 2}}),
+    )
+    telemetry, again, state = Telemetry(run, "trainer-0", 0), {}, trainer.state()
+    for step in range(6):
+        play(run, step)
+        entry = trainer.train()
+        batch = TrainerRole.take(role, entry)  # type: ignore[arg-type]
+        telemetry.trained(step, 1, batch.rollouts.ids)
+        again[step] = entry.again
+        own = len(entry.take) - len(entry.filtered)
+        assert len(np.unique(batch.rollouts.group)) == own + len(entry.again)
+    # Of the others all samples have one reward, or from step 3 on they are out of the bound.
+    assert again == {0: {}, 1: {"o000000-001/0": 0}, 2: {"o000001-000/0": 1}, 3: {}, 4: {}, 5: {}}
+    successor = Trainer(run, 2, staleness=2, replay=3, state=state)
+    assert [successor.train().again for _ in range(6)] == list(again.values())
+
+    folder = run.checkpoint(6)
+    folder.mkdir()
+    (folder / "DONE").touch()
+    (folder / "state.json").write_bytes(to_json({"step": 6} | successor.state()))
+    run.identity.write_bytes(to_json({"id": "test"}))
+    run.recipe.write_text(dump_recipe(role.recipe))
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+    path = run.ledger_entry(5)
+    entry = Ledger(run).find(5)
+    assert entry is not None
+    path.write_bytes(to_json(dataclasses.replace(entry, again={"o000000-001/0": 0}).to_json()))
+    found = audit(run.root)
+    assert found.over_bound == ["step 5: o000000-001/0 once more"] and found.lost[:1] == ["o000000-001/0"]
+    path.write_bytes(to_json(entry.to_json()))
+    path, entry = run.ledger_entry(2), Ledger(run).find(2)
+    assert entry is not None
+    path.write_bytes(to_json(dataclasses.replace(entry, again={}).to_json()))
+    assert audit(run.root).twice == ["o000001-000/0", "o000001-000/1"]
+
+
+def test_an_entry_says_how_many_samples_of_each_source_were_solved(run: RunDir) -> None:
+    trainer = Trainer(run, 1, solved_at=1.0)
+    assert trainer.entry() is None
+    queue, sample = Queue(run), sample_of_version_0()
+    claims = [queue.claim(WORKER, 0) for _ in range(2)]
+    for claim, source, rewards in zip(claims, (3, 0), ((1.0, 1.0), (0.5, 1.5)), strict=True):
+        assert claim is not None
+        samples = [dataclasses.replace(sample, raw_reward=reward) for reward in rewards]
+        groups = [
+            Group(Prompt(source, 0, "x", np.arange(2, dtype=np.int32), "1"), samples, reason)
+            for reason in ("", "failed")
+        ]
+        publish_shard(run, claim, encode(claim.order.id, groups, {"version": 0}), WORKER)
+    entry = trainer.train()
+    assert entry.solved == {"3": (2, 2), "0": (1, 2)}, "what the filter keeps out counts, what failed does not"
+    assert f"{claims[0].order.id}/0" in entry.filtered  # type: ignore[union-attr]
+    found = Ledger(run).find(0)
+    assert found is not None and {k: tuple(v) for k, v in found.solved.items()} == entry.solved
 
 
 @pytest.mark.parametrize("late", ["wait", "mask"])

@@ -97,7 +97,15 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("evaluation.samples=4", ["evaluation.samples = 4 greedy answers", "set evaluation.temperature"]),
         ("evaluation.holdout=0", ["evaluation.holdout = 0", "[[evaluation.source]]"]),
         ("evaluation.source=[{task = 'chain_sum', weight = 2}]", ["unknown key 'evaluation.source.0.weight'", "limit"]),
-        ("async.late=mask", ["async.late = 'mask'", "rollout.engine = 'torch'", "use rollout.engine = 'sglang'"]),
+        (
+            "async.late=mask",
+            ["async.late = 'mask'", "rollout.engine = 'torch'", "use rollout.engine = 'sglang'", "[async.partial]"],
+        ),
+        (
+            "async={late='mask',partial={abort_at_publish=false}}",
+            ["rollout.engine = 'torch'", "abort_at_publish = true"],
+        ),
+        ("async={partial={max_aborts=2}}", ["[async.partial]", "async.late = 'wait'", "set async.late = 'mask'"]),
         ("rollout.sglang.max_running=4", ["[rollout.sglang]", "the engine is 'torch'"]),
         ("rollout.sglang.expert_parallel=2", ["expert_parallel = 2", "tensor_parallel = 1"]),
         ("rollout.sglang.args={api_key = 'x'}", ["may not have ['api_key']"]),
@@ -180,6 +188,14 @@ def test_an_outside_server_is_for_one_worker(tiny: Path) -> None:
         "rollout.workers=2",
     ]  # fmt: skip
     assert "rollout.workers = 2: use 1" in problem(tiny, *sets)
+
+
+def test_replay_needs_a_step_before_that_is_within_the_bound(tiny: Path) -> None:
+    assert "raise that, or leave replay out" in problem(tiny, "algorithm.replay=2", "async.max_staleness=0")
+
+
+def test_a_curriculum_needs_several_sources(tiny: Path) -> None:
+    assert "split it by difficulty into several" in problem(tiny, "curriculum={floor=0.2}")
 
 
 def test_all_problems_come_at_once(tiny: Path) -> None:

@@ -329,9 +329,13 @@ def test_times_of_a_run_are_those_of_its_metrics(tmp_path: Path) -> None:
 
     run = a_run(tmp_path / "run")
     recipe = load_recipe(run.recipe)
+    with (run.metrics / "rollout-0.jsonl").open("a") as file:
+        file.write('{"kind": "abort", "order": "o000002-000", "generate_s": 5.0}\n')
     found, notes = calibrated(RunView(run.root), recipe, Asked())
     assert isinstance(found.orders, Measured)
-    assert sorted(found.orders.seconds.tolist()) == [20.0] * 4 + [40.0] * 4, "without swaps, evaluations, the first"
+    assert sorted(found.orders.seconds.tolist()) == [20.0] * 3 + [25.0] + [40.0] * 4, (
+        "without swaps, evaluations, the first"
+    )
     assert found.train.tolist() == [7.0] * 9 and found.publish.tolist() == [1.0] * 9
     assert (found.fetch_s, found.checkpoint_s, found.shard_s) == (2.0, 4.0, 0.5)
     assert found.restart_s == pytest.approx(342.0 - 2.0 - 99.0 - 1.0 - 200.0)

@@ -8,14 +8,14 @@ A server that is lost is started again in place, without weights: EngineRestarte
 
 from __future__ import annotations
 
-import base64
 import contextlib
+import functools
 import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Sampling
+from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Enough, Sampling
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sglang.client import Client
+from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.server import CONTEXT_MARGIN, Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
+from relax_hpc.engines.stops import straddling
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish
 from relax_hpc.run_dir import RunError
@@ -48,31 +50,6 @@ OWN_HEAD = {"qwen2_moe", "qwen3_moe"}
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
-@dataclass(frozen=True, slots=True)
-class Experts:
-    """How the server says which experts a token was routed to."""
-
-    layers: int
-    k: int
-    dtype: np.dtype[np.unsignedinteger[Any]]
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig, model_dir: Path) -> Experts:
-        """Raises RunError for a model without experts."""
-        text = config.get_text_config()
-        experts = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None)
-        if not experts:
-            raise RunError(
-                f"rollout.routed_experts = true, but '{model_dir}' is a {text.model_type} without experts: leave it out"
-            )
-        return cls(text.num_hidden_layers, text.num_experts_per_tok, np.min_scalar_type(experts - 1))
-
-    def decode(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
-        """[P + T - 1, layers, k] from base64 of int32."""
-        flat = np.frombuffer(base64.b64decode(text), np.int32)
-        return flat.reshape(-1, self.layers, self.k).astype(self.dtype)
-
-
 class SglangEngine:
     """See relax_hpc.engines.base.Engine."""
 
@@ -88,7 +65,7 @@ class SglangEngine:
         self._expected = {name: tensor.shape for name, tensor in weights_of(model).items()}
         self._aliases = aliases(model)
         self._heads = _own_heads(model, self._aliases)
-        self._ends = end_tokens(model_dir, config, tokenizer)
+        self._tokenizer, self._ends = tokenizer, end_tokens(model_dir, config, tokenizer)
         self._settings = recipe.rollout.sglang
         self._experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
         self.context = context_of(config)
@@ -154,26 +131,31 @@ class SglangEngine:
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
+        begun: Sequence[NDArray[np.int32]] = (),
     ) -> list[Completion]:
         if not len(prompts) * copies:
             return []
-        rooms = room_for(prompts, self.context, sampling.max_new_tokens)
+        rooms = room_for(prompts, self.context, sampling.max_new_tokens, begun)
         if self.version < 0:
             raise EngineError("no version was loaded yet: there is nothing to generate with")
+        contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
         bodies = [
             self._body(prompt, [_seed(seed, i * copies + k) for k in range(copies)], sampling, room)
-            for i, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
+            for i, (prompt, room) in enumerate(zip(contexts, rooms, strict=True))
         ]
         asked = self.client
         try:
-            answers = self._ask(bodies, progress)
+            answers, enough = self._ask(bodies, progress)
         except EngineError as error:
             if self._server is None:
                 raise
             if self.client is asked:  # else `load` found it lost already
-                self._restart(lambda: progress(0))
+                self._restart(functools.partial(_say, progress))
             raise EngineRestarted(f"{error}; SGLang was started again") from error
-        return [self._completion(answer) for answer in answers]
+        done = [self._completion(answer, enough) for answer in answers]
+        if begun:  # the server does not look for stop strings in what it was given
+            done = [self._stopped(c, answer, sampling.stop) for c, answer in zip(done, begun, strict=True)]
+        return done
 
     def rest(self) -> None:
         self.version = -1
@@ -194,15 +176,18 @@ class SglangEngine:
         if self._server is not None:
             self._server.stop()
 
-    def _ask(self, bodies: list[dict[str, Any]], progress: Callable[[int], None]) -> list[dict[str, Any]]:
-        """All answers, in the order of the requests. Where `progress` raises, the server ends all requests.
+    def _ask(
+        self, bodies: list[dict[str, Any]], progress: Callable[[int], None]
+    ) -> tuple[list[dict[str, Any] | None], bool]:
+        """All answers, in the order of the requests, and whether `progress` had Enough: then they are what there is, None for
+        what was not sent yet. Where it raises anything, the server ends all requests.
 
         Raises EngineError when it does not answer one, or makes no tokens any more.
         """
         threads = ThreadPoolExecutor(min(len(bodies), MOST_REQUESTS) + 1, thread_name_prefix="sglang")
         futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
         waiting: set[Future[Any]] = set(futures)
-        done, pulse, heard = 0, None, time.monotonic()
+        done, pulse, heard, enough = 0, None, time.monotonic(), False
         try:
             while waiting:
                 ended, waiting = wait(waiting, PROGRESS_EVERY_S, FIRST_COMPLETED)
@@ -217,12 +202,22 @@ class SglangEngine:
                 progress(done)
         except EngineError:
             raise
+        except Enough:
+            self._abort(waiting)
+            enough = True
+            if not all(future.done() for future in futures):
+                raise EngineError(
+                    f"SGLang at {self.client.address} did not end its requests in {ABORT_S:.0f} s"
+                ) from None
         except BaseException:
             self._abort(waiting)
             raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # a server that hangs would never let them end
-        return [answer for future in futures for answer in future.result()]
+        answers: list[dict[str, Any] | None] = []
+        for future, body in zip(futures, bodies, strict=True):
+            answers += [None] * len(body["input_ids"]) if future.cancelled() else future.result()
+        return answers, enough
 
     def _abort(self, waiting: set[Future[Any]]) -> None:
         """End requests on the server; it is told again while some that were on their way to it arrive."""
@@ -258,21 +253,52 @@ class SglangEngine:
             "return_routed_experts": self._experts is not None,
         }
 
-    def _completion(self, answer: dict[str, Any]) -> Completion:
+    def _stopped(self, done: Completion, begun: NDArray[np.int32], stops: Sequence[str]) -> Completion:
+        """The completion up to a stop string that began in what was there before."""
+        count = straddling(self._tokenizer, stops, begun.tolist(), done.tokens.tolist())
+        if count is None:
+            return done
+        routed = done.routed_experts
+        if routed is not None:
+            routed = routed[: len(routed) - len(done.tokens) + count]
+        return replace(
+            done,
+            tokens=done.tokens[:count],
+            logprobs=done.logprobs[:count],
+            spans=[span for span in done.spans if span[0] < count],
+            finish=Finish.STOP,
+            routed_experts=routed,
+        )
+
+    def _completion(self, answer: dict[str, Any] | None, enough: bool) -> Completion:
+        """An answer, read. Of one that was cut off, the last token is left out: the server, told to end, did not look whether
+        it is the end, and to draw it again only where it is one would favour the others."""
+        nothing = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], None)
+        if answer is None:
+            return nothing
         about = answer["meta_info"]
         kind = about["finish_reason"]["type"]
-        if kind not in FINISHES:
+        cut = enough and kind == "abort"
+        if kind not in FINISHES and not cut:
             raise EngineError(f"SGLang ended a request before its end: {about['finish_reason']}")
-        drawn = about["output_token_logprobs"]
+        drawn = (about.get("output_token_logprobs") or [])[:-1] if cut else about["output_token_logprobs"]
+        if cut and not drawn:
+            return nothing
         versions = about.get("weight_versions") or [{"start": 0, "version": about["weight_version"]}]
         return Completion(
             tokens=np.array([token for _, token, *_ in drawn], np.int32),
             logprobs=np.array([logprob for logprob, *_ in drawn], np.float32),
-            spans=[(span["start"], int(span["version"])) for span in versions],
-            finish=FINISHES[kind],
-            routed_experts=self._experts.decode(about["routed_experts"]) if self._experts else None,
+            spans=[(s["start"], int(s["version"])) for s in versions if s["start"] < len(drawn)],
+            finish=None if cut else FINISHES[kind],
+            routed_experts=self._experts.decode(about["routed_experts"]) if self._experts and not cut else None,
             seconds=float(about["e2e_latency"]),
         )
+
+
+def _say(progress: Callable[[int], None]) -> None:
+    """Call `progress` where nothing is generated, so that there is nothing to have enough of."""
+    with contextlib.suppress(Enough):
+        progress(0)
 
 
 def _own_heads(model: PreTrainedModel, tied: set[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,10 @@ def calibrated(view: RunView, recipe: Recipe, asked: Asked) -> tuple[Times, list
         "write a checkpoint", "--checkpoint-s", asked.checkpoint_s, [] if recipe.run.async_checkpoints else saves, 0.0
     )
     restart_s, restart_note = _chosen("be back after a fault", "--restart-s", asked.restart_s, restarts, RESTART_S)
-    seconds = np.array([o["generate_s"] + o.get("score_s", 0.0) - o.get("swap_s", 0.0) for o in orders])
+    before = _given_back(view)
+    seconds = np.array(
+        [o["generate_s"] + o.get("score_s", 0.0) - o.get("swap_s", 0.0) + before[o["order"]] for o in orders]
+    )
     times = Times(
         orders=Measured(seconds, np.array([float(o["tokens"]) for o in orders])),
         train=np.array(train),
@@ -77,6 +81,15 @@ def _orders(view: RunView) -> Lines:
     """Orders that were played for training, without the first of each process, which loads and compiles."""
     warm = [order for lines in view.workers().values() for order in _warm(lines, "attempt")]
     return [order for order in warm if order["samples"] and not order["order"].startswith("e")]
+
+
+def _given_back(view: RunView) -> dict[str, float]:
+    """Seconds that orders were played before they were given back half-played."""
+    seconds: dict[str, float] = defaultdict(float)
+    for worker in view.workers():
+        for line in view.metrics(worker, "abort"):
+            seconds[line["order"]] += line["generate_s"]
+    return seconds
 
 
 def _warm(lines: Lines, process: str) -> Lines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Prompts:
     def __init__(self) -> None:
         self.position = 0
 
-    def take(self, count: int) -> list[Prompt]:
+    def take(self, count: int, weights: Sequence[float] | None = None) -> list[Prompt]:
         self.position += count
         return [Prompt(0, i) for i in range(self.position - count, self.position)]
 

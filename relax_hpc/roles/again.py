@@ -1,0 +1,49 @@
+"""Which groups a step trains on once more: chosen from the ledger and the shards alone, so that every incarnation may choose.
+
+entries s - max_staleness … s - 1 ──within the bound at s, in the loss then, not again since──► the most varied k ──► entry s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.spool.ledger import Ledger
+from relax_hpc.spool.shard import Shard
+
+
+class Again:
+    """Groups of the steps before, by how much the rewards of their samples vary."""
+
+    def __init__(self, ledger: Ledger, path: Callable[[str], Path], count: int, max_staleness: int) -> None:
+        """path: where an order's shard is read. count: groups a step."""
+        self._ledger, self._path, self._count, self._bound = ledger, path, count, max_staleness
+        self._variances: dict[str, list[float]] = {}
+        """Of the groups of each order that a step took within the bound."""
+
+    def choose(self, step: int) -> dict[str, int]:
+        """ORDER/GROUP -> the step that it was trained on first, for what `step` takes again."""
+        if not self._count:
+            return {}
+        before = [e for s in range(max(0, step - self._bound), step) if (e := self._ledger.find(s)) is not None]
+        used = {name for entry in before for name in entry.again}
+        fresh = [(e, t.order) for e in before for t in e.take if t.first_version >= step - self._bound]
+        self._variances = {order: self._of(order) for _, order in fresh}
+        names = {
+            f"{order}/{group}": (variance, entry.step)
+            for entry, order in fresh
+            for group, variance in enumerate(self._variances[order])
+            if variance > 0 and f"{order}/{group}" not in entry.filtered
+        }
+        best = sorted(names.keys() - used, key=lambda name: (-names[name][0], name))
+        return {name: names[name][1] for name in sorted(best[: self._count])}
+
+    def _of(self, order: str) -> list[float]:
+        if order not in self._variances:
+            with Shard(self._path(order)) as shard:
+                of, rewards = shard.samples["group"], shard.samples["reward"]
+                groups = [rewards[of == g] for g in range(len(shard.groups))]
+            self._variances[order] = [float(np.var(g)) if len(g) else 0.0 for g in groups]
+        return self._variances[order]

@@ -1,0 +1,72 @@
+"""Half-played orders as files: what was generated of an order that is given back, for whoever goes on with it.
+
+    claimed/W/ORDER.a0.v5 ──Part published──► parts/ORDER.p1.h5 ──claim renamed──► open/ORDER.a0.v5.p1 ──claim──► read, go on
+
+The file is laid out, published and checked like a shard; the ticket's name says which one is to be gone on from, so an
+order that was never given back costs nothing. Any part of an order is a true one, since all there is of an order follows
+from its name: whoever finds the number taken adopts what is there. A part that is missing or damaged costs its tokens only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+
+from relax_hpc.records import Group, Part
+from relax_hpc.run_dir import RunDir, RunError, publish
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.queue import Claim, Queue, Ticket
+from relax_hpc.spool.shard import Compression, Shard, encode
+
+
+def put_back(run: RunDir, queue: Queue, claim: Claim, part: Part, compression: Compression) -> bool:
+    """Publish what there is of a claim and open the claim again; False when another's part was there first."""
+    number = claim.ticket.parts + 1
+    meta = {"version": claim.ticket.version, "turns": part.turns, "cut": part.cut}
+    image = encode(claim.order.id, _with_experts(part), meta, compression)
+    mine = publish(run.part(claim.order.id, number), image)
+    if queue.put_back(claim, parts=number) and claim.ticket.parts:
+        run.part(claim.order.id, claim.ticket.parts).unlink(missing_ok=True)
+    return mine
+
+
+def read(run: RunDir, order: Order, ticket: Ticket) -> Part | None:
+    """What a claimed order has already; None where it is begun, or begun again."""
+    if not ticket.parts:
+        return None
+    try:
+        with Shard(run.part(order.id, ticket.parts)) as shard:
+            shard.validate()
+            part = Part([shard.group(g) for g in range(len(shard.groups))], shard.meta["turns"], shard.meta["cut"])
+    except RunError as error:
+        logging.getLogger("parts").warning("order %s is played from its beginning: %s", order.id, error)
+        return None
+    return part
+
+
+def remove(run: RunDir, outstanding: Collection[str], before: int) -> None:
+    """Remove the parts of orders that were released for batches before `before` and are no longer outstanding."""
+    names = os.listdir(run.parts) if run.parts.is_dir() else []  # a run of an older version has none
+    for name in names:
+        order_id = name.partition(".")[0]
+        if order_id and order_id not in outstanding and int(order_id[1:7]) < before:
+            (run.parts / name).unlink(missing_ok=True)
+
+
+def _with_experts(part: Part) -> list[Group]:
+    """The groups. Samples that go on have no experts yet, which a shard keeps for all or none: zeros stand for theirs."""
+    known = next((s.routed_experts for s in part.samples if s.routed_experts is not None), None)
+    if known is None:
+        return part.groups
+    groups = []
+    for group in part.groups:
+        shapes = [(len(group.prompt.tokens) + len(s.tokens) - 1, *known.shape[1:]) for s in group.samples]
+        experts = [s.routed_experts for s in group.samples]
+        zeros = [np.zeros(shape, known.dtype) if e is None else e for e, shape in zip(experts, shapes, strict=True)]
+        samples = [replace(s, routed_experts=e) for s, e in zip(group.samples, zeros, strict=True)]
+        groups.append(Group(group.prompt, samples, group.reason))
+    return groups

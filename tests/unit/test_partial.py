@@ -1,0 +1,298 @@
+"""Partial rollouts: an order that is given back half-played, and gone on with by another worker under newer weights."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from relax_hpc.recipe import dump_recipe
+from relax_hpc.records import Finish, Group, Part, Sample
+from relax_hpc.roles.process import RoleProcess, Stop
+from relax_hpc.roles.rollout import RolloutWorker
+from relax_hpc.run_dir import RunDir, to_json
+from relax_hpc.spool import parts
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.queue import Claim, Queue
+from relax_hpc.spool.shard import Shard
+from relax_hpc.telemetry import read_metrics
+from relax_hpc.weights import FilePublisher
+from tests import metric_lists, tiny
+
+ORDER = Order("o000000-000", ((0, 1), (0, 2)), 4, 1, 0)
+USER = Path(__file__).with_name("user_code.py")
+
+
+class Setup:
+    """A run with orders to play, its trainer's side, and workers that look up at every token."""
+
+    def __init__(self, folder: Path, partial: dict[str, Any], **tables: Any) -> None:
+        self.run = RunDir(folder)
+        self.run.create()
+        asynchronous = {"late": "mask", "partial": partial}
+        rollout = {"device": "cpu", "max_new_tokens": 40} | tables.pop("rollout", {})
+        recipe = tiny.recipe(model={"context": 256}, rollout=rollout, **{"async": asynchronous}, **tables)
+        self.run.recipe.write_text(dump_recipe(recipe))
+        self.run.identity.write_bytes(to_json({"id": "test"}))
+        self.weights = load_file(tiny.folder(recipe, self.run.model) / "model.safetensors")
+        (via := self.run.lease / "000001").mkdir()
+        self.publisher = FilePublisher(self.run, via, 1)
+        self.queue = Queue(self.run)
+        self.workers: list[RolloutWorker] = []
+        self.publish(0)
+        self.queue.put([ORDER])
+
+    def publish(self, version: int) -> None:
+        self.publisher.publish(version, lambda: self.of(version).items())
+
+    def of(self, version: int) -> dict[str, torch.Tensor]:
+        return {name: tensor * (1 + version / 4) for name, tensor in self.weights.items()}
+
+    def worker(self, at: int = -1, then: Callable[[RolloutWorker], None] = lambda worker: None) -> RolloutWorker:
+        """A new worker, which does `then` when it is about to make token number `at` of its order."""
+        name = f"rollout-{len(self.workers)}"
+        about = argparse.Namespace(
+            run=self.run.root, name=name, attempt=0, supervisor=None, role="rollout", workplace=name
+        )
+        made = RolloutWorker(RoleProcess(about), name)
+        progress, said = made.progress, [0]
+
+        def counting(state: str) -> None:
+            if state == "generating":
+                said[0] += 1
+                if said[0] == at:
+                    then(made)
+            progress(state)
+
+        made.progress = counting  # type: ignore[method-assign]
+        self.workers.append(made)
+        return made
+
+    def play(self, worker: RolloutWorker) -> Claim:
+        claim, waited_s = worker.wait_for_claim()
+        worker.play(claim, waited_s)
+        worker.publisher.close()
+        worker.report_published()
+        return claim
+
+    def open_orders(self) -> list[str]:
+        return sorted(os.listdir(self.run.open_orders))
+
+    def parts(self) -> list[str]:
+        return sorted(os.listdir(self.run.parts))
+
+    def lines(self, worker: RolloutWorker, kind: str) -> list[dict[str, Any]]:
+        """Metrics, as the page lists them."""
+        found = [r for r in read_metrics(self.run.metrics / f"{worker.process.name}.jsonl")[0] if r["kind"] == kind]
+        assert not any(metric_lists.listed()[kind].complaint(line) for line in found), found
+        return found
+
+    def shard(self) -> list[Group]:
+        with Shard(self.run.shard(ORDER.id)) as shard:
+            shard.validate()
+            return [shard.group(i) for i in range(len(shard.groups))]
+
+    def check_logprobs(self, groups: list[Group]) -> None:
+        """Each token of the model's has the logprob that the weights of its span give it after all that was before."""
+        for version in (0, 1):
+            model = AutoModelForCausalLM.from_pretrained(self.run.model).eval()
+            model.load_state_dict(self.of(version), strict=False)
+            for group in groups:
+                for sample in group.samples:
+                    whole = torch.tensor(np.concatenate([group.prompt.tokens, sample.tokens]))[None].long()
+                    with torch.no_grad():
+                        logits = model(whole).logits[0, len(group.prompt.tokens) - 1 : -1]
+                    expected = logits.log_softmax(-1).numpy()[np.arange(len(sample.tokens)), sample.tokens]
+                    starts = [start for start, _ in sample.spans]
+                    made = np.repeat([v for _, v in sample.spans], np.diff([*starts, len(sample.tokens)]))
+                    here = (made == version) & (sample.loss_mask == 1)
+                    np.testing.assert_allclose(sample.logprobs[here], expected[here], atol=1e-4)
+
+
+Make = Callable[..., Setup]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    monkeypatch.setattr("relax_hpc.engines.torch.PROGRESS_EVERY_S", 0.0)
+    made: list[Setup] = []
+
+    def setup(partial: dict[str, Any], **tables: Any) -> Setup:
+        made.append(Setup(tmp_path / "run", partial, **tables))
+        return made[-1]
+
+    yield setup
+    for worker in made[0].workers:
+        worker.publisher.close()
+        worker.player.close()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_at_a_publish_an_order_is_given_back_and_another_worker_goes_on_with_the_new_weights(make: Make) -> None:
+    setup = make({})
+    first = setup.worker(6, lambda worker: setup.publish(1))
+    setup.play(first)
+    assert setup.open_orders() == ["o000000-000.a0.v0.p1"] and setup.parts() == ["o000000-000.p1.h5"]
+    assert not setup.run.shard(ORDER.id).exists()
+    part = parts.read(setup.run, ORDER, Queue(setup.run).claim("rollout-0", 1).ticket)  # type: ignore[union-attr]
+    assert part is not None and part.cut and {len(s.tokens) for i, s in enumerate(part.samples) if i in part.cut} == {5}
+    [said] = setup.lines(first, "abort")
+    assert (said["why"], said["aborts"], said["tokens"]) == ("publish", 1, part.tokens)
+    assert (said["cut_samples"], said["samples"], said["kept"]) == (len(part.cut), 8, True)
+    setup.queue.give_back("rollout-0", lost=True)  # and dies with it
+    assert setup.open_orders() == ["o000000-000.a1.v1.p1"]
+    second = setup.worker()
+    setup.play(second)
+    assert setup.open_orders() == setup.parts() == []
+    groups = setup.shard()
+    samples = [s for g in groups for s in g.samples]
+    for i, (was, now) in enumerate(zip(part.samples, samples, strict=True)):
+        kept = len(was.tokens)
+        assert (
+            now.tokens[:kept].tolist() == was.tokens.tolist() and now.logprobs[:kept].tolist() == was.logprobs.tolist()
+        )
+        assert now.spans == ([(0, 0), (kept, 1)] if i in part.cut else [(0, 0)])
+        assert 1 <= len(now.tokens) <= 40 and (now.finish == Finish.LENGTH) == (now.tokens[-1] != 1)
+    setup.check_logprobs(groups)
+    [line] = setup.lines(second, "order")
+    assert (line["aborts"], line["continued_samples"], line["kept_tokens"]) == (1, len(part.cut), part.tokens)
+    made = sum(len(s.tokens) for s in samples) - part.tokens
+    assert line["tokens_per_s"] == pytest.approx(made / line["generate_s"])
+
+
+def test_a_time_limit_gives_back_too_and_after_max_aborts_an_order_is_played_to_its_end(make: Make) -> None:
+    setup = make({"abort_after_s": 1e-6, "max_aborts": 2})
+    worker, seeds = setup.worker(), list[int]()
+    for aborts in (1, 2):
+        generate = worker.engine.generate
+        worker.engine.generate = lambda *a, of=generate, **k: (seeds.append(a[3]), of(*a, **k))[1]  # type: ignore[method-assign]
+        setup.play(worker)
+        worker = setup.worker(3, lambda worker: setup.publish(1))
+        assert setup.parts() == [f"o000000-000.p{aborts}.h5"], "what it went on from is not needed any more"
+    setup.play(worker)
+    assert {v for g in setup.shard() for s in g.samples for _, v in s.spans} == {0}, "it was protected"
+    assert seeds[0] == ORDER.seed != seeds[1], "what is left was drawn by the numbers of its beginning"
+    assert [line["why"] for w in setup.workers for line in setup.lines(w, "abort")] == ["time", "time"]
+
+
+def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_order(make: Make) -> None:
+    setup = make({"max_aborts": 1})
+
+    def stop(worker: RolloutWorker) -> None:
+        worker.process.stopping = True
+
+    setup.play(setup.worker(5, lambda worker: setup.publish(1)))
+    last = setup.worker(4, stop)
+    setup.play(last)
+    assert setup.open_orders() == ["o000000-000.a0.v1.p2"] and setup.lines(last, "abort")[0]["why"] == "stop"
+    with pytest.raises(Stop):
+        last.wait_for_claim()
+
+
+def test_turns_and_environments_go_on_where_they_were(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut in the second of three turns, by when some samples have ended for good."""
+    source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 3}}
+    setup = make({}, source=[source], rollout={"max_turns": 3, "max_new_tokens": 30})
+    first = setup.worker()
+    generate, turn = first.engine.generate, [0]
+
+    def spoken(*arguments: Any, **named: Any) -> Any:
+        turn[0] += 1
+        if turn[0] == 2:
+            setup.publish(1)
+        return generate(*arguments, **named)
+
+    monkeypatch.setattr(first.engine, "generate", spoken)
+    setup.play(first)
+    part = parts.read(setup.run, ORDER, setup.queue.claim("rollout-0", 1).ticket)  # type: ignore[union-attr]
+    assert part is not None and {len(begins) for begins in part.turns} == {1, 2}
+    assert {s.turns for s in part.samples} == {1} and all(len(part.turns[i]) == 2 for i in part.cut)
+    setup.queue.give_back("rollout-0", lost=False)
+    second = setup.worker()
+    setup.play(second)
+    groups = setup.shard()
+    setup.check_logprobs(groups)
+    tokenizer = AutoTokenizer.from_pretrained(setup.run.model)
+    observation = tokenizer.encode("go on", add_special_tokens=False)
+    for was, now in zip(part.samples, (s for g in groups for s in g.samples), strict=True):
+        assert now.tokens[: len(was.tokens)].tolist() == was.tokens.tolist()
+        assert now.tokens[now.loss_mask == 0].tolist() == observation * (now.turns - 1)
+        if now.turns == 3:
+            said = now.text(tokenizer)
+            assert now.reward == len(said) and now.spans[-1][1] == 1
+    assert {s.turns for g in groups for s in g.samples} >= {1, 3}
+
+
+def test_an_environment_that_answers_otherwise_the_second_time_begins_anew(make: Make) -> None:
+    source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 2}}
+    setup = make({}, source=[source], rollout={"max_turns": 2, "max_new_tokens": 30})
+    claim, _ = setup.worker().wait_for_claim()
+    prompts = setup.workers[0].player.prompts(ORDER)
+    sample = dataclasses.replace(
+        _sample(), tokens=np.array([5, 6, 9, 7], np.int32), loss_mask=np.array([1, 1, 0, 1], np.uint8), turns=1
+    )
+    part = Part([Group(p, [sample] * 4) for p in prompts], [[0, 3]] * 8, [*range(8)])  # the observation is not "go on"
+    assert parts.put_back(setup.run, setup.queue, claim, part, "none")
+    setup.play(setup.workers[0])
+    assert all(s.tokens[:4].tolist() != [5, 6, 9, 7] for g in setup.shard() for s in g.samples)
+
+
+def test_of_two_parts_with_one_number_the_first_is_gone_on_from_and_a_broken_one_costs_its_tokens_only(
+    make: Make,
+) -> None:
+    setup = make({})
+    worker = setup.worker()
+    prompts = worker.player.prompts(ORDER)
+    part = lambda token: Part(
+        [Group(p, [dataclasses.replace(_sample(), tokens=np.full(4, token, np.int32))] * 4) for p in prompts],
+        [[0]] * 8,
+        [*range(8)],
+    )
+    zombies, _ = worker.wait_for_claim()
+    setup.queue.give_back("rollout-0", lost=True)
+    other = setup.worker()
+    claim, _ = other.wait_for_claim()
+    assert parts.put_back(setup.run, setup.queue, zombies, part(5), "none")
+    assert setup.open_orders() == [], "the order is not its own any more"
+    assert not parts.put_back(setup.run, setup.queue, claim, part(6), "none")
+    assert setup.open_orders() == ["o000000-000.a1.v0.p1"]
+    claim, waited_s = other.wait_for_claim()
+    found = parts.read(setup.run, claim.order, claim.ticket)
+    assert found is not None and found.samples[0].tokens.tolist() == [5, 5, 5, 5]
+    (path,) = setup.run.parts.iterdir()
+    data = bytearray(path.read_bytes())
+    at = data.index(np.full(4, 5, np.int32).tobytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    assert parts.read(setup.run, claim.order, claim.ticket) is None
+    other.play(claim, waited_s)
+    other.publisher.close()
+    assert len(setup.shard()) == 2 and setup.parts() == []
+
+
+def test_parts_of_orders_that_are_over_are_removed(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    parts.remove(run, [], 9)
+    run.create()
+    for order in ("o000001-000", "o000002-000", "o000005-000"):
+        run.part(order, 1).touch()
+    parts.remove(run, ["o000002-000"], 4)
+    assert sorted(p.name for p in run.parts.iterdir()) == ["o000002-000.p1.h5", "o000005-000.p1.h5"]
+
+
+def _sample() -> Sample:
+    return Sample(
+        np.zeros(4, np.int32), np.ones(4, np.uint8), np.full(4, -1, np.float32), [(0, 0)], Finish.STOP, turns=0
+    )
