@@ -35,15 +35,19 @@ BINS = 24
 
 def show_orders(rows: Iterable[dict[str, Any]], hidden: int, broken: list[Any]) -> None:
     """`shards ls`."""
-    console, rows = Console(), list(rows)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    console, rows = _console(), list(rows)
+    cells = [_order_cells(row) for row in rows]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("order", "fate"):
         table.add_column(name, no_wrap=True)
     for name in ("step", "version", "age", "samples", "reward", "length", "size"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("note", no_wrap=True, overflow="ellipsis", style="dim")
-    for row in rows:
-        table.add_row(*_order_cells(row))
+    if any(note for *_, note in cells):
+        table.add_column("note", no_wrap=True, overflow="ellipsis", style="dim")
+    else:
+        cells = [values for *values, _ in cells]
+    for values in cells:
+        table.add_row(*values)
     console.print(table if rows else "no shards")
     if hidden:
         console.print(f"[dim]… and {hidden} older ones: --all[/dim]")
@@ -154,17 +158,17 @@ def _text(label: str, text: str | None, full: bool, style: str) -> Text:
 
 def show_stats(counts: Counts) -> None:
     """`shards stats`."""
-    console = Console()
+    console = _console()
     if not counts.fates and not counts.broken:
         console.print("no shards")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("fate", no_wrap=True)
-    for name in ("groups", "samples", "tokens", "reward", "length", "p50", "p90", "max", "truncated", "age", "max age"):
+    for name in ("groups", "samples", "tokens", "reward", "length", "p50/p90/max", "cut", "age", "oldest"):
         table.add_column(name, justify="right", no_wrap=True)
     for fate, t in counts.fates.items():
         lengths, ages = t.columns["length"], t.columns["age"]
-        spread = [f"{v:.0f}" for v in np.percentile(lengths, [50, 90, 100])] if t.samples else ["–"] * 3
+        spread = "/".join(f"{v:.0f}" for v in np.percentile(lengths, [50, 90, 100])) if t.samples else "–"
         reward, length = (f"{t.columns['reward'].mean():.3f}", f"{lengths.mean():.1f}") if t.samples else ("–", "–")
         age = [f"{ages.mean():.2f}", str(ages.max())] if len(ages) else ["–", "–"]
         cut = f"{t.truncated:.1%}" if t.samples else "–"
@@ -175,7 +179,7 @@ def show_stats(counts: Counts) -> None:
             f"{t.tokens:,}",
             reward,
             length,
-            *spread,
+            spread,
             cut,
             *age,
         )
@@ -188,6 +192,12 @@ def show_stats(counts: Counts) -> None:
         console.print(Text.assemble(f"{groups:>8}  groups ", (fate, FATE_STYLE[fate]), f": {reason}"))
     for error in counts.broken:
         console.print(f"[red]damaged:[/red] {escape(str(error))}")
+
+
+def _console() -> Console:
+    """In a file or a pipe, lines need not be cut at 80."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
 
 
 def _histogram(name: str, values: Any) -> Text:

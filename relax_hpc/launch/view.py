@@ -32,6 +32,8 @@ def render(status: Status) -> RenderableType:
     parts: list[RenderableType] = [_progress(status), _numbers(status)]
     if (scores := _sources(status)) is not None:
         parts.append(scores)
+    if nothing := _nothing(status):
+        parts.append(Text(nothing, style="yellow"))
     parts.append(_roles(status))
     if status.slurm is not None:
         parts += cluster_view.parts(status)
@@ -61,9 +63,9 @@ def line(status: Status) -> str:
             f"train {status.train_rate:.0f}/s lost {status.restarts}"
         )
     return (
-        f"step {status.step}/{status.recipe.run.steps} reward {_mean(status, 'raw_reward'):.3f}{score} age {last['age_mean']:.2f} "
+        f"step {status.step}/{status.recipe.run.steps} reward {_mean(status, _reward(last)):.3f}{score} age {last['age_mean']:.2f} "
         f"train {status.train_rate:.0f}/s rollout {status.rollout_rate:.0f}/s waiting: trainer {waits[0]:.0%} rollout {waits[1]:.0%} "
-        f"spool {last['spool_depth']} lost {status.restarts}"
+        f"spool {last['spool_depth']} lost {status.restarts}{f'; {nothing}' if (nothing := _nothing(status)) else ''}"
     )
 
 
@@ -134,7 +136,7 @@ def _numbers(status: Status) -> RenderableType:
         grid.add_row(key("trained"), trained, key("epoch"), str(last.get("epoch", 0)))
         return _with_lost(grid, status)
     age = f"{last.get('age_mean', 0):.2f} (max {last.get('age_max', 0)}, bound {status.recipe.async_.max_staleness})"
-    grid.add_row(key("reward"), _lately(status, "raw_reward"), key("held-out"), _last_score(status))
+    grid.add_row(key("reward"), _lately(status, _reward(last)), key("held-out"), _last_score(status))
     grid.add_row(key("age"), age, key("spool"), f"{last.get('spool_depth', 0)} orders ready")
     grid.add_row(key("trained"), trained, key("waits"), f"{trainer_waits:.0%} of its time")
     grid.add_row(
@@ -207,6 +209,17 @@ def _sources(status: Status) -> RenderableType | None:
             passes,
         )
     return grid
+
+
+def _reward(step: dict[str, Any]) -> str:
+    """The metric that is shown: of all that was played, for what is trained on is chosen; older runs do not tell."""
+    return "played_reward" if "played_reward" in step else "raw_reward"
+
+
+def _nothing(status: Status) -> str:
+    """That the recent steps trained on nothing."""
+    empty = bool(status.steps) and not any(s["samples"] for s in status.steps)
+    return f"nothing is trained: all groups of the last {len(status.steps)} steps were kept out" if empty else ""
 
 
 def _lately(status: Status, name: str) -> str:

@@ -118,7 +118,7 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[Outcome, str]:
     most = max(fair, key=lambda o: o.samples_s)
     enough = [o for o in fair if o.samples_s >= ENOUGH * most.samples_s]
     best = min(enough, key=lambda o: (o.workers, o.max_staleness, ("wait", "mask", "drop").index(o.late)))
-    why = f"{best.samples_s:.3g} samples/s"
+    why = f"{best.samples_s:,.0f} samples/s"
     if best is most:
         why += (
             ", more than any other that is not biased towards short answers"
