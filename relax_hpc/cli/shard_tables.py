@@ -164,14 +164,14 @@ def show_stats(counts: Counts) -> None:
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("fate", no_wrap=True)
-    for name in ("groups", "samples", "tokens", "reward", "length", "p50/p90/max", "cut", "age", "oldest"):
+    for name in ("groups", "samples", "tokens", "reward", "length", "p50/p90/max", "cut", "age/max"):
         table.add_column(name, justify="right", no_wrap=True)
     for fate, t in counts.fates.items():
         lengths, ages = t.columns["length"], t.columns["age"]
         spread = "/".join(f"{v:.0f}" for v in np.percentile(lengths, [50, 90, 100])) if t.samples else "–"
         reward, length = (f"{t.columns['reward'].mean():.3f}", f"{lengths.mean():.1f}") if t.samples else ("–", "–")
-        age = [f"{ages.mean():.2f}", str(ages.max())] if len(ages) else ["–", "–"]
-        cut = f"{t.truncated:.1%}" if t.samples else "–"
+        age = f"{ages.mean():.2f}/{ages.max()}" if len(ages) else "–"
+        cut = f"{t.truncated:.0%}" if t.samples else "–"
         table.add_row(
             Text(fate, FATE_STYLE[fate]),
             str(t.groups),
@@ -181,7 +181,7 @@ def show_stats(counts: Counts) -> None:
             length,
             spread,
             cut,
-            *age,
+            age,
         )
     console.print(table)
     for column in ("reward", "length"):
