@@ -60,9 +60,11 @@ def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[No
     however often it is started. `passed_on`: exceptions that stay what they are."""
     try:
         yield
-    except (RunError, *passed_on):
+    except RunError:
         raise
     except Exception as error:
+        if isinstance(error, passed_on):
+            raise
         inside = traceback.extract_tb(error.__traceback__)[2:]  # behind this function and its caller
         at = next((frame for frame in reversed(inside) if frame.filename == inside[0].filename), None)
         where = f" ({at.filename}:{at.lineno}, in {at.name})" if at else ""
