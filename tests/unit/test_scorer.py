@@ -153,6 +153,14 @@ def test_every_order_is_one_scorers_and_what_is_gone_is_missing_again(
     run.column(mine[1], "teacher").unlink()
     assert shares[0].orders() == [mine[1]]
 
+    monkeypatch.setattr("relax_hpc.roles.scorer.LOOK_BACK_S", -1.0)
+    (run.shards / "0001").mkdir()
+    (run.shards / "0002").mkdir()
+    score(run, [mine[1]])
+    assert shares[0].orders() == [] and not shares[0]._behind, "batches of long ago, all scored"
+    run.column(mine[0], "teacher").unlink()
+    assert shares[0].orders() == mine[:1], "a step that is replayed may need it"
+
 
 def test_the_reference_is_kept_once_and_read_whole_or_not_at_all(tmp_path: Path) -> None:
     run, via = RunDir(tmp_path / "run"), tmp_path / "i1"

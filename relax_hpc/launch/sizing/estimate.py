@@ -12,11 +12,19 @@ from pydantic import ValidationError
 from relax_hpc.launch.sizing.engine import MEM_FRACTION, EngineMemory, engine_memory
 from relax_hpc.launch.sizing.model import Count, Shape, parameters, shape_in
 from relax_hpc.launch.sizing.traffic import Traffic, step_of, traffic
-from relax_hpc.launch.sizing.trainer import TrainerMemory, checkpoint_bytes, micro_batches, replicas, trainer_memory
+from relax_hpc.launch.sizing.trainer import (
+    FLOAT,
+    TrainerMemory,
+    checkpoint_bytes,
+    micro_batches,
+    replicas,
+    trainer_memory,
+)
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.recipe import Recipe
 from relax_hpc.recipe.algorithm import OwnAlgorithm
 from relax_hpc.recipe.parallel import misfit
+from relax_hpc.recipe.schema import TEACHER_KEY
 from relax_hpc.run_dir import RunError
 
 GIB = 2**30
@@ -283,6 +291,14 @@ def _assumed(recipe: Recipe, shape: Shape, asked: Asked) -> list[str]:
         said.append(f"SGLang takes {MEM_FRACTION:.0%} of a device (rollout.sglang.mem_fraction says how much)")
     if isinstance(recipe.algorithm, OwnAlgorithm):
         said.append("the algorithm of your own holds no reference model")
+    if recipe.scorer is not None:
+        folder = recipe.models_beside.get(TEACHER_KEY)
+        shapes = {"reference": shape, "teacher": (shape_in(folder) if folder else None) or shape}
+        held = sum(parameters(shapes[name]).all for name in recipe.scored) * FLOAT
+        said.append(
+            f"{recipe.scorer.processes} scorer processes hold {gib(held)} of weights each, on devices that no trainer process has or "
+            "beside one: not counted above"
+        )
     for key, folder in recipe.models_beside.items():
         if shape_in(folder) is None:
             said.append(f"{key} is as large as the policy: it is not on this machine")
