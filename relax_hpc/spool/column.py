@@ -19,7 +19,6 @@ import xxhash
 from h5py import h5d, h5f, h5s
 from numpy.typing import NDArray
 
-from relax_hpc.run_dir import Data
 from relax_hpc.spool import hdf5
 
 FORMAT = "relax_hpc.column"
@@ -53,7 +52,7 @@ class Column:
         return f"{self.model}/{self.checksum}"
 
 
-def encode(name: str, order: str, shard: int, model: str, values: NDArray[np.float32]) -> Data:
+def encode(name: str, order: str, shard: int, model: str, values: NDArray[np.float32]) -> list[bytes | memoryview]:
     """The bytes of a column, in pieces."""
     about: Mapping[str, str | int] = {
         "format": FORMAT, "schema": SCHEMA, "name": name, "order": order, "shard": shard, "model": model,

@@ -39,7 +39,7 @@ class Frozen:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         state_files.fill(tensors_of(model), tensors, where)
-        return cls(recipe, model.to(device).eval())
+        return cls(recipe, torch.nn.Module.to(model, device).eval())
 
     def tensors(self) -> dict[str, Tensor]:
         """Its weights, by the names of Hugging Face's files."""

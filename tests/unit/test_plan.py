@@ -203,6 +203,19 @@ def run(*words: object) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
+def test_what_scorers_hold_is_not_the_trainers_and_their_columns_take_room() -> None:
+    inside: dict[str, Any] = {"algorithm": {"kl_coef": 0.1}}
+    shape, _ = shape_of(tiny.recipe().model, Path())
+    recipes = [tiny.recipe(**inside, **more) for more in ({}, {"scorer": {"scores": ["reference"]}})]
+    both = [estimate(recipe, shape, Asked()) for recipe in recipes]
+    held = parameters(shape).all * 4
+    assert [made.trainer[0].frozen for made in both] == [held, 0]
+    assert both[0].checkpoint_bytes - both[1].checkpoint_bytes == held
+    tokens = both[0].traffic.samples * both[0].traffic.answer_tokens
+    assert both[1].traffic.spool_bytes - both[0].traffic.spool_bytes >= 4 * tokens
+    assert any("1 scorer processes hold 0.1 MiB of weights each" in said for said in both[1].assumed)
+
+
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda p: p.name)
 def test_every_shipped_recipe_fits(path: Path) -> None:
     code, out, _ = run(path, "--json")

@@ -15,6 +15,8 @@ from relax_hpc.spool.columns import COLUMNS, SCORE_BYTES, TOKEN_COLUMNS
 
 FILE_BYTES = 5000
 """HDF5's own, and what `meta` says of the order."""
+COLUMN_FILE_BYTES = 800
+"""The same of a scorer's column."""
 PROMPT_META_BYTES = 100
 """Answer and metadata of a prompt in `meta`; sources that say much take more."""
 
@@ -51,12 +53,10 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
     samples = groups * size
     orders, most_orders = recipe.orders_per_step, recipe.most_orders_per_step
-    a_group, scored = size * answer * SCORE_BYTES, len(recipe.scored)
-    an_order = _shard_bytes(recipe.rollout.groups_per_order, size, prompt, answer) + FILE_BYTES
-    an_order += scored * (recipe.rollout.groups_per_order * a_group + FILE_BYTES)
-    routed = 0
-    if recipe.rollout.routed_experts:
-        routed = _routed_bytes(shape, prompt, answer) * recipe.rollout.groups_per_order * size
+    in_order = recipe.rollout.groups_per_order
+    an_order = _shard_bytes(in_order, size, prompt, answer) + FILE_BYTES
+    an_order += len(recipe.scored) * (in_order * size * answer * SCORE_BYTES + COLUMN_FILE_BYTES)
+    routed = _routed_bytes(shape, prompt, answer) * in_order * size if recipe.rollout.routed_experts else 0
     weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
     copies = _copies(recipe)
     steps = recipe.run.steps
