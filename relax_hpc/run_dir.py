@@ -210,12 +210,16 @@ def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> boo
 def publish(final: Path, data: Data, *, via: Path | None = None, durable: bool = True) -> bool:
     """Publish `data` under a name that nobody has; False when somebody has it. `via`: the folder of the temporary name."""
     temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
+    written = False
     try:
         write_file(temporary, data, durable=durable)
+        written = True
         return link_exclusive(temporary, final, durable=durable)
     except OSError as error:
+        # Else the temporary file, or its folder, is gone: the caller was fenced, or swept away. Another may have made the folder by now.
+        no_folder = isinstance(error, FileNotFoundError) and (temporary.exists() if written else via is None)
         temporary.unlink(missing_ok=True)
-        if not isinstance(error, FileNotFoundError) or final.parent.is_dir():
+        if not no_folder:
             raise
     final.parent.mkdir(parents=True, exist_ok=True)  # one of dozens is the first in its folder
     if durable:

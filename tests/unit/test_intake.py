@@ -382,6 +382,8 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     trainer = Trainer(run, 1, staleness=2, replay=3)
     trainer.entry()
     role = SimpleNamespace(
+        run=run,
+        scored=(),
         front=trainer.intake.front,
         bound=2,
         recipe=tiny.recipe(algorithm={"replay": 3}, **{"async": {"max_staleness": 2}}),
