@@ -64,13 +64,14 @@ class Episode:
         """What the model said in a turn."""
         begin, end = [*self.begins, self.length][number : number + 2]
         said = np.concatenate([np.empty(0, np.uint8), *self.mask])[begin:end] == 1
-        tokens: NDArray[np.int32] = np.concatenate([np.empty(0, np.int32), *self.tokens])[begin:end]
-        return tokens[said]
+        tokens: NDArray[np.int32] = np.concatenate([np.empty(0, np.int32), *self.tokens])[begin:end][said]
+        return tokens
 
     def observation(self, number: int) -> NDArray[np.int32]:
         """What the environment said to it."""
         begin, end = self.begins[number : number + 2]
-        return np.concatenate(self.tokens)[begin + len(self.turn(number)) : end]
+        tokens: NDArray[np.int32] = np.concatenate(self.tokens)
+        return tokens[begin + len(self.turn(number)) : end]
 
     def add(
         self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32] | None, spans: list[tuple[int, int]]
