@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -65,10 +66,15 @@ class Engine(Protocol):
     """Whether a seed gives the same completions again, bit for bit, on the same machine."""
 
     def load(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None] = lambda: None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        progress: Callable[[], None] = lambda: None,
+        files: Sequence[Path] = (),
     ) -> None:
         """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ.
 
+        `files`: safetensors files with just these tensors, for an engine that reads such itself.
         `progress` is called in what lasts longer than the loading itself, such as starting again an engine that was lost.
         """
         ...

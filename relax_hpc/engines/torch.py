@@ -93,7 +93,11 @@ class TorchEngine:
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     def load(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None] = lambda: None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        progress: Callable[[], None] = lambda: None,
+        files: Sequence[Path] = (),
     ) -> None:
         own, given = weights_of(self.model), dict(tensors)
         check_whole(

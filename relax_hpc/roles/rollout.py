@@ -145,7 +145,8 @@ class RolloutWorker:
         began = time.perf_counter()
         try:
             with self.receiver.fetch(newest, lambda: self.progress("syncing")) as tensors:
-                self.engine.load(newest.number, tensors, functools.partial(self.process.telemetry.beat, "syncing"))
+                beat = functools.partial(self.process.telemetry.beat, "syncing")
+                self.engine.load(newest.number, tensors, beat, tensors.files)
             self.held = newest
             return True
         except DamagedWeights as error:

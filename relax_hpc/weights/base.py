@@ -8,9 +8,10 @@ the incarnation's folder, whatever the transport). How its bytes travel is the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +25,18 @@ class Version:
     lineage: int
     incarnation: int
     checksum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A version's tensors, verified whole."""
+
+    tensors: Iterable[tuple[str, Tensor]]
+    files: Sequence[Path] = ()
+    """Safetensors files that hold just these tensors, where there are such."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.tensors)
 
 
 class WeightsError(Exception):
@@ -70,9 +83,7 @@ class Receiver(Protocol):
         """The newest version there is; None before the first. Cheap: one stat."""
         ...
 
-    def fetch(
-        self, version: Version, progress: Progress = lambda: None
-    ) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
+    def fetch(self, version: Version, progress: Progress = lambda: None) -> AbstractContextManager[Fetched]:
         """The tensors of `version`, verified whole before the first one is given. Their memory is used again when the context ends.
 
         Raises WeightsError.

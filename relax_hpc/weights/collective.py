@@ -19,11 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.watch import FolderWatch
-from relax_hpc.weights.base import Export, Progress, Version
+from relax_hpc.weights.base import Export, Fetched, Progress, Version
 from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.meeting import Called, announce, called, members_folder
@@ -118,7 +116,7 @@ class CollectiveReceiver(FileReceiver):
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextlib.contextmanager
-    def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Fetched]:
         expected(self._run, version)
         deadline = time.monotonic() + GRACE_S
         while (received := self._received.pop(version.checksum, None)) is None:
@@ -131,7 +129,7 @@ class CollectiveReceiver(FileReceiver):
             progress()
             time.sleep(POLL_S / 10)
         try:
-            yield iter(received.tensors.items())
+            yield Fetched(received.tensors.items())
         finally:
             self._room.give_back(received)
 

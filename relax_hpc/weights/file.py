@@ -16,15 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 import relax_hpc.weights.delta as delta
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.watch import FolderWatch
-from relax_hpc.weights.base import Export, Progress, Version, WeightsError
+from relax_hpc.weights.base import Export, Fetched, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry
 from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name, write_part
-from relax_hpc.weights.stored import NodeCopies, bases, chain, read
+from relax_hpc.weights.stored import NodeCopies, bases, chain, files, read
 from relax_hpc.weights.versions import Manifest, Versions, expected, latest, name_of, number_of, tensors_path
 
 KEPT_FILES = 3
@@ -198,12 +196,12 @@ class FileReceiver:
         return self._seen[1]
 
     @contextlib.contextmanager
-    def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Fetched]:
         """The tensors of `version`, compared with the manifest's checksums first. Raises WeightsError."""
         expected(self._run, version)
         if not tensors_path(self._run, version).exists():
             raise self._missing(version)
-        yield iter(read(self._run, version, self._copies, progress).items())
+        yield Fetched(read(self._run, version, self._copies, progress).items(), files(self._run, version, self._copies))
 
     def _missing(self, version: Version) -> WeightsError:
         """A version that is not on disk; the newest one is asked for."""

@@ -106,6 +106,15 @@ def read(
         return _copied(run, version, contents, copies, progress) if held is None else held
 
 
+def files(run: RunDir, version: Version, copies: NodeCopies | None) -> tuple[Path, ...]:
+    """Those that `read` found the tensors in; none where these are put together from changes."""
+    for folder in ([copies.folder / name_of(version)] if copies else []) + [tensors_path(run, version)]:
+        with contextlib.suppress(WeightsError):  # no such copy; or retired since
+            index = read_index(folder, version.checksum)
+            return tuple(folder / name for name in index["parts"]) if base_of(index) is None else ()
+    return ()
+
+
 def _copied(
     run: RunDir, version: Version, contents: Contents, copies: NodeCopies, progress: Progress
 ) -> dict[str, Tensor]:

@@ -15,9 +15,12 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.engines import ENGINES, Completion, Engine, Enough, Sampling, make_engine
+from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.records import Finish
+from relax_hpc.run_dir import RunDir
 from relax_hpc.trainers import make_trainer
+from relax_hpc.weights import FilePublisher, FileReceiver
 from tests import tiny
 
 EOS = 1  # of the tiny model's tokenizer
@@ -283,6 +286,28 @@ def test_an_engine_that_rested_goes_on_with_the_weights_it_is_given_then(setup: 
         setup.engine.rest()
         assert setup.engine.version == -1
         setup.engine.wake()
+    setup.engine.load(3, setup.weights.items())
+    assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
+
+
+def test_a_version_is_read_where_the_file_transport_put_it(setup: Setup, tmp_path: Path) -> None:
+    sampling, run = Sampling(temperature=0, max_new_tokens=5), RunDir(tmp_path)
+    run.create()
+    (run.lease / "via").mkdir()
+    before = setup.engine.generate(PROMPTS, 2, sampling, 0)
+    flipped = {name: tensor.flip(0) for name, tensor in setup.weights.items()}
+    version = FilePublisher(run, run.lease / "via", 1, bucket_bytes=1 << 15).publish(8, flipped.items)
+    with FileReceiver(run).fetch(version) as fetched:
+        # Who reads the files has no use for what the tensors hold.
+        zeros = [(name, tensor * 0) for name, tensor in fetched]
+        reads = isinstance(setup.engine, SglangEngine)
+        setup.engine.load(8, zeros if reads else fetched, files=fetched.files)
+        there = setup.engine.generate(PROMPTS, 2, sampling, 0)
+        assert len(fetched.files) > 2 and there[0].spans == [(0, 8)] and not alike(before, there)
+        fetched.files[-1].unlink()  # the version is retired while it is taken: what is mapped is still whole
+        setup.engine.load(3, setup.weights.items())
+        setup.engine.load(8, fetched, files=fetched.files)
+    assert alike(there, setup.engine.generate(PROMPTS, 2, sampling, 0))
     setup.engine.load(3, setup.weights.items())
     assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
 

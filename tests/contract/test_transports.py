@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -33,7 +32,6 @@ from relax_hpc.weights import (
     WeightsError,
 )
 from relax_hpc.weights.versions import tensors_path
-from tests.contract.far_receiver import Process
 from tests.runs import wait_for
 
 torch.set_num_threads(1)
@@ -103,20 +101,10 @@ def file_with_changes(run: RunDir) -> Transport:
     return Transport(run, publisher, receiver)
 
 
-@functools.cache
-def far_process() -> Process:
-    """MPI connects no process with itself."""
-    return Process(Path(tempfile.mkdtemp()) / "far.log")
-
-
 def by_group(run: RunDir, transport: str) -> Transport:
     """One worker, there from the beginning, in a group with the trainer."""
     meeting = MEETINGS[transport]
-    receiver: Receiver
-    if transport == "mpi":
-        receiver = far_process().open(run, transport, LIMIT_S)
-    else:
-        receiver = CollectiveReceiver(run, f"worker-{uuid.uuid4().hex}", meeting(run, LIMIT_S))
+    receiver = CollectiveReceiver(run, f"worker-{uuid.uuid4().hex}", meeting(run, LIMIT_S))
 
     def publisher(via: Path, number: int) -> Publisher:
         return CollectivePublisher(run, via, number, meeting(run, LIMIT_S, via), bucket_bytes=256)

@@ -13,7 +13,18 @@ from tools.bench import common, file_ops, memory, runs, spool
 from tools.bench.sides import payload
 from tools.bench.sides.child import Child, ChildError
 
-BENCHMARKS = ("spool", "memory", "trl", "quickstart", "staleness", "weights", "file_ops", "algorithms", "simulate")
+BENCHMARKS = (
+    "spool",
+    "memory",
+    "trl",
+    "quickstart",
+    "staleness",
+    "weights",
+    "file_ops",
+    "algorithms",
+    "simulate",
+    "megatron",
+)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)

@@ -84,19 +84,25 @@ class SglangEngine:
         return self._server.client if self._server else self._outside
 
     def load(
-        self, version: int, tensors: Iterable[tuple[str, Tensor]], progress: Callable[[], None] = lambda: None
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        progress: Callable[[], None] = lambda: None,
+        files: Sequence[Path] = (),
     ) -> None:
-        with WeightsFiles(self._settings.folder) as files:
-            files.write(self._with_heads(tensors), leave_out=self._aliases - set(self._heads.values()))
-            check_whole(version, files.shapes, self._expected, self._aliases)
+        with WeightsFiles(self._settings.folder) as served:
+            given = list(tensors) if files else tensors  # mapped: to look at a name reads nothing
+            if not (files and self._reads(given) and served.link(files, given)):
+                served.write(self._with_heads(given), leave_out=self._aliases - set(self._heads.values()))
+            check_whole(version, served.shapes, self._expected, self._aliases)
             self.version = -1
             try:
-                self._take(str(files.folder), version)
+                self._take(str(served.folder), version)
             except EngineError:
                 if self._server is None:
                     raise
                 self._restart(progress)
-                self._take(str(files.folder), version)
+                self._take(str(served.folder), version)
         self.version = version
 
     def begin_update(self) -> None:
@@ -115,6 +121,10 @@ class SglangEngine:
         self.client.pause()
         self.client.update_from_disk(folder, str(version))
         self.client.resume()
+
+    def _reads(self, given: Iterable[tuple[str, Tensor]]) -> bool:
+        """Whether the server may read a version's own files: it is on this machine, and is to know just these names."""
+        return self._server is not None and not self._heads and self._aliases.isdisjoint(name for name, _ in given)
 
     def _with_heads(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The tensors, and tied output layers by their own names where SGLang has them apart."""

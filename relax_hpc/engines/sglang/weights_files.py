@@ -1,13 +1,14 @@
 """A version as safetensors files that only memory holds: SGLang reads weights from a folder, and a kill must leave nothing.
 
 tensors ──buckets──► anonymous memory files ◄──links── a folder that the server is told of
+a version's own files ◄──links── the same, without a copy
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -28,7 +29,7 @@ class WeightsFiles:
     def __init__(self, parent: Path | None = None) -> None:
         self._parent, self._files = parent, list[int]()
         self.shapes: dict[str, torch.Size] = {}
-        """Of all tensors that were written."""
+        """Of all tensors that were written or linked."""
 
     def __enter__(self) -> WeightsFiles:
         self._folder = tempfile.TemporaryDirectory(prefix="relax-hpc-weights-", dir=self._parent)
@@ -41,6 +42,15 @@ class WeightsFiles:
         self._folder.cleanup()
         for file in self._files:
             os.close(file)
+
+    def link(self, files: Sequence[Path], tensors: Iterable[tuple[str, Tensor]]) -> bool:
+        """Give files that hold just these tensors. Whether they are all there: a version may be retired meanwhile."""
+        if not all(file.exists() for file in files):
+            return False
+        self.shapes = {name: tensor.shape for name, tensor in tensors}
+        for number, file in enumerate(files):
+            self._path(number).symlink_to(file.resolve())
+        return True
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], leave_out: set[str]) -> None:
         """Write all tensors but those `leave_out`, whose shapes are noted all the same."""
@@ -59,7 +69,7 @@ class WeightsFiles:
             self._write(bucket, count)
 
     def _write(self, bucket: dict[str, Tensor], number: int) -> None:
-        path = self.folder / f"model-{number:05d}.safetensors"
+        path = self._path(number)
         if self._parent is not None:
             path.write_bytes(save(bucket))
             return
@@ -68,3 +78,6 @@ class WeightsFiles:
         with os.fdopen(file, "wb", closefd=False) as writer:
             writer.write(save(bucket))
         path.symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"model-{number:05d}.safetensors"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from relax_hpc.weights import (
 )
 from relax_hpc.weights.contents import as_bytes
 from relax_hpc.weights.gloo import GlooGroup
-from relax_hpc.weights.mpi import MpiGroup, mpi
+from relax_hpc.weights.mpi_process import begin
 
 LIMIT_S = 30.0
 LAYERS, EMBEDDING = 24, 0.2
@@ -46,6 +48,22 @@ def model(megabytes: float, seed: int) -> dict[str, Tensor]:
     for layer in range(LAYERS):
         sizes |= {f"layer.{layer}.{i}": matrix if i < 7 else VECTOR for i in range(9)}
     return {name: torch.randn(size, generator=generator).bfloat16() for name, size in sizes.items()}
+
+
+@dataclass
+class RawMpi:
+    """One Isend, one Irecv, in the process that has the bytes."""
+
+    peer: Any
+    mpi: Any
+    sends: bool
+    job: subprocess.Popen[str]
+
+    def broadcast(self, tensors: list[Tensor]) -> None:
+        move = self.peer.Isend if self.sends else self.peer.Irecv
+        for request in [move([as_bytes(tensor), self.mpi.BYTE], 0, 0) for tensor in tensors]:
+            while not request.Test():
+                pass
 
 
 class Side:
@@ -118,15 +136,15 @@ class Side:
 
     def raw_mpi(self, rank: int, store: str) -> None:
         """Connected by a port, like ours: the worker accepts."""
-        port = Path(store)
+        port, (mpi, job) = Path(store), begin()
         if rank:
-            replace(port, (name := mpi().Open_port()).encode())
-            peer = mpi().COMM_SELF.Accept(name)
+            replace(port, (name := mpi.Open_port()).encode())
+            peer = mpi.COMM_SELF.Accept(name)
         else:
             while not port.exists():
                 time.sleep(POLL_S)
-            peer = mpi().COMM_SELF.Connect(port.read_text())
-        self.raw = MpiGroup([peer], rank == 0, LIMIT_S, lambda: False)
+            peer = mpi.COMM_SELF.Connect(port.read_text())
+        self.raw = RawMpi(peer, mpi, rank == 0, job)
 
     def raw_broadcast(self) -> tuple[float, float]:
         """The same bytes, flat already, in one call."""
