@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import common, file_ops, memory, runs, spool
+from tools.bench import common, file_ops, memory, modes, runs, spool
 from tools.bench.sides import payload
 from tools.bench.sides.child import Child, ChildError
 
@@ -24,6 +24,9 @@ BENCHMARKS = (
     "algorithms",
     "simulate",
     "megatron",
+    "modes",
+    "trl_accuracy",
+    "endurance",
 )
 
 
@@ -47,6 +50,15 @@ def test_ratio_is_the_median_of_the_rounds_and_higher_when_ours_is_faster() -> N
     assert (found.median, found.low, found.high) == (2.0, 1.0, 9.0)
     with pytest.raises(ValueError):
         common.ratio([1.0], [1.0, 2.0])
+
+
+def test_a_mode_that_is_worse_by_more_than_the_margin_is_told_from_one_that_is_not() -> None:
+    on_policy = [0.70, 0.74, 0.69, 0.75]
+    same = modes.paired([0.71, 0.73, 0.70, 0.75], on_policy)
+    assert same.mean == pytest.approx(0.0025) and same.low == pytest.approx(-0.0127, abs=1e-4)  # 3.182 x 0.0096 / 2
+    assert modes.paired([s - 0.05 for s in on_policy], on_policy).high < modes.MARGIN < same.low
+    with pytest.raises(ValueError, match="1 seeds"):
+        modes.paired([0.7], [0.7])
 
 
 def test_rounds_alternate_and_warmups_are_dropped() -> None:
