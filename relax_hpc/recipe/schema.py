@@ -31,12 +31,6 @@ class Run(Table):
 
     name: str = Key("run", "The run's name: its directory is ROOT/NAME.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     root: Path = Key("runs", "The directory that holds runs; on a cluster, on the shared file system.")
-    placement: Literal["split", "colocate"] = Key(
-        "split",
-        "`split`: the rollout workers have devices of their own; reference, critic and teacher share the trainer's (what others call "
-        "hybrid). `colocate`: trainer and workers take turns on the same devices; needs async.max_staleness = 0.",
-        resume=True,
-    )
     seed: int = Key(0, "Order ids, prompts and sampling seeds depend on this and the prompt cursor alone.", ge=0)
     steps: PositiveInt = Key(100, "Training steps until the run is done.", resume=True)
     checkpoint_every: PositiveInt = Key(50, "Steps between two checkpoints.", resume=True)
@@ -45,6 +39,12 @@ class Run(Table):
     )
     keep_checkpoints: PositiveInt = Key(
         2, "Checkpoints kept; the oldest one decides how far back a run can restart.", resume=True
+    )
+    placement: Literal["split", "colocate"] = Key(
+        "split",
+        "`split`: the rollout workers have devices of their own; reference, critic and teacher share the trainer's (what others call "
+        "hybrid). `colocate`: trainer and workers take turns on the same devices; needs async.max_staleness = 0.",
+        resume=True,
     )
 
 
