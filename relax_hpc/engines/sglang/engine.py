@@ -73,8 +73,10 @@ class SglangEngine:
         if self._settings.address:
             self._server = None
             self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""))
-            _check_outside(self._outside, self.context)
+            about = _about_outside(self._outside, self.context)
+            self._sharing, self._copies = int(about["tp_size"]), int(about["dp_size"])
         else:
+            self._sharing, self._copies = self._settings.tensor_parallel, self._settings.data_parallel
             self._server = Server(recipe, model_dir, self.context)
             self._server.start(lambda: None)
 
@@ -121,6 +123,8 @@ class SglangEngine:
         self.client.pause()
         self.client.update_from_disk(folder, str(version))
         self.client.resume()
+        if self._sharing > 1:  # the folder goes when we return
+            self.client.wait_for_ranks(self._copies)
 
     def _reads(self, given: Iterable[tuple[str, Tensor]]) -> bool:
         """Whether the server may read a version's own files: it is on this machine, and is to know just these names."""
@@ -331,14 +335,16 @@ def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
         )
 
 
-def _check_outside(client: Client, context: int) -> None:
-    """Raises RunError unless the outside server answers, and has room for the model's context."""
+def _about_outside(client: Client, context: int) -> dict[str, Any]:
+    """What the outside server says of itself. Raises RunError unless it answers, and has room for the model's context."""
     try:
-        room = client.about()["context_length"]
+        about = client.about()
     except EngineError as error:
         raise RunError(f"{error}; rollout.sglang.address is where it should be, ${KEY_VARIABLE} its api key") from error
+    room = about["context_length"]
     if room is not None and room < context + CONTEXT_MARGIN:
         raise RunError(
             f"SGLang at {client.address} has room for {room} tokens a sequence, this model's context of {context} needs "
             f"{context + CONTEXT_MARGIN}: start it with --context-length {context + CONTEXT_MARGIN}"
         )
+    return about

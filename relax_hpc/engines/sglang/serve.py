@@ -26,7 +26,7 @@ def main() -> None:
 
     load_plugins()
     try:
-        run_server(prepare_server_args([*sys.argv[1:], "--api-key", key]))
+        run_server(prepare_server_args([*sys.argv[1:], f"--api-key={key}"]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
