@@ -294,6 +294,7 @@ def role_environment(run: RunDir) -> dict[str, str]:
 
 
 def main() -> None:
+    gc.disable()  # it would look again and again at a million objects that stay: a third of the time of the imports
     os.environ["OMP_NUM_THREADS"] = "1"  # no thread may live when it forks; each role sets its own number
     from relax_hpc.roles import __main__ as roles
 
@@ -303,8 +304,8 @@ def main() -> None:
     import relax_hpc.roles.scorer
     import relax_hpc.roles.trainer  # noqa: F401
 
-    gc.collect()
     gc.freeze()  # the collector would write to, and so copy, pages that the children share
+    gc.enable()
     _Server(int(sys.argv[1])).serve()
 
 

@@ -6,6 +6,7 @@ The environment is prepared before torch is imported, so the role's module is im
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import logging
 import os
@@ -60,7 +61,11 @@ def run(process: RoleProcess, role: str) -> Exit:
     os.environ["OMP_NUM_THREADS"] = str(getattr(process.recipe, role).threads)
     process.caches.warm()
     try:
-        code: Exit = importlib.import_module(f"relax_hpc.roles.{role}").body(process)
+        gc.disable()  # see launch/nursery.py
+        module = importlib.import_module(f"relax_hpc.roles.{role}")
+        gc.freeze()
+        gc.enable()
+        code: Exit = module.body(process)
         return code
     except Stop:
         return Exit.STOPPED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 import traceback
@@ -23,7 +22,7 @@ from relax_hpc.launch.sizing.trainer import Step, trainer_memory
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_trainer
-from tests import tiny
+from tests import processes, tiny
 
 JOIN_S = 240
 WORLD = 4
@@ -206,10 +205,10 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
         tiny.folder(recipe_of(name, folder), folder / name)
     tiny.folder(OTHER, folder / "other", seed=1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    context = multiprocessing.get_context("spawn")
+    context = processes.context()
     results = context.Queue()
-    processes = [context.Process(target=work, args=(rank, folder, results)) for rank in range(WORLD)]
-    for process in processes:
+    ranks = [context.Process(target=work, args=(rank, folder, results)) for rank in range(WORLD)]
+    for process in ranks:
         process.start()
     deadline = time.monotonic() + JOIN_S
     found: dict[str, list[list[dict[str, float]]]] = {name: [[]] * WORLD for name in SPLITS}
@@ -219,7 +218,7 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
             assert not error, f"rank {rank}, {name}: {error}"
             found[name][rank] = said
     finally:
-        for process in processes:
+        for process in ranks:
             process.kill()
     return folder, found
 

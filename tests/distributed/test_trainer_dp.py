@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.trainers import make_trainer
-from tests import tiny
+from tests import processes, tiny
 
 JOIN_S = 120
 STEPS = 4
@@ -87,22 +86,22 @@ def run(
     """(metrics of each step, warm-up loss, random numbers) of every rank; fails rather than hangs."""
     out.mkdir(exist_ok=True)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    context = multiprocessing.get_context("spawn")
+    context = processes.context()
     results = context.Queue()
-    processes = [
+    ranks = [
         context.Process(target=work, args=(rank, world, where, out, kl_coef, first, last, samples, results))
         for rank in range(world)
     ]
-    for process in processes:
+    for process in ranks:
         process.start()
     deadline = time.monotonic() + JOIN_S
     try:
-        said = sorted(results.get(timeout=max(1.0, deadline - time.monotonic())) for _ in processes)
-        for process in processes:
+        said = sorted(results.get(timeout=max(1.0, deadline - time.monotonic())) for _ in ranks)
+        for process in ranks:
             process.join(max(1.0, deadline - time.monotonic()))
-        assert [process.exitcode for process in processes] == [0] * world
+        assert [process.exitcode for process in ranks] == [0] * world
     finally:
-        for process in processes:
+        for process in ranks:
             process.kill()
     return [rest for _, *rest in said]
 

@@ -7,6 +7,7 @@ however that ends.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -19,11 +20,13 @@ def main() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(worker):
         sys.exit("the worker that started this server is gone")
+    gc.disable()  # while a million objects are made that stay
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    gc.enable()
     load_plugins()
     try:
         run_server(prepare_server_args([*sys.argv[1:], f"--api-key={key}"]))
