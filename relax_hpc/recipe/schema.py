@@ -14,13 +14,15 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_valida
 
 from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo, Sft
 from relax_hpc.recipe.model import AnyModel, TinyModel
-from relax_hpc.recipe.parallel import Parallel, misfit
+from relax_hpc.recipe.parallel import misfit
+from relax_hpc.recipe.rollout import Rollout
 from relax_hpc.recipe.scorer import Scorer, refuse_unneeded
-from relax_hpc.recipe.sglang import Sglang
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, Curriculum
-from relax_hpc.recipe.table import Key, Table, conflict, even_share
+from relax_hpc.recipe.staleness import Async
+from relax_hpc.recipe.table import Key, Table, conflict
 from relax_hpc.recipe.tracking import AnyTracking, Notify
+from relax_hpc.recipe.trainer import Trainer
 from relax_hpc.recipe.weights import AnyWeights, FileWeights
 
 CRITIC_KEY, TEACHER_KEY = "algorithm.critic.model", "algorithm.teacher"
@@ -57,167 +59,6 @@ class Warmup(Table):
     stop_at_loss: float = Key(
         0.0, "End when the loss a token (nats, smoothed over about 10 steps) is this low; 0 makes all steps.", ge=0
     )
-
-
-class Partial(Table):
-    """Partial rollouts, for `late = "mask"`: an order that is given back half-played, at a stop too, goes on with newer weights on any worker."""
-
-    abort_at_publish: bool = Key(
-        True,
-        "Give back an order when there are newer weights than it is played with; false leaves them to an engine that swaps "
-        "weights in mid-generation.",
-        resume=True,
-    )
-    abort_after_s: PositiveFloat | None = Key(
-        None, "Give back an order that was played for this many seconds; absent sets no limit.", resume=True
-    )
-    max_aborts: PositiveInt = Key(
-        3,
-        "An order that was given back this often is played to its end; what is out of the bound then stays out of the loss too.",
-        resume=True,
-    )
-
-
-class Async(Table):
-    """How far generation may run ahead of training."""
-
-    max_staleness: int = Key(
-        1, "At step s no token in the loss is older than version s - max_staleness; 0 is on-policy.", ge=0
-    )
-    late: Literal["wait", "drop", "mask"] = Key(
-        "wait",
-        "What would miss its deadline: `wait` holds the trainer (no bias), `drop` orders the prompts again (favours short "
-        "answers), `mask` takes new weights in mid-generation and keeps the tokens that are too old out of the loss.",
-    )
-    partial: Partial | None = Key(
-        None, "When orders are given back half-played; absent plays each to its end, or anew."
-    )
-
-    @model_validator(mode="after")
-    def _masks(self) -> Async:
-        if self.partial and self.late != "mask":
-            raise conflict(
-                f"[async.partial] goes on with old answers under new weights, but async.late = '{self.late}' has no use for "
-                "an answer that is older in parts: set async.late = 'mask', or remove the table"
-            )
-        return self
-
-
-class Trainer(Table):
-    """The trainer role."""
-
-    backend: Literal["torch", "megatron"] = Key(
-        "torch",
-        "`torch`: Hugging Face transformers, data parallel; `megatron`: Megatron-core, every kind of parallelism ([trainer.parallel]).",
-    )
-    processes: PositiveInt = Key(
-        1, "Processes, over all nodes: data parallel, but for what [trainer.parallel] takes.", resume=True
-    )
-    parallel: Parallel = Parallel()
-    nodes: PositiveInt = Key(1, "Nodes that share the processes evenly (on a cluster).", resume=True)
-    threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key(
-        "auto", "Where the model lives; `auto` takes a GPU where there is one."
-    )
-    prompts_per_step: PositiveInt = Key(32, "Prompts (groups) a training step consumes.")
-    updates_per_step: PositiveInt = Key(
-        1, "Optimizer steps that a training step makes, each on its share of the groups; with 1 all are in one."
-    )
-    max_skipped_steps: PositiveInt = Key(
-        20,
-        "Steps in a row with an update skipped, since loss or gradient were not finite, before the run stops and says why.",
-        resume=True,
-    )
-    learning_rate: PositiveFloat = Key(1e-6, "Peak learning rate of AdamW.")
-    betas: tuple[float, float] = Key((0.9, 0.95), "AdamW's moment decays.")
-    eps: PositiveFloat = Key(1e-8, "AdamW's epsilon.")
-    weight_decay: float = Key(0.0, "AdamW's decoupled weight decay.", ge=0)
-    clip_grad_norm: PositiveFloat = Key(1.0, "Global gradient norm above which gradients are scaled down.")
-    schedule: Literal["constant", "linear", "cosine"] = Key(
-        "constant", "How the learning rate falls to min_learning_rate over run.steps."
-    )
-    min_learning_rate: float = Key(0.0, "Where `linear` and `cosine` end.", ge=0)
-    lr_warmup_steps: int = Key(0, "Steps over which the learning rate rises from 0.", ge=0)
-    dtype: Literal["float32", "bfloat16"] = Key(
-        "float32", "Arithmetic of forward and backward, and type of published weights; master weights are float32."
-    )
-    tokens_per_micro_batch: PositiveInt = Key(
-        16384, "Token budget of one forward and backward on one process.", resume=True
-    )
-
-    @model_validator(mode="after")
-    def _spreads(self) -> Trainer:
-        even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)
-        if self.backend == "torch" and self.parallel != Parallel():
-            raise conflict('[trainer.parallel] is for trainer.backend = "megatron": set that, or remove the table')
-        wrong = misfit(self.parallel, self.processes, None)
-        if wrong:
-            raise conflict(wrong)
-        return self
-
-
-class Rollout(Table):
-    """The rollout role."""
-
-    engine: Literal["torch", "sglang"] = Key(
-        "torch",
-        "`torch`: batched generation with transformers in the worker's process. `sglang`: SGLang's server, one for each worker.",
-    )
-    sglang: Sglang = Sglang()
-    workers: PositiveInt = Key(1, "Worker processes, over all nodes; each plays one order at a time.", resume=True)
-    nodes: PositiveInt = Key(1, "Nodes that share the workers evenly (on a cluster).", resume=True)
-    threads: PositiveInt = Key(1, "CPU threads of each worker.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key(
-        "auto", "Where the engine lives; `auto` takes a GPU where there is one."
-    )
-    groups_per_order: PositiveInt = Key(
-        8, "Groups in one order, generated as one batch; must divide trainer.prompts_per_step."
-    )
-    temperature: PositiveFloat = Key(1.0, "Sampling temperature; logprobs are of the tempered distribution.")
-    top_p: float = Key(1.0, "Nucleus: smallest set of tokens with this probability.", gt=0, le=1)
-    top_k: int = Key(0, "Sample among the k likeliest tokens; 0 is all.", ge=0)
-    max_new_tokens: PositiveInt = Key(256, "Generated tokens a turn at most.")
-    max_turns: PositiveInt = Key(1, "Turns an environment may take.")
-    stop: list[str] = Key([], "Strings that end an answer, besides the end-of-sequence token.")
-    routed_experts: bool = Key(
-        False,
-        "Keep which experts each token was routed to (mixture-of-experts models, engine `sglang`): a column of the shard, "
-        "which the trainer `megatron` routes by again (rollout routing replay); the trainer `torch` does not read it.",
-    )
-    reward_time_limit_s: PositiveFloat = Key(
-        30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True
-    )
-    max_failed_fraction: float = Key(
-        0.5,
-        "The run stops when more than this share of a step's groups failed (reward raised, timed out, order poisoned).",
-        ge=0,
-        le=1,
-        resume=True,
-    )
-    max_attempts: PositiveInt = Key(
-        8, "Workers that may die on one order before its groups are kept as failed.", resume=True
-    )
-
-    @property
-    def devices_each(self) -> int:
-        """Devices of one worker: the GPUs of its server, or the one that it computes on itself."""
-        return self.sglang.tensor_parallel * self.sglang.data_parallel if self.engine == "sglang" else 1
-
-    @model_validator(mode="after")
-    def _spreads(self) -> Rollout:
-        even_share("rollout.workers", self.workers, "rollout.nodes", self.nodes)
-        if self.engine != "sglang" and self.sglang != Sglang():
-            raise conflict(f"[rollout.sglang] is for rollout.engine = 'sglang', but the engine is '{self.engine}'")
-        if self.engine != "sglang" and self.routed_experts:
-            raise conflict(
-                f"rollout.routed_experts = true is for rollout.engine = 'sglang'; the engine '{self.engine}' does not tell them"
-            )
-        if self.sglang.address and self.workers > 1:
-            raise conflict(
-                f"rollout.sglang.address names one server, which holds one version at a time, but rollout.workers = "
-                f"{self.workers}: use 1"
-            )
-        return self
 
 
 class Evaluation(Table):

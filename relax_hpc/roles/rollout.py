@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from relax_hpc.engines import EngineRestarted, Enough
-from relax_hpc.recipe.schema import Partial
+from relax_hpc.recipe.staleness import Partial
 from relax_hpc.records import Finish, Group, Part, Prompt, Sample
 from relax_hpc.roles import gpus
 from relax_hpc.roles.episodes import HalfPlayed

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from relax_hpc.recipe.schema import Trainer
+from relax_hpc.recipe.trainer import Trainer
 from relax_hpc.run_dir import RunError, to_json, write_file
 from relax_hpc.trainers import fit, state_files
 from relax_hpc.trainers.build import SMALL_FILES
