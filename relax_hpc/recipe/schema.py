@@ -220,6 +220,21 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
+        self._batches_fit()
+        self._algorithm_fits()
+        self._trainer_fits()
+        self._sources_fit()
+        self._roles_fit()
+        names = [tracking.name for tracking in self.tracking]
+        if len(set(names)) < len(names):
+            raise conflict(
+                f"[[tracking]] names one tool twice: {names}; each takes all metrics, so one table a tool is enough"
+            )
+        if self.slurm and self.trainer.device != "cpu":
+            self.slurm.refuse_too_few_gpus(self.trainer.processes // self.trainer.nodes)
+        return self
+
+    def _batches_fit(self) -> None:
         groups, prompts = self.rollout.groups_per_order, self.trainer.prompts_per_step
         if prompts % groups and not self.supervised:
             divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
@@ -236,6 +251,9 @@ class Recipe(Table):
             raise conflict(
                 f"trainer.updates_per_step = {updates} share the groups of trainer.prompts_per_step = {prompts}: use at most that"
             )
+
+    def _algorithm_fits(self) -> None:
+        updates = self.trainer.updates_per_step
         if isinstance(self.algorithm, Rloo) and (self.async_.max_staleness or updates > 1):
             raise conflict(
                 f"algorithm.name = 'rloo' is on-policy only, but async.max_staleness = {self.async_.max_staleness} and "
@@ -251,6 +269,8 @@ class Recipe(Table):
                 f"algorithm.critic.warmup_steps = {self.algorithm.critic.warmup_steps} leaves the policy none of run.steps = "
                 f"{self.run.steps}: lower the one or raise the other"
             )
+
+    def _trainer_fits(self) -> None:
         if self.run.async_checkpoints and self.trainer.backend == "torch":
             raise conflict(
                 'run.async_checkpoints = true is for trainer.backend = "megatron": set that, or leave it out'
@@ -258,6 +278,8 @@ class Recipe(Table):
         wrong = misfit(self.trainer.parallel, self.trainer.processes, getattr(self.model, "sizes", None))
         if wrong:
             raise conflict(wrong)
+
+    def _sources_fit(self) -> None:
         if self.scorer is not None:
             refuse_unneeded(self.scorer, self.algorithm)
         if self.warmup and self.supervised:
@@ -275,6 +297,8 @@ class Recipe(Table):
                 "[curriculum] shifts prompts between sources, but there is one [[source]]: split it by difficulty into "
                 "several, or remove the table"
             )
+
+    def _roles_fit(self) -> None:
         partial = self.async_.partial
         if self.async_.late == "mask" and self.rollout.engine == "torch" and not (partial and partial.abort_at_publish):
             raise conflict(
@@ -290,14 +314,6 @@ class Recipe(Table):
             )
         if self.run.placement == "colocate":
             self._colocates()
-        names = [tracking.name for tracking in self.tracking]
-        if len(set(names)) < len(names):
-            raise conflict(
-                f"[[tracking]] names one tool twice: {names}; each takes all metrics, so one table a tool is enough"
-            )
-        if self.slurm and self.trainer.device != "cpu":
-            self.slurm.refuse_too_few_gpus(self.trainer.processes // self.trainer.nodes)
-        return self
 
     def _colocates(self) -> None:
         """Raises a conflict where trainer and workers cannot take turns on the same devices."""

@@ -301,10 +301,24 @@ class Intake:
         return self._kept_out[order_id]
 
 
-class Replay:
+class WithoutOrders:
+    """What an intake is where nothing is asked for."""
+
+    depth, unscored, outstanding = 0, 0, 0
+
+    def settle(self, entry: Entry, step: int) -> None: ...
+
+    def release(self, step: int) -> bool:
+        return True
+
+    def late_arrivals(self) -> list[tuple[str, float]]:
+        return []
+
+
+class Replay(WithoutOrders):
     """What stands in for the intake in a run that trains on the shards of another one: its ledger, step by step."""
 
-    live, depth, unscored, outstanding = True, 0, 0, 0
+    live = True
 
     def __init__(self, source: RunDir, ledger: Ledger, front: Front, columns: Columns) -> None:
         self._source, self._own, self._front, self._columns = source, ledger, front, columns
@@ -318,14 +332,6 @@ class Replay:
         if found is None:
             return None
         return self._own.commit(replace(entry, take=tuple(replace(t, columns=found[t.order]) for t in entry.take)))
-
-    def settle(self, entry: Entry, step: int) -> None: ...
-
-    def release(self, step: int) -> bool:
-        return True
-
-    def late_arrivals(self) -> list[tuple[str, float]]:
-        return []
 
     def state_dict(self) -> dict[str, Any]:
         return {}

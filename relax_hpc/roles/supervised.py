@@ -12,14 +12,13 @@ from typing import Any
 
 from relax_hpc.data import PromptCursor, PromptSources
 from relax_hpc.records import Rollouts
+from relax_hpc.roles.intake import WithoutOrders
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.trainers.token_loss import as_rollouts
 
 
-class Lessons:
+class Lessons(WithoutOrders):
     """What stands in for the intake: the prompts of each step, by the cursor."""
-
-    depth, unscored, outstanding = 0, 0, 0
 
     def __init__(self, cursor: PromptCursor, prompts_per_step: int, ledger: Ledger, incarnation: int) -> None:
         self._cursor, self._count, self._ledger, self._incarnation = cursor, prompts_per_step, ledger, incarnation
@@ -45,14 +44,6 @@ class Lessons:
             self._entry = found or self._ledger.commit(self._entry)
             self.live, self._committed = found is None, True
         return self._entry
-
-    def settle(self, entry: Entry, step: int) -> None: ...
-
-    def release(self, step: int) -> bool:
-        return True
-
-    def late_arrivals(self) -> list[tuple[str, float]]:
-        return []
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint: where the prompt cursor is."""

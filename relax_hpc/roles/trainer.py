@@ -83,9 +83,9 @@ class TrainerRole:
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         """The run whose shards are trained on."""
         self.front = Front(self.shards, recipe.spool.front)
-        # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.scored = () if self.debug == "rollout-only" else recipe.scored
         """The columns that come from scorers."""
+        # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
         gpus.take(process, self.via)

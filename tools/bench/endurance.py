@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def report(monkey: Monkey, watch: Watch) -> dict[str, Any]:
-    lines = [r for r in read_metrics(monkey.run.metrics / "trainer-0.jsonl")[0]]
+    lines = read_metrics(monkey.run.metrics / "trainer-0.jsonl")[0]
     scores = {r["version"]: r["score"] for r in lines if r["kind"] == "eval"}
     rewards = [r["raw_reward"] for r in lines if r["kind"] == "step"]
     found = audit(monkey.run.root)

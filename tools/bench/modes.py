@@ -79,9 +79,9 @@ def step_s(done: Finished) -> float:
     return float((ends[-1] - ends[0]) / (len(ends) - 1))
 
 
-def real(seed: int, steps: int) -> dict[str, Finished]:
+def real(seed: int, steps: int, prompts: Path) -> dict[str, Finished]:
     """The runs of one seed, by mode, all from the same warm-up."""
-    common: dict[str, Any] = {"run.seed": seed, "source.0.prompts": write_prompts()}
+    common: dict[str, Any] = {"run.seed": seed, "source.0.prompts": prompts}
     warm = run(REAL, f"modes/warm-{seed}", {**common, "run.steps": 1, "trainer.learning_rate": 1e-12})
     both = {"trainer.processes": 2, "rollout.workers": 2}
     modes: dict[str, dict[str, Any]] = {COLOCATE: {**TOGETHER, **both}}
@@ -150,10 +150,10 @@ def main() -> None:
 
 
 def report_real(given: Any) -> dict[str, Any]:
-    seeds = []
+    seeds, prompts = [], write_prompts()
     with progress("real: seeds", given.seeds) as done:
         for seed in range(given.seeds):
-            seeds.append(real(seed, given.steps))
+            seeds.append(real(seed, given.steps, prompts))
             done()
     final = {mode: [runs[mode].scores[-1][1] for runs in seeds] for mode in (COLOCATE, *STALENESS, CONTROL)}
     against = {mode: paired(final[mode], final[ON_POLICY]) for mode in final if mode != ON_POLICY}
