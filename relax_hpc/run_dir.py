@@ -8,8 +8,9 @@
       orders/open/  orders/claimed/WORKER/  requests, moved by rename
       orders/parts/ORDER.p1.h5              what was generated of orders that were given back half-played
       shards/0000/ORDER.h5   evals/         what was generated; complete or absent
-      columns/0000/ORDER.NAME.h5            what a scorer's models say of the same tokens
-      reference/                            the weights that are the reference, where a scorer holds them
+      columns/0000/ORDER.NAME.h5            what a scorer's models, or a critic, say of the same tokens
+      reference/                            the weights of before step 0, where a scorer holds them or a critic begins as them
+      critic/                               of a critic in processes of its own: its attempts' folders, its checkpoints
       aside/                                files that lost a race, each with its reason
       ledger/0000/00000123.json             what each step trains on
       weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
@@ -69,6 +70,7 @@ class RunDir:
         self.evals = self.root / "evals"
         self.columns = self.root / "columns"
         self.reference = self.root / "reference"
+        self.critic = self.root / "critic"
         self.aside = self.root / "aside"
         self.ledger = self.root / "ledger"
         self.weights = self.root / "weights"

@@ -25,6 +25,9 @@ class ActorCritic(PolicyAlgorithm):
     def __init__(self, config: Ppo) -> None:
         super().__init__(config)
         self.needs |= {VALUES}
+        of_reward = {"reference"} if config.kl_coef > 0 and config.kl_in == "reward" else set()
+        self.returns_need = frozenset({VALUES} | of_reward)
+        """Columns, of those, that returns are made from."""
 
     def returns(self, rollouts: Rollouts) -> Tensor:
         """[T] float32: what the critic learns, 0 where the loss mask is 0."""

@@ -32,10 +32,11 @@ TEXT_TYPES = {"prompt": "string", "completion": "string", "answer": "string"}
 TOKEN_TYPES = {
     "prompt_tokens": "list<int32>", "tokens": "list<int32>", "loss_mask": "list<uint8>", "logprobs": "list<float32>",
     "versions": "list<int32>", "columns/reference": "list<float32>", "columns/teacher": "list<float32>",
+    "columns/values": "list<float32>",
 }  # fmt: skip
 """Columns that are there when they are asked for by name."""
-SCORES: tuple[str, ...] = get_args(Score)
-"""Columns that scorers make, each in a file of its own."""
+SCORES: tuple[str, ...] = (*get_args(Score), "values")
+"""Columns that scorers and critics make, each in a file of its own."""
 FINISH_NAMES = np.array([f.name.lower() for f in Finish])
 
 
@@ -125,7 +126,7 @@ def arrow_type(column: str) -> pa.DataType:
 
 
 def _scored(shard: Shard, name: str) -> list[Any]:
-    """What a scorer's model said of each sample's tokens; None where there is no such column. Raises RunError for a damaged one."""
+    """What another role's model said of each sample's tokens; None where there is no such column. Raises RunError for a damaged one."""
     from relax_hpc.spool.column import DamagedColumn, read_column
 
     if shard.path.parent.parent.name != "shards":
@@ -133,7 +134,7 @@ def _scored(shard: Shard, name: str) -> list[Any]:
     try:
         column = read_column(RunDir(shard.path.parents[2]).column(shard.order, name), name)
     except DamagedColumn as error:
-        raise RunError(f"{error}; where it is removed, a scorer of the run that goes on makes it again") from error
+        raise RunError(f"{error}; where it is removed, the run makes it again when it goes on") from error
     return _cut(column.values, shard.offsets) if column else [None] * len(shard.samples)
 
 

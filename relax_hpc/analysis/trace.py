@@ -131,8 +131,8 @@ def timeline(view: RunView) -> Timeline:
             _trainer(made, role, lines[role], published, steps)
         elif role.startswith("rollout-"):
             _worker(made, role, lines[role], published, orders)
-        elif role.startswith("scorer-"):
-            _scorer(made, role, lines[role])
+        elif role.startswith(("scorer-", "critic-")):
+            _columns(made, role, lines[role])
         else:
             _events(made, role, lines[role])
     for order, fate in view.fates().orders.items():
@@ -234,13 +234,19 @@ def _worker(
                 made.arrow(f"v{held}", before[-1], playing)
 
 
-def _scorer(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:
+def _columns(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:
+    """What a scorer or a critic did."""
     for line in lines:
+        if line["kind"] == "critic":
+            made.slice(role, WORK, f"learn step {line['step']}", line["time"] - line["learn_s"], line["time"])
+        if line["kind"] != "column":
+            continue
         scored = line["time"] - line["publish_s"]
         began = scored - line["score_s"]
         made.slice(role, WORK, "wait for an order", began - line["wait_s"], began)
         args = {key: line[key] for key in ("tokens", "tokens_per_s", "lag_s", "behind")}
-        made.slice(role, WORK, f"score {line['order']}", began, line["time"], **args)
+        what = "value" if role.startswith("critic-") else "score"
+        made.slice(role, WORK, f"{what} {line['order']}", began, line["time"], **args)
         made.part(role, WORK, "publish", scored, line["time"])
 
 

@@ -139,7 +139,8 @@ def _sample(columns: dict[str, Any], i: int, extras: list[str], full: bool) -> G
     facts += [f"{e.removeprefix('extra/')} {columns[e][i]:g}" for e in extras]
     for name in (c for c in columns if c.startswith("columns/") and columns[c][i] is not None):
         own = max(int(columns["loss_mask"][i].sum()), 1)
-        facts.append(f"log p of the {name.removeprefix('columns/')} {columns[name][i].sum() / own:.3f} a token")
+        what = "value" if name == "columns/values" else f"log p of the {name.removeprefix('columns/')}"
+        facts.append(f"{what} {columns[name][i].sum() / own:.3f} a token")
     head = Text.assemble((f"\n{columns['sample'][i]} ", "bold"), (" · ".join(facts), "dim"))
     return Group(head, _text("", text if text is not None else str(columns["tokens"][i].tolist()), full, ""))
 

@@ -22,14 +22,14 @@ from rich.console import Console
 from relax_hpc.launch.agent import CORE
 from relax_hpc.launch.lease import RENEW_S, Lease, acquire
 from relax_hpc.launch.slurm.agents import Agents
+from relax_hpc.launch.slurm.beside import StepBeside
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, NoCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job
-from relax_hpc.launch.slurm.scorers import StepScorers
 from relax_hpc.launch.slurm.send import exclude
-from relax_hpc.launch.slurm.steps import rollout_step, scorer_step, step_command, trainer_step
+from relax_hpc.launch.slurm.steps import beside_step, rollout_step, step_command, trainer_step
 from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.launch.supervisor import Supervisor, sweep
 from relax_hpc.launch.view import live
@@ -89,8 +89,8 @@ def supervise(
     else:
         core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry)
     crew = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
-    scorers = [StepScorers(run, recipe, [*scorer_step(plan), *python], telemetry.metrics)] if plan.scorer else []
-    workers = Together(crew, *scorers)
+    beside = [StepBeside(run, recipe, n, [*beside_step(plan, n), *python], telemetry.metrics) for n in plan.beside]
+    workers = Together(crew, *beside)
     sweep(run, older_than_s=SWEEP_S)
     with live(run, console) as look:
         supervisor = Supervisor(

@@ -179,13 +179,19 @@ def _copy_user_files(value: Any, folder: Path, final: Path) -> Any:
 
 
 def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
-    """Copy the newest checkpoint of `old`, and the reference of its scorers, into `new`; its step."""
+    """Copy the newest checkpoint of `old`, the reference of its scorers and the critic of that time, into `new`; its step."""
     before = load_recipe(old.recipe)
     of_scorer = ["reference" in of.scored for of in (before, recipe)]
     if of_scorer[0] != of_scorer[1] and all("reference" in of.scored or needs_reference(of) for of in (before, recipe)):
         raise RunError(
             f"'{old.root}' has scorer.scores = {list(before.scored)}, the fork {list(recipe.scored)}: the reference does not move "
             "between trainer and scorer; leave [scorer] as it is there"
+        )
+    if before.trains_critic != recipe.trains_critic and (before.critic or recipe.critic):
+        has, gets = ("with" if of.critic else "without" for of in (before, recipe))
+        raise RunError(
+            f"'{old.root}' is a run {has} [critic], the fork one {gets}: the critic does not move between the trainer and processes of "
+            "its own; leave the table as it is there"
         )
     found = checkpoint.newest(old)
     if found is None:
@@ -196,4 +202,14 @@ def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
     shutil.copytree(folder, new.checkpoint(state["step"]))
     if all(of_scorer):
         shutil.copytree(old.reference, new.reference)
+    if before.critic and recipe.critic:
+        _fork_critic(RunDir(old.critic), RunDir(new.critic), state["step"])
     return int(state["step"])
+
+
+def _fork_critic(old: RunDir, new: RunDir, step: int) -> None:
+    """The checkpoint that is nearest to `step` as that of `step`; where there is none yet, the fork's critic begins anew."""
+    nearest = sorted(old.checkpoint_steps(), key=lambda one: abs(one - step))[:1]
+    for found in nearest:
+        shutil.copytree(old.checkpoint(found), new.checkpoint(step))
+        replace(new.checkpoint(step) / "state.json", to_json({"step": step}))

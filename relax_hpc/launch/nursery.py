@@ -300,6 +300,7 @@ def main() -> None:
 
     roles.prepare_cpu()
     import relax_hpc.launch.prepare
+    import relax_hpc.roles.critic
     import relax_hpc.roles.rollout
     import relax_hpc.roles.scorer
     import relax_hpc.roles.trainer  # noqa: F401

@@ -35,7 +35,7 @@ class Status:
     warmup: dict[str, Any] | None = None
     orders: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Scorer -> the orders that it scored lately."""
+    """Scorer or critic -> what it did lately."""
     events: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
     outcome: dict[str, Any] | None = None
@@ -69,9 +69,9 @@ class Status:
             for record in self._new(name):
                 self.events = [*self.events, record][-RECENT:]
                 self.restarts += record["kind"] == "lost"
-        for name in self._scorers():
+        for name in self._beside():
             self.columns[name] = [*self.columns.get(name, []), *self._new(name)][-RECENT:]
-        for name in (*self._trainers(), *self._scorers(), *workers):
+        for name in (*self._trainers(), *self._beside(), *workers):
             beat = read_beat(self.run, name)
             if beat is not None:
                 self.beats[name] = beat
@@ -83,13 +83,15 @@ class Status:
             self.slurm.refresh()
 
     def roles(self) -> list[str]:
-        return [*self._trainers(), *self._scorers(), *self.workers()]
+        return [*self._trainers(), *self._beside(), *self.workers()]
 
     def _trainers(self) -> list[str]:
         return [f"trainer-{i}" for i in range(self.recipe.trainer.processes)]
 
-    def _scorers(self) -> list[str]:
-        return [f"scorer-{i}" for i in range(self.recipe.scorer.processes if self.recipe.scorer else 0)]
+    def _beside(self) -> list[str]:
+        """Scorers and critic."""
+        roles = {"scorer": self.recipe.scorer, "critic": self.recipe.critic}
+        return [f"{role}-{i}" for role, config in roles.items() if config for i in range(config.processes)]
 
     def workers(self) -> list[str]:
         """The recipe's workers, and those that joined."""
@@ -145,9 +147,9 @@ class Status:
         seconds = orders[-1]["time"] - orders[0]["time"]
         return float(sum(o["samples"] for o in orders[1:]) / seconds) if seconds > 0 else 0.0
 
-    def scorer_rate(self, name: str) -> float:
-        """Tokens a second that a scorer lately scored, of all its models."""
-        lines = self.columns.get(name, [])
+    def column_rate(self, name: str) -> float:
+        """Tokens a second that a scorer lately scored, of all its models, or a critic valued."""
+        lines = [c for c in self.columns.get(name, []) if c["kind"] == "column"]
         return float(sum(c["tokens"] * len(c["columns"]) for c in lines) / max(sum(c["score_s"] for c in lines), 1e-9))
 
     def waiting(self) -> tuple[float, float]:

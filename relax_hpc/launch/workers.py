@@ -1,4 +1,4 @@
-"""The rollout workers and scorers of one machine, children of whoever looks after them: each is started again on its own."""
+"""The rollout workers, scorers and critic of one machine, children of whoever looks after them, and started again without the trainer."""
 
 from __future__ import annotations
 
@@ -39,8 +39,14 @@ def scorers_wanted(run: RunDir, recipe: Recipe) -> int:
     return recipe.scorer.processes if recipe.scorer and trains else 0
 
 
+def critics_wanted(run: RunDir, recipe: Recipe) -> int:
+    """How many processes the critic has of its own."""
+    trains = read_json(run.identity)["debug"] != "rollout-only"
+    return recipe.critic.processes if recipe.critic and trains else 0
+
+
 class Workers(Protocol):
-    """What works beside the trainer, as its supervisor sees it: the rollout side, the scorers, or both."""
+    """What works beside the trainer, as its supervisor sees it: the rollout side, scorers, a critic, or all of them."""
 
     @property
     def failure(self) -> str:
@@ -124,9 +130,10 @@ class LocalWorkers:
         if self._asked or code == Exit.FATAL:
             return
         reason, patience = how_it_ended(code), self._patience[worker]
-        orders = (read_beat(self.run, worker.name) or {}).get("orders")
+        beat = read_beat(self.run, worker.name) or {}
+        done = beat.get("orders", 0) + beat.get("learned", 0)
         self._say("lost", role=worker.name, reason=reason, orders_given_back=given)
-        if patience.failed(reason, (worker.attempt, orders) if orders else None):
+        if patience.failed(reason, (worker.attempt, done) if done else None):
             worker.attempt += 1
         else:
             self.failure = patience.exhausted(worker.name, reason, worker.error(), worker.log)
@@ -173,6 +180,44 @@ class LocalScorers(LocalWorkers):
 
     def _gpus(self, index: int) -> dict[str, str]:
         return {}
+
+
+class LocalCritic(LocalWorkers):
+    """The critic's processes on this machine: one group, which is started again together."""
+
+    role = "critic"
+
+    def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
+        names = [f"critic-{i}" for i in range(critics_wanted(run, recipe))]
+        super().__init__(run, recipe, nursery, names, "", lambda workplace, lost: [], say)
+        self._even()
+
+    def _arguments(self, index: int) -> list[str]:
+        return ["--rank", str(index), "--world", str(len(self.members))]
+
+    def _gpus(self, index: int) -> dict[str, str]:
+        return {}
+
+    def look_after(self) -> None:
+        if not self.failure:
+            super().look_after()
+
+    def _ended(self, worker: Member, code: int) -> None:
+        if not self._asked:
+            codes = {m: m.process.poll() for m in self.members if m.process is not None}
+            # the others end because one has: the one that says why is heard
+            worker = next((m for m, ended in codes.items() if ended == Exit.FATAL), worker)
+            code = codes.get(worker) or code
+            for other in self.members:
+                other.end(grace_s=0)
+                other.process = None
+        super()._ended(worker, code)
+        self._even()
+
+    def _even(self) -> None:
+        """All are at the same attempt: that is how they find each other."""
+        for member in self.members:
+            member.attempt = max(m.attempt for m in self.members)
 
 
 class Together:

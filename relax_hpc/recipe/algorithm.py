@@ -264,7 +264,7 @@ class ReinforcePlusPlusBaseline(Clipped, Grouped):
 
 
 class Critic(Table):
-    """The critic of `ppo`: a model with one number for each token, held and trained by the trainer's processes."""
+    """The critic of `ppo`: a model with one number for each token, held and trained by the trainer's processes, or by those of [critic]."""
 
     model: Path | None = Key(
         None,

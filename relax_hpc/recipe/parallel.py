@@ -53,20 +53,20 @@ class Parallel(Table):
     )
 
 
-def misfit(plan: Parallel, processes: int, model: Sizes | None) -> str | None:
-    """Why `plan` does not fit the processes or the model, in words; None where it does. Without a model, the processes."""
+def misfit(plan: Parallel, processes: int, model: Sizes | None, role: str = "trainer") -> str | None:
+    """Why `plan` does not fit a role's processes or the model, in words; None where it does. Without a model, the processes."""
     together = plan.tensor * plan.pipeline * plan.context
     experts = plan.expert * plan.expert_tensor * plan.pipeline
     where = "[trainer.parallel]"
     if processes % together:
         return (
             f"{where} tensor = {plan.tensor}, pipeline = {plan.pipeline} and context = {plan.context} take "
-            f"{together} processes together, which does not divide trainer.processes = {processes}: use a multiple of {together}"
+            f"{together} processes together, which does not divide {role}.processes = {processes}: use a multiple of {together}"
         )
     if processes % experts:
         return (
             f"{where} expert = {plan.expert}, expert_tensor = {plan.expert_tensor} and pipeline = {plan.pipeline} take "
-            f"{experts} processes together, which does not divide trainer.processes = {processes}: use a multiple of {experts}"
+            f"{experts} processes together, which does not divide {role}.processes = {processes}: use a multiple of {experts}"
         )
     if plan.virtual_pipeline > 1 and plan.pipeline == 1:
         return f"{where} virtual_pipeline = {plan.virtual_pipeline} splits pipeline stages, but pipeline = 1: raise it or leave virtual_pipeline out"

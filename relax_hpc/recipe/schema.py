@@ -13,6 +13,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo, Sft
+from relax_hpc.recipe.critic import CriticRole, refuse_critic
 from relax_hpc.recipe.model import AnyModel, TinyModel
 from relax_hpc.recipe.parallel import misfit
 from relax_hpc.recipe.rollout import Rollout
@@ -163,6 +164,7 @@ class Recipe(Table):
     trainer: Trainer = Trainer()
     rollout: Rollout = Rollout()
     scorer: Scorer | None = None
+    critic: CriticRole | None = None
     weights: AnyWeights = FileWeights()
     source: list[AnySource] = Key(help="Where prompts come from: one table or more.", min_length=1)
     curriculum: Curriculum | None = Key(None, "How the sources' weights follow what is solved.")
@@ -205,6 +207,16 @@ class Recipe(Table):
         return tuple(sorted(self.scorer.scores)) if self.scorer else ()
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """What other roles say of the tokens, each a file beside an order's shard: the scorer's columns and the critic's values."""
+        return (*self.scored, "values") if self.critic else self.scored
+
+    @property
+    def trains_critic(self) -> bool:
+        """Whether the trainer's processes hold the critic and train it."""
+        return isinstance(self.algorithm, Ppo) and self.critic is None
+
+    @property
     def models_beside(self) -> dict[str, Path]:
         """Model directories that are needed beside the policy's, by their keys."""
         critic = self.algorithm.critic.model if isinstance(self.algorithm, Ppo) else None
@@ -214,9 +226,8 @@ class Recipe(Table):
     @property
     def models_held(self) -> dict[str, Path]:
         """Those that the trainer's processes hold."""
-        return {
-            key: path for key, path in self.models_beside.items() if key != TEACHER_KEY or "teacher" not in self.scored
-        }
+        elsewhere = {TEACHER_KEY: "teacher" in self.scored, CRITIC_KEY: self.critic is not None}
+        return {key: path for key, path in self.models_beside.items() if not elsewhere[key]}
 
     @model_validator(mode="after")
     def _fits(self) -> Recipe:
@@ -282,6 +293,9 @@ class Recipe(Table):
     def _sources_fit(self) -> None:
         if self.scorer is not None:
             refuse_unneeded(self.scorer, self.algorithm)
+        if self.critic is not None:
+            sizes = getattr(self.model, "sizes", None)
+            refuse_critic(self.critic, self.algorithm, self.scored, self.trainer.parallel, sizes)
         if self.warmup and self.supervised:
             raise conflict(
                 "[warmup] learns the sources' answers before training, which algorithm.name = 'sft' is itself: leave the table "

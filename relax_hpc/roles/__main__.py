@@ -19,7 +19,7 @@ from relax_hpc.roles.process import Exit, RoleProcess, Stop
 from relax_hpc.run_dir import RunError
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
-ROLES = ("trainer", "rollout", "scorer")
+ROLES = ("trainer", "rollout", "scorer", "critic")
 PIPE_BYTES = 4096
 """What a pipe takes whole, without anybody reading."""
 
@@ -36,10 +36,14 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--last-words", type=int, help="file descriptor for what it says when it fails")
     parser.add_argument("--workplace", help="rollout: name of the folder for claims; one process has it, once")
     parser.add_argument("--incarnation", help="trainer: folder through which it commits")
-    parser.add_argument("--rank", type=int, default=0, help="trainer: this process among --world; scorer: among all")
+    parser.add_argument(
+        "--rank", type=int, default=0, help="trainer, critic: this process among --world; scorer: among all"
+    )
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument(
-        "--slurm-task", action="store_true", help="trainer: the rank is that of the Slurm task, NAME is NAME-RANK"
+        "--slurm-task",
+        action="store_true",
+        help="trainer, critic: the rank is that of the Slurm task, NAME is NAME-RANK",
     )
     parser.add_argument("--deadline", type=float, help="trainer: Unix time at which this allocation ends")
     arguments = parser.parse_args(words)

@@ -1,4 +1,4 @@
-"""The trainer's side of columns: an order counts as complete when all columns of its shard are there, and what is damaged is made again."""
+"""The trainer's side of columns: an order counts as complete when all columns of its shard are there, and what is damaged is removed, so that its role makes it again."""
 
 from __future__ import annotations
 

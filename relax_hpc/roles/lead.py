@@ -16,10 +16,11 @@ from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake, Replay, check_failures
 from relax_hpc.roles.process import Exit
-from relax_hpc.roles.retention import Retention
+from relax_hpc.roles.retention import Retention, newest_step
 from relax_hpc.roles.step_metrics import Batch, Clock, describe
 from relax_hpc.roles.supervised import Lessons
 from relax_hpc.roles.untrained import Untrained
+from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import OrderBook
 from relax_hpc.spool.queue import Queue
@@ -51,8 +52,10 @@ class Lead:
         self.role, self.process, self.recipe = role, role.process, role.recipe
         self.incarnation = int(via.name[1:])
         ledger, queue = Ledger(run, via), Queue(run)
-        self.retention = Retention(run, recipe, via, ledger, role.context)
-        columns = Columns(run, role.scored, via, self.process.telemetry.metrics)
+        self.critic = RunDir(run.critic) if "values" in role.columns else None
+        """Where its checkpoints are, if it has processes of its own."""
+        self.retention = Retention(run, recipe, via, ledger, role.context, self.critic)
+        columns = Columns(run, role.columns, via, self.process.telemetry.metrics)
         self.intake: Intake | Lessons | Replay
         if recipe.supervised:
             cursor = PromptCursor(role.sources, recipe.run.seed)
@@ -88,6 +91,7 @@ class Lead:
         """Go on from a checkpoint's state, or from nothing."""
         if state is not None:
             self.retention.removed_before = state["removed_before"]
+            self.forget(min(self.role.run.checkpoint_steps()))
         if not isinstance(self.intake, Replay):
             self.intake.begin(state)
         self.evaluations.resume()
@@ -135,7 +139,7 @@ class Lead:
             return Word("publish")
         if role.step >= steps:
             self.request_score()
-            if not self.evaluations.pending:
+            if not self.evaluations.pending and (self.critic is None or newest_step(self.critic) >= steps):
                 return Word("end")
             time.sleep(0.02)
             return Word("wait")
@@ -174,6 +178,8 @@ class Lead:
             return None
         if self.recipe.spool.keep == "needed" and self.role.saved_step != self.role.step:
             return Word("checkpoint")
+        if self.retention.waits_for_critic():
+            return None
         return Word(
             "end",
             exit=Exit.FATAL,
@@ -197,7 +203,7 @@ class Lead:
             "step_s": step_s, "tokens_per_s": tokens / step_s,
             "tokens_per_device_s": tokens / clock.laps["train_s"] / self.recipe.trainer.processes,
         }  # fmt: skip
-        if self.role.scored:
+        if self.role.columns:
             values["unscored"] = self.intake.unscored
         clock.lap("settle_s")
         values |= {**role.trainer.seconds, **clock.laps}
@@ -235,5 +241,6 @@ class Lead:
 
     def forget(self, oldest: int) -> None:
         """The oldest checkpoint is now that of step `oldest`: what only earlier steps replay may go."""
-        self.retention.remove_before(oldest)
+        if self.role.shards == self.role.run:
+            self.retention.remove_before(oldest)
         self.publisher.forget(oldest)

@@ -21,14 +21,19 @@ SHARD_BYTES = 16 << 10
 class Retention:
     """Bytes of shards and their columns in the run directory, against the quota."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, via: Path, ledger: Ledger, context: int) -> None:
-        self._run, self._recipe, self._via, self._ledger = run, recipe, via, ledger
+    def __init__(
+        self, run: RunDir, recipe: Recipe, via: Path, ledger: Ledger, context: int, critic: RunDir | None = None
+    ) -> None:
+        """critic: where the checkpoints of a critic in processes of its own are."""
+        self._run, self._recipe, self._via, self._ledger, self._critic = run, recipe, via, ledger, critic
+        self._asked = 0
+        """The step before which nothing is needed by the trainer."""
         self.removed_before = 0
         self.used_bytes = 0
         samples = recipe.rollout.groups_per_order * recipe.algorithm.group_size
         longest = min(recipe.rollout.max_new_tokens * recipe.rollout.max_turns, context)
         self.order_bytes = samples * longest * TOKEN_BYTES + recipe.rollout.groups_per_order * context * 4 + SHARD_BYTES
-        self.order_bytes += len(recipe.scored) * (samples * longest * SCORE_BYTES + SHARD_BYTES)
+        self.order_bytes += len(recipe.columns) * (samples * longest * SCORE_BYTES + SHARD_BYTES)
 
         if recipe.async_.partial:
             self.order_bytes *= 2  # what it had when it was given back lies beside it until its shard is there
@@ -51,8 +56,11 @@ class Retention:
 
     def remove_before(self, step: int) -> None:
         """Remove shards that no checkpoint from `step` on replays; by way of our own folder: a fenced trainer deletes nothing."""
+        self._asked = step
         if self._recipe.spool.keep == "all":
             return
+        if self._critic is not None:  # it learns the steps again that came after its newest one
+            step = min(step, newest_step(self._critic))
         if self._recipe.algorithm.replay:  # the first steps from there on may train on these once more
             step -= self._recipe.async_.max_staleness
         for trained in range(self.removed_before, step):
@@ -61,9 +69,17 @@ class Retention:
                 continue
             for order_id in [*(t.order for t in entry.take), *(d.order for d in entry.dropped)]:
                 self._remove(self._run.shard(order_id))  # first: a scorer that is late sees that it is gone
-                for name in self._recipe.scored:
+                for name in self._recipe.columns:
                     self._remove(self._run.column(order_id, name))
         self.removed_before = max(step, self.removed_before)
+
+    def waits_for_critic(self) -> bool:
+        """Whether more may go when a critic has a checkpoint as new as the trainer's; what may go by now goes."""
+        if self._critic is None or self._recipe.spool.keep == "all":
+            return False
+        before, behind = self.removed_before, newest_step(self._critic) < self._asked
+        self.remove_before(self._asked)
+        return behind or self.removed_before > before
 
     def _remove(self, path: Path) -> None:
         gone = self._via / path.name
@@ -71,3 +87,8 @@ class Retention:
             self.used_bytes -= path.stat().st_size
             os.rename(path, gone)
             gone.unlink()
+
+
+def newest_step(critic: RunDir) -> int:
+    """Of a critic's checkpoints; 0 before the first."""
+    return max(critic.checkpoint_steps(), default=0)

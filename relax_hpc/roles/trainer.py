@@ -1,41 +1,39 @@
 """The trainer role: one page of loop. Rank 0 decides, the others follow; every rank makes every step.
 
 shards ──take: bound checked, ledger entry linked──► advantages ► packed micro-batches ► step ► version s + 1 ► workers
-  └─► columns, where a scorer makes them
+  └─► columns, where scorers or a critic make them
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptSources
-from relax_hpc.records import Rollouts, mask_old
+from relax_hpc.recipe.schema import CRITIC_KEY
+from relax_hpc.records import Rollouts
 from relax_hpc.roles import gpus, supervised
-from relax_hpc.roles.columns import REFERENCE, read_columns
+from relax_hpc.roles.columns import REFERENCE
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
+from relax_hpc.roles.ranks import everywhere, room_for_all
 from relax_hpc.roles.step_metrics import Batch, Clock
+from relax_hpc.roles.taking import take
 from relax_hpc.roles.turn import TrainersTurns
 from relax_hpc.roles.warmup import warm_up
 from relax_hpc.run_dir import RunDir, RunError, read_json
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry
-from relax_hpc.spool.shard import Shard, concatenate
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.base import Saving
 from relax_hpc.weights import frozen
@@ -83,8 +81,11 @@ class TrainerRole:
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         """The run whose shards are trained on."""
         self.front = Front(self.shards, recipe.spool.front)
-        self.scored = () if self.debug == "rollout-only" else recipe.scored
-        """The columns that come from scorers."""
+        self.columns = () if self.debug == "rollout-only" else recipe.columns
+        """Those that other roles make."""
+        begins_elsewhere = "values" in self.columns and CRITIC_KEY not in recipe.models_beside
+        self.keeps_reference = REFERENCE in self.columns or begins_elsewhere
+        """Whether scorers hold the weights of before step 0, or a critic begins as them."""
         # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
@@ -152,10 +153,7 @@ class TrainerRole:
 
     def everywhere(self, flag: bool) -> bool:
         """Whether it is so on every rank."""
-        flags = [flag] * self.world
-        if self.world > 1:
-            dist.all_gather_object(flags, flag)
-        return all(flags)
+        return everywhere(flag, self.world)
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """One optimizer step."""
@@ -166,9 +164,11 @@ class TrainerRole:
         self._exported(lambda lead: lead.publish(self._export, asked))
 
     def keep_reference(self, fresh: bool) -> None:
-        """Rank 0: keep the weights of now as the reference that scorers hold, where the run begins, or was forked from one without."""
+        """Rank 0: keep the weights of now as the reference, where the run begins, or was forked from one without."""
         held = frozen.held_checksum(self.run)
         if not fresh and held is None and self.step != self.forked_at:
+            if REFERENCE not in self.columns:  # a critic that has a checkpoint does not begin any more
+                return
             raise RunError(
                 f"'{self.run.reference}' is gone, against which samples are scored: put it back, or begin a new run"
             )
@@ -222,7 +222,7 @@ class TrainerRole:
             if self.recipe.warmup is not None:
                 warm_up(self.recipe, self.trainer, self.sources, self.process)
             self.trainer.begin_training()
-        if REFERENCE in self.scored:
+        if self.keeps_reference:
             self._exported(lambda _: self.keep_reference(fresh=found is None))
         if self.lead:
             self.lead.begin(state)
@@ -250,32 +250,18 @@ class TrainerRole:
         """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
         if self.recipe.supervised:
             return Batch(supervised.read(entry, self.sources), 0, [])
-        parts, played, replay = (
-            [],
-            list[NDArray[np.float32]](),
-            self.recipe.rollout.routed_experts and self.recipe.trainer.backend == "megatron",
-        )
-        for taken in entry.take:
-            with Shard(self.front.path(taken.order)) as shard:
-                out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
-                columns = read_columns(self.run, shard, self.scored)
-                parts.append(shard.rollouts(np.flatnonzero(~np.isin(shard.samples["group"], out)), replay, columns))
-                played += shard.raw_rewards()
-        for name in entry.again:
-            order, _, group = name.rpartition("/")
-            with Shard(self.front.path(order)) as shard:
-                columns = read_columns(self.run, shard, self.scored)
-                parts.append(shard.rollouts(np.flatnonzero(shard.samples["group"] == int(group)), replay, columns))
-        rollouts, masked = concatenate(parts), 0
-        if self.recipe.async_.late == "mask":
-            rollouts, masked = mask_old(rollouts, entry.step - self.bound)
+        recipe = self.recipe
+        routed = recipe.rollout.routed_experts and recipe.trainer.backend == "megatron"
+        oldest = entry.step - self.bound if recipe.async_.late == "mask" else None
+        batch = take(entry, self.run, self.front, self.columns, routed, oldest)
+        rollouts = batch.rollouts
         ages = entry.step - rollouts.versions[rollouts.loss_mask == 1]
         if ages.size and not 0 <= ages.min() <= ages.max() <= self.bound:
             raise RunError(
                 f"step {entry.step}: tokens are {ages.min()} to {ages.max()} versions old, the bound is {self.bound}; "
                 "this is a defect of relax_hpc: please report it with the ledger entry"
             )
-        return Batch(rollouts, masked, played)
+        return batch
 
     def save(self, keep: int, wait: bool = True) -> None:
         """Checkpoint this step; collective. Without `wait`, training goes on while it is written."""
@@ -314,31 +300,16 @@ class TrainerRole:
         folder = checkpoint.unfinished(self.via, self.step)
         if self.lead:
             checkpoint.begin(self.via, self.step)
-        with self.together():
+        with room_for_all(self.world):
             saving = self.trainer.begin_save(folder)
         return Begun(saving, folder, self.step, self.lead.state_dict() if self.lead else {}, keep)
 
     def commit(self, begun: Begun) -> None:
-        with self.together():
+        with room_for_all(self.world):
             begun.saving.finish()
             if self.lead:
                 checkpoint.commit(self.run, begun.folder, begun.step, begun.state)
                 self.lead.forget(checkpoint.rotate(self.run, self.via, begun.keep))
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """A disk that is full for rank 0 is full for every rank, so that all of them try again."""
-        full: list[str | None] = [None]
-        try:
-            yield
-        except Exception as error:
-            if not is_full(error):
-                raise
-            full = [str(error)]
-        if self.world > 1:
-            dist.broadcast_object_list(full, src=0)
-        if full[0] is not None:
-            raise OSError(errno.ENOSPC, full[0])
 
     def beat(self, state: str) -> None:
         self.process.telemetry.beat(state, step=self.step)

@@ -1,8 +1,8 @@
 """A column: what another model says of a shard's tokens, in a file beside it; complete or absent, never changed.
 
-    scorer: Shard ──forward──► logprobs ──encode──► one HDF5 image ──publish──► COLUMNS/ORDER.NAME.h5 ──► trainer, analysis
+    scorer, critic: Shard ──forward──► logprobs, values ──encode──► one HDF5 image ──publish──► COLUMNS/ORDER.NAME.h5 ──► trainer, analysis
 
-Its name is the order's and the column's, so the first scorer that is done counts and others made the same. Its attributes say
+Its name is the order's and the column's, so the first that is done counts. Its attributes say
 of which shard it is, which weights said it, and the checksum of the numbers.
 """
 
@@ -27,7 +27,7 @@ ATTRIBUTES = ("format", "schema", "name", "order", "shard", "model", "checksum")
 
 
 class DamagedColumn(Exception):
-    """A column that is torn, or of something else. Nothing is lost by it: a scorer makes it again when it is gone."""
+    """A column that is torn, or of something else. Nothing is lost by it: its role makes it again when it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Column:
     shard: int
     """The shard's `meta_checksum`."""
     model: str
-    """Checksum of the weights that said it."""
+    """Checksum of the weights that said it, or the version of the critic."""
     checksum: str
     """XXH3-64 of the values' bytes."""
     values: NDArray[np.float32]  # [T] at each token of the shard; 0 where its loss mask is 0

@@ -1,4 +1,4 @@
-"""What a trainer backend is: it holds the policy and its optimizer, and makes its updates from a step's rollouts."""
+"""What a trainer backend is: it holds the policy and its optimizer, and makes its updates from a step's rollouts; the same of a critic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.algorithms import Algorithm
+from relax_hpc.algorithms import ActorCritic, Algorithm
 from relax_hpc.records import Rollouts
 
 
@@ -98,4 +98,30 @@ class Trainer(Protocol):
 
         Where the run that wrote it had no reference or critic, and this one has, they may begin as when training begins.
         """
+        ...
+
+
+class CriticTrainer(Protocol):
+    """The same for a critic in processes of its own."""
+
+    def values(self, rollouts: Rollouts, progress: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
+        """[T] of what is before each token in the loss, 0 elsewhere; on every process."""
+        ...
+
+    def learn(
+        self, rollouts: Rollouts, algorithm: ActorCritic, step: int, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The updates of a step, from rollouts whose columns have the values (and the reference's logprobs, where returns need them).
+
+        Returns metrics, equal on every process: value_loss, critic_grad_norm, critic_learning_rate, explained_variance, tokens,
+        skipped, and what the algorithm adds.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """As a Trainer's."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """As a Trainer's."""
         ...

@@ -27,7 +27,6 @@ import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.data.packing import MicroBatch, pack, plan
 from relax_hpc.experts import one_by_one
-from relax_hpc.recipe.algorithm import Ppo
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
@@ -37,41 +36,17 @@ from relax_hpc.trainers.forward import Critic, check_head, token_logprobs, token
 from relax_hpc.trainers.host_copies import HostCopies
 from relax_hpc.trainers.optim import Learning
 from relax_hpc.trainers.token_loss import Learner, TokenLoss, add, needs_reference
-from relax_hpc.trainers.update import Updating
+from relax_hpc.trainers.update import CriticUpdating, PolicyUpdating, Updating
 
 
-class TorchTrainer(Updating):
-    """One data-parallel process; see relax_hpc.trainers.base.Trainer."""
+class _Learners(Updating):
+    """One data-parallel process of models that learn."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
-        self.recipe, self.rank, self.world = recipe, rank, world
-        self.device = device_of(recipe.trainer.device, "trainer")
+    def __init__(self, recipe: Recipe, rank: int, world: int, device: torch.device) -> None:
+        self.recipe, self.rank, self.world, self.device = recipe, rank, world, device
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
+        self.learning: dict[Learner, Learning] = {}
         torch.manual_seed(recipe.run.seed + rank)
-        check_beside(recipe, model_dir)
-        self.model = load_model(weights_folder(recipe.model, model_dir), self.device)
-        held = needs_reference(recipe)
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if held else None
-        self.teacher: PreTrainedModel | None = None
-        if TEACHER_KEY in recipe.models_held:
-            self.teacher = load_model(recipe.models_held[TEACHER_KEY], self.device).requires_grad_(False)
-        models: dict[Learner, torch.nn.Module] = {"policy": self.model}
-        if isinstance(recipe.algorithm, Ppo):
-            models["critic"] = self._new_critic()
-        self.learning = {learner: Learning(model, recipe.trainer) for learner, model in models.items()}
-        self.host = HostCopies()
-
-    def begin_training(self) -> None:
-        for learning in self.learning.values():
-            learning.begin()
-        self._refer()
-        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_held:
-            self._critic.body.load_state_dict(self.model.base_model.state_dict())
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors_of(self.model).items():
-            # a copy even where type and device are right: the next step changes the weights in place
-            yield name, tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def save(self, folder: Path) -> None:
         states = state_files.rng_tensors(self.rank, self.device)
@@ -87,35 +62,9 @@ class TorchTrainer(Updating):
         if self.world > 1:
             dist.barrier()
 
-    def begin_save(self, folder: Path) -> Saved:
-        self.save(folder)
-        return Saved()
-
-    def load(self, folder: Path) -> None:
-        model = folder / state_files.MODEL
-        state_files.fill(tensors_of(self.model), state_files.read(model), model)
-        self.begin_training()  # so begin reference and critic where the checkpoint is of a run that had none
-        for path, tensors in ((folder / file, tensors) for file, tensors in self._models().items()):
-            if path.exists():
-                state_files.fill(tensors, state_files.read(path), path)
-        for path, learning in ((folder / file, learning) for file, learning in self._optimizers().items()):
-            if path.exists() or path.name == state_files.OPTIMIZER:
-                state_files.fill_optimizer(learning.optimizer, learning.parameters, state_files.read(path), path)
-        state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
-
-    def _held(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
-        frozen = [model for model in (self.reference, self.teacher) if model is not None]
-        learning = self.learning.values()
-        return [*(each.model for each in learning), *frozen], [each.optimizer for each in learning]
-
     def _models(self) -> dict[str, dict[str, Tensor]]:
         """The weights that change, by the file that they are kept in."""
-        models = {state_files.MODEL: tensors_of(self.model)}
-        if self.reference is not None:
-            models[state_files.REFERENCE] = tensors_of(self.reference)
-        if "critic" in self.learning:
-            models[state_files.CRITIC] = self._critic.state_dict()
-        return models
+        return {state_files.CRITIC: self._critic.state_dict()} if "critic" in self.learning else {}
 
     def _optimizers(self) -> dict[str, Learning]:
         files: dict[Learner, str] = {"policy": state_files.OPTIMIZER, "critic": state_files.CRITIC_OPTIMIZER}
@@ -130,21 +79,21 @@ class TorchTrainer(Updating):
     def _gradients(
         self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
     ) -> dict[str, float]:
-        gradients = self.learning[token_loss.learner].gradients
-        gradients.zero()
+        learning = self.learning[token_loss.learner]
+        learning.gradients.zero()
         sums: dict[str, float] = {}
-        for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
-            batch = pack(rollouts, rows)
+        for batch in self._share(rollouts):
             if token_loss.learner == "critic":
                 loss, said = token_loss(batch.targets, self._values(batch))
             else:
-                found = self._logprobs(self.model, rollouts, batch, temperature, token_loss.entropy_gradient)
+                policy = cast(PreTrainedModel, learning.model)
+                found = self._logprobs(policy, rollouts, batch, temperature, token_loss.entropy_gradient)
                 loss, said = token_loss(batch.targets, *found)
             (loss / tokens).backward()
             sums = add([sums, said])
             progress()
         if self.world > 1:
-            gradients.all_reduce()
+            learning.gradients.all_reduce()
         return sums
 
     def _gradient_norm(self, learner: Learner) -> float:
@@ -170,26 +119,92 @@ class TorchTrainer(Updating):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy_gradient)
 
-    @torch.no_grad()
-    def _column(
-        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
-    ) -> NDArray[np.float32]:
-        held = {"recomputed": self.model, "reference": self.reference, TEACHER: self.teacher}
-        column = torch.zeros(len(rollouts.tokens), device=self.device)
+    def _share(self, rollouts: Rollouts) -> Iterator[MicroBatch]:
+        """This process's micro-batches."""
         for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
-            batch = pack(rollouts, rows)
-            where = torch.from_numpy(batch.targets).to(self.device)
-            if name == VALUES:
-                column[where] = self._values(batch)
-            else:
-                model = held[name]
-                if model is None:
-                    raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
-                column[where] = self._logprobs(model, rollouts, batch, temperature)[0]
+            yield pack(rollouts, rows)
+
+    @torch.no_grad()
+    def _said(
+        self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, progress: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        """[T] what `say` makes of each micro-batch's targets, those of all processes."""
+        column = torch.zeros(len(rollouts.tokens), device=self.device)
+        for batch in self._share(rollouts):
+            column[torch.from_numpy(batch.targets).to(self.device)] = say(batch)
             progress()
         if self.world > 1:
             dist.all_reduce(column)  # each rank has its share, zeros elsewhere
-        return column.cpu().numpy()
+        found: NDArray[np.float32] = column.cpu().numpy()
+        return found
+
+
+class TorchTrainer(_Learners, PolicyUpdating):
+    """One data-parallel process; see relax_hpc.trainers.base.Trainer."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
+        super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "trainer"))
+        check_beside(recipe, model_dir)
+        self.model = load_model(weights_folder(recipe.model, model_dir), self.device)
+        held = needs_reference(recipe)
+        self.reference = copy.deepcopy(self.model).requires_grad_(False) if held else None
+        self.teacher: PreTrainedModel | None = None
+        if TEACHER_KEY in recipe.models_held:
+            self.teacher = load_model(recipe.models_held[TEACHER_KEY], self.device).requires_grad_(False)
+        models: dict[Learner, torch.nn.Module] = {"policy": self.model}
+        if recipe.trains_critic:
+            models["critic"] = self._new_critic()
+        self.learning = {learner: Learning(model, recipe.trainer) for learner, model in models.items()}
+        self.host = HostCopies()
+
+    def begin_training(self) -> None:
+        for learning in self.learning.values():
+            learning.begin()
+        self._refer()
+        if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_held:
+            self._critic.body.load_state_dict(self.model.base_model.state_dict())
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors_of(self.model).items():
+            # a copy even where type and device are right: the next step changes the weights in place
+            yield name, tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    def begin_save(self, folder: Path) -> Saved:
+        self.save(folder)
+        return Saved()
+
+    def load(self, folder: Path) -> None:
+        model = folder / state_files.MODEL
+        state_files.fill(tensors_of(self.model), state_files.read(model), model)
+        self.begin_training()  # so begin reference and critic where the checkpoint is of a run that had none
+        for path, tensors in ((folder / file, tensors) for file, tensors in self._models().items()):
+            if path.exists():
+                state_files.fill(tensors, state_files.read(path), path)
+        for path, learning in ((folder / file, learning) for file, learning in self._optimizers().items()):
+            if path.exists() or path.name == state_files.OPTIMIZER:
+                state_files.fill_optimizer(learning.optimizer, learning.parameters, state_files.read(path), path)
+        state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
+
+    def _held(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
+        frozen = [model for model in (self.reference, self.teacher) if model is not None]
+        learning = self.learning.values()
+        return [*(each.model for each in learning), *frozen], [each.optimizer for each in learning]
+
+    def _models(self) -> dict[str, dict[str, Tensor]]:
+        models = {state_files.MODEL: tensors_of(self.model)}
+        if self.reference is not None:
+            models[state_files.REFERENCE] = tensors_of(self.reference)
+        return models | super()._models()
+
+    def _column(
+        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        if name == VALUES:
+            return self._said(self._values, rollouts, progress)
+        model = {"recomputed": self.model, "reference": self.reference, TEACHER: self.teacher}[name]
+        if model is None:
+            raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
+        return self._said(lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, progress)
 
     def _refer(self) -> None:
         if self.reference is not None:
@@ -200,6 +215,32 @@ class TorchTrainer(Updating):
         own = self.recipe.models_held.get(CRITIC_KEY)
         body = copy.deepcopy(self.model.base_model) if own is None else load_model(own, self.device).base_model
         return Critic(cast(PreTrainedModel, body)).to(self.device).eval()
+
+
+class TorchCritic(_Learners, CriticUpdating):
+    """One data-parallel process; see relax_hpc.trainers.base.CriticTrainer."""
+
+    def __init__(self, recipe: Recipe, folder: Path, rank: int, world: int) -> None:
+        """folder: of the model that its body begins as."""
+        assert recipe.critic is not None
+        super().__init__(recipe, rank, world, device_of(recipe.critic.device, "critic"))
+        body = cast(PreTrainedModel, load_model(folder, self.device).base_model)
+        self.learning["critic"] = Learning(Critic(body).to(self.device).eval(), recipe.trainer)
+
+    def load(self, folder: Path) -> None:
+        learning, model, moments = (
+            self.learning["critic"],
+            folder / state_files.CRITIC,
+            folder / state_files.CRITIC_OPTIMIZER,
+        )
+        state_files.fill(self._critic.state_dict(), state_files.read(model), model)
+        state_files.fill_optimizer(learning.optimizer, learning.parameters, state_files.read(moments), moments)
+        state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
+
+    def _column(
+        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        return self._said(self._values, rollouts, progress)
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:

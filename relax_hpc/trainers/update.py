@@ -3,7 +3,8 @@
 rollouts ──forward of reference, teacher, critic, where needed──► columns ──updates──► for each, most often one:
 gradients (sums over tokens) ──► norm ──finite?──► AdamW        metrics ──summed over processes──► means over tokens
 
-Columns that a scorer made come with the rollouts. A critic learns from the same columns before the policy does, so that neither sees what the other became in the step.
+Columns that other roles made come with the rollouts. A critic that the trainer holds learns from the same columns before the policy does, so
+that neither sees what the other became in the step; one of its own processes (`CriticUpdating`) makes its values, and learns, there.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from relax_hpc.algorithms import ActorCritic, Algorithm, Supervised
+from relax_hpc.algorithms.base import VALUES
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers.host_copies import HostCopies, gradients_of, state_of
@@ -45,38 +47,12 @@ T = TypeVar("T")
 
 
 class Updating(ABC):
-    """The part of relax_hpc.trainers.base.Trainer that makes updates; a backend fills in what it computes with."""
+    """What makes updates of models; a backend fills in what it computes with."""
 
     recipe: Recipe
     world: int
     device: torch.device
-    host: HostCopies
     seconds: Mapping[str, float] = MappingProxyType({})
-
-    def step(
-        self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
-    ) -> dict[str, float]:
-        rate = rate_of(self.recipe.trainer, step, self.recipe.run.steps)
-        temperature = 1.0 if isinstance(algorithm, Supervised) else self.recipe.rollout.temperature
-        self.seconds = {}
-        columns = dict(rollouts.columns)
-        for name in columns_before(algorithm, self.recipe):
-            if name in columns:  # a scorer's
-                continue
-            with self._timed("columns_s"):
-                columns[name] = self._column(name, rollouts, temperature, progress)
-        rollouts = dataclasses.replace(rollouts, columns=columns)
-        of_critic: dict[str, float] = {}
-        if isinstance(algorithm, ActorCritic):
-            of_critic = self._teach_critic(rollouts, algorithm, step, progress)
-            if step < algorithm.config.critic.warmup_steps:
-                return _nothing(of_critic["tokens"], 0.0) | of_critic
-        parts = updates(rollouts, algorithm, self.recipe, self.device)
-        metrics = together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
-        every = getattr(self.recipe.algorithm, "reference_refresh_steps", None)
-        if every and (step + 1) % every == 0:
-            self._refer()
-        return of_critic | metrics | {"skipped": metrics["skipped"] + of_critic.get("skipped", 0.0)}
 
     def _teach_critic(
         self, rollouts: Rollouts, algorithm: ActorCritic, step: int, progress: Callable[[], None]
@@ -90,32 +66,11 @@ class Updating(ABC):
         own = {"loss": "value_loss", "grad_norm": "critic_grad_norm", "learning_rate": "critic_learning_rate"}
         return {own.get(name, name): value for name, value in said.items()} | {"explained_variance": explained}
 
-    def supervised_step(
-        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
-    ) -> float:
-        self.seconds = {}
-        return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
-
-    def rest(self) -> None:
-        modules, optimizers = self._held()
-        self.host.take_away(state_of(modules, optimizers), gradients_of(modules))
-
-    def wake(self) -> None:
-        self.host.bring_back()
-
-    @abstractmethod
-    def _held(self) -> tuple[Sequence[Module], Sequence[Optimizer]]:
-        """All models that are held, and the optimizers of those that learn."""
-
     @abstractmethod
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
         """[T] what the model of this name (recomputed: the policy of now) says of the tokens in the loss; on every process."""
-
-    @abstractmethod
-    def _refer(self) -> None:
-        """The weights of now are the reference, where one is held."""
 
     @abstractmethod
     def _gradients(
@@ -168,6 +123,74 @@ class Updating(ABC):
         values: list[T] = [value] * self.world
         dist.all_gather_object(values, value)
         return values
+
+
+class PolicyUpdating(Updating):
+    """The part of relax_hpc.trainers.base.Trainer that makes updates."""
+
+    host: HostCopies
+
+    def step(
+        self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        rate = rate_of(self.recipe.trainer, step, self.recipe.run.steps)
+        temperature = 1.0 if isinstance(algorithm, Supervised) else self.recipe.rollout.temperature
+        self.seconds = {}
+        columns = dict(rollouts.columns)
+        for name in columns_before(algorithm, self.recipe):
+            if name in columns:  # another role's
+                continue
+            with self._timed("columns_s"):
+                columns[name] = self._column(name, rollouts, temperature, progress)
+        rollouts = dataclasses.replace(rollouts, columns=columns)
+        of_critic: dict[str, float] = {}
+        if isinstance(algorithm, ActorCritic):
+            if self.recipe.trains_critic:
+                of_critic = self._teach_critic(rollouts, algorithm, step, progress)
+            if step < algorithm.config.critic.warmup_steps:
+                return _nothing(float(rollouts.loss_mask.sum()), 0.0) | of_critic
+        parts = updates(rollouts, algorithm, self.recipe, self.device)
+        metrics = together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
+        every = getattr(self.recipe.algorithm, "reference_refresh_steps", None)
+        if every and (step + 1) % every == 0:
+            self._refer()
+        return of_critic | metrics | {"skipped": metrics["skipped"] + of_critic.get("skipped", 0.0)}
+
+    def supervised_step(
+        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
+    ) -> float:
+        self.seconds = {}
+        return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
+
+    def rest(self) -> None:
+        modules, optimizers = self._held()
+        self.host.take_away(state_of(modules, optimizers), gradients_of(modules))
+
+    def wake(self) -> None:
+        self.host.bring_back()
+
+    @abstractmethod
+    def _held(self) -> tuple[Sequence[Module], Sequence[Optimizer]]:
+        """All models that are held, and the optimizers of those that learn."""
+
+    @abstractmethod
+    def _refer(self) -> None:
+        """The weights of now are the reference, where one is held."""
+
+
+class CriticUpdating(Updating):
+    """The same of relax_hpc.trainers.base.CriticTrainer."""
+
+    def values(self, rollouts: Rollouts, progress: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
+        self.seconds = {}
+        with self._timed("columns_s"):
+            return self._column(VALUES, rollouts, 1.0, progress)
+
+    def learn(
+        self, rollouts: Rollouts, algorithm: ActorCritic, step: int, progress: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        self.seconds = {}
+        return self._teach_critic(rollouts, algorithm, step, progress)
 
 
 def _nothing(tokens: float, rate: float) -> dict[str, float]:

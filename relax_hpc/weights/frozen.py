@@ -76,6 +76,8 @@ def read(run: RunDir, progress: Progress = lambda: None) -> tuple[str, dict[str,
     index = read_index(run.reference, held)
     try:
         contents = from_plain(json.loads((run.reference / CONTENTS).read_bytes()))
+    except FileNotFoundError as error:
+        raise WeightsError(f"'{run.reference}' was just taken away: {error}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedWeights(
             f"'{run.reference / CONTENTS}' is damaged: {error!r}; no checksum of it can be right"

@@ -74,6 +74,23 @@ def test_two_trainer_processes_and_a_worker_on_their_devices_survive_the_loss_of
 
 
 @pytest.mark.timeout(300)
+def test_a_critic_in_processes_of_its_own_killed_anywhere_leaves_both_models_with_the_same_bits(tmp_path):
+    ppo = "algorithm={name='ppo', group_size=4, kl_coef=0.01, critic={learning_rate=1e-3}}"
+    sets = ("async.max_staleness=0", ppo, "scorer.scores=['reference']", "critic.processes=2")
+    calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
+    calm.play(0, 24)
+    killed = monkey(tmp_path, "killed", 24, 6, ["critic-0", "critic-1", "trainer-0"], lambda: None, *sets)
+    killed.play(4, 24)
+    sound(killed.run)
+    assert final_weights(killed.run, 24) == final_weights(calm.run, 24)
+    critics = [RunDir(monkey.run.critic).checkpoint(24) / "critic.safetensors" for monkey in (calm, killed)]
+    first, second = (path.read_bytes() for path in critics)
+    assert first == second
+    learned = read_metrics(killed.run.metrics / "critic-0.jsonl")[0]
+    assert len({line["step"] for line in learned if line["kind"] == "critic"}) == 24
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path, late):
     sets = ("async.max_staleness=2", f"async.late={late}", "rollout.workers=2")

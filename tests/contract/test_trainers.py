@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from relax_hpc.algorithms import LossInputs, make_algorithm
+from relax_hpc.algorithms import ActorCritic, LossInputs, make_algorithm
 from relax_hpc.engines import Sampling, make_engine
 from relax_hpc.recipe.algorithm import Sft
 from relax_hpc.recipe.model import PathModel
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
-from relax_hpc.trainers import BACKENDS, Trainer, make_trainer
+from relax_hpc.trainers import BACKENDS, Trainer, make_critic, make_trainer
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.forward import token_logprobs
 from relax_hpc.trainers.optim import learning_rate
@@ -229,6 +229,38 @@ def test_a_critic_learns_by_the_plain_formula_and_alone_at_first(backend: str, t
         assert metrics["learning_rate"] == recipe.trainer.learning_rate and metrics["grad_norm"] > 0
         torch.testing.assert_close(given[-1], advantages[step], rtol=2e-3, atol=2e-3)
     assert not identical(before, weights(trainer)) and len(given) == 3
+
+
+def test_a_critic_in_processes_of_its_own_says_and_learns_what_the_trainers_does(backend: str, tmp_path: Path) -> None:
+    about: dict[str, Any] = {"trainer": {"backend": backend, "updates_per_step": 2}, "algorithm": PPO}
+    inside, apart = tiny.recipe(**about), tiny.recipe(**about, critic={})
+    algorithm, batches = make_algorithm(inside.algorithm), [tiny.random_rollouts(8, seed=s) for s in range(3)]
+    assert isinstance(algorithm, ActorCritic)
+    both, policy = (trainer_of(recipe, tmp_path) for recipe in (inside, apart))
+    critic = make_critic(apart, tmp_path, 0, 1)
+    for trainer in (both, policy):
+        trainer.begin_training()
+    for step, rollouts in enumerate(batches):
+        values = critic.values(rollouts)
+        assert values.shape == rollouts.tokens.shape and not values[rollouts.loss_mask == 0].any()
+        assert (step == 0) != bool(values.any()), "its head begins at zero"
+        given = dataclasses.replace(rollouts, columns={"values": values})
+        learned, trained = critic.learn(given, algorithm, step), policy.step(given, algorithm, step)
+        expected = both.step(rollouts, algorithm, step)
+        assert {"value_loss", "explained_variance"} <= set(learned) and not {"value_loss"} & set(trained)
+        assert learned["tokens"] == expected["tokens"] and "critic_learning_rate" in learned
+        for name, value in (trained | learned).items():
+            if name not in ("learning_rate", "skipped"):
+                assert expected[name] == pytest.approx(value, rel=1e-5, abs=1e-7), (step, name)
+    assert identical(weights(both), weights(policy)), "warm-up and updates with values of its own"
+    (tmp_path / "saved").mkdir()
+    critic.save(tmp_path / "saved")
+    again = make_critic(apart, tmp_path, 0, 1)
+    again.load(tmp_path / "saved")
+    given = dataclasses.replace(batches[0], columns={"values": critic.values(batches[0])})
+    assert np.array_equal(again.values(batches[0]), given.columns["values"])
+    assert again.learn(given, algorithm, 3) == critic.learn(given, algorithm, 3)
+    assert np.array_equal(again.values(batches[1]), critic.values(batches[1])), "its optimizer came back as well"
 
 
 def test_a_critic_begins_with_the_policys_weights_of_after_the_warm_up_or_with_its_own_models(

@@ -29,13 +29,15 @@ def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str, transpor
         "run.steps=20",
         'slurm.environment.UCX_TLS="tcp,self"',
         *(("algorithm.kl_coef=0.05", "scorer.scores=['reference']") if shape == "het" else ()),
+        *(("algorithm={name='ppo', group_size=4}", "critic.processes=2") if shape == "split" else ()),
     )
     if shape == "single":
         sets += ("run.placement=colocate", "async.max_staleness=0")
     ours = submit(cluster, shape, *sets, slurm=SLURM + ("" if shape == "single" else GROUPS))
     assert ours.wait_for_end()["outcome"] == "done"
     sound(ours, 20)
-    assert len(list(ours.run.columns.rglob("*.reference.h5"))) == (40 if shape == "het" else 0)
+    columns = {"het": "reference", "split": "values"}
+    assert len(list(ours.run.columns.rglob(f"*.{columns.get(shape, '*')}.h5"))) == (40 if shape in columns else 0)
     broadcast = "weights are broadcast to ['rollout-" in (ours.run.logs / "trainer-0.0000.log").read_text()
     assert broadcast == (transport != "file"), "between nodes, each with a host name and an address of its own"
     assert cluster.state(ours.leaders()[0]) == "COMPLETED"

@@ -21,7 +21,7 @@ from relax_hpc.cli import app
 from relax_hpc.launch.doctor import room
 from relax_hpc.launch.simulation.setup import Prompts
 from relax_hpc.launch.sizing import trainer as sizing
-from relax_hpc.launch.sizing.estimate import Asked, estimate
+from relax_hpc.launch.sizing.estimate import Asked, estimate, gib
 from relax_hpc.launch.sizing.model import from_config, parameters, shape_of
 from relax_hpc.launch.sizing.traffic import step_of
 from relax_hpc.launch.sizing.trainer import trainer_memory
@@ -214,6 +214,17 @@ def test_what_scorers_hold_is_not_the_trainers_and_their_columns_take_room() -> 
     tokens = both[0].traffic.samples * both[0].traffic.answer_tokens
     assert both[1].traffic.spool_bytes - both[0].traffic.spool_bytes >= 4 * tokens
     assert any("1 scorer processes hold 0.1 MiB of weights each" in said for said in both[1].assumed)
+
+
+def test_what_a_critic_of_its_own_holds_is_not_the_trainers() -> None:
+    shape, _ = shape_of(tiny.recipe().model, Path())
+    recipes = [tiny.recipe(algorithm={"name": "ppo"}, **more) for more in ({}, {"critic": {}})]
+    both = [estimate(recipe, shape, Asked()) for recipe in recipes]
+    learning = parameters(shape, critic=True).all * 4
+    assert both[0].checkpoint_bytes - both[1].checkpoint_bytes == 3 * learning
+    assert both[0].trainer[0].optimizer - both[1].trainer[0].optimizer == 2 * learning
+    words = f"1 critic processes hold {gib(4 * learning)} of weights, gradients and moments"
+    assert any(words in said for said in both[1].assumed)
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.toml")), ids=lambda p: p.name)

@@ -159,6 +159,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("scorer={scores=['reference', 'reference']}", ["names one model twice"]),
         ("scorer={scores=['values']}", ["scorer.scores.0", "'reference' or 'teacher'"]),
         ("scorer.processes=2", ["'scorer.scores' is missing", "each one that the algorithm needs"]),
+        ("critic={}", ["[critic] is for algorithm.name = 'ppo'", "it is 'grpo'", "leave the table out"]),
         ("algorithm={name='sft', group_size=4}", ["unknown key 'algorithm.group_size'", "aggregate"]),
         ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),
     ],
@@ -180,6 +181,15 @@ def test_a_wrong_key_or_value_says_what_would_be_right(tiny: Path, override: str
 def test_who_takes_turns_has_the_same_devices_at_another_time(tiny: Path, override: str, parts: list[str]) -> None:
     message = problem(tiny, "run.placement=colocate", "async.max_staleness=0", override)
     assert not [part for part in parts if part not in message], message
+
+
+def test_a_critic_of_its_own_has_what_it_needs(tiny: Path) -> None:
+    critic = "critic={processes=3}"
+    message = problem(tiny, critic, "algorithm={name='ppo', kl_coef=0.1}")
+    assert "kl_coef = 0.1" in message and "set scorer.scores = ['reference']" in message
+    split = "trainer={backend='megatron', processes=2, parallel={tensor=2}}"
+    message = problem(tiny, critic, "algorithm={name='ppo'}", split)
+    assert "divide critic.processes = 3: use a multiple of 2" in message
 
 
 def test_an_outside_server_is_for_one_worker(tiny: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from relax_hpc.launch.slurm.by_hand import by_hand, write_by_hand
 from relax_hpc.launch.slurm.plan import Kind, Plan, make_plan
 from relax_hpc.launch.slurm.render import render
-from relax_hpc.launch.slurm.steps import rollout_step, scorer_step, step_environment, step_python, trainer_step
+from relax_hpc.launch.slurm.steps import beside_step, rollout_step, step_environment, step_python, trainer_step
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunError
 
@@ -220,8 +220,8 @@ def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
     sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], threads=20}")
     p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=2")
     words = "--job-name=scorer --nodes=1 --ntasks=1 --cpus-per-task=16 --overlap"
-    assert " ".join(scorer_step(p)) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
-    assert f"# A scorer is started by: {' '.join(scorer_step(p))} …" in render(p, "leader").splitlines()
+    assert " ".join(beside_step(p, "scorer")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
+    assert f"# A scorer is started by: {' '.join(beside_step(p, 'scorer'))} …" in render(p, "leader").splitlines()
     p = plan(
         tmp_path,
         "",
@@ -233,7 +233,16 @@ def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
         "slurm.cpu_bind=cores",
     )
     words = "--job-name=scorer --nodes=1 --ntasks=1 --cpus-per-task=20 --overlap"
-    assert " ".join(scorer_step(p)) == f"srun {words} --mem=0 --gres=none --cpu-bind=cores"
+    assert " ".join(beside_step(p, "scorer")) == f"srun {words} --mem=0 --gres=none --cpu-bind=cores"
+
+
+def test_a_critics_processes_are_one_step_on_a_node_of_the_trainers(tmp_path: Path) -> None:
+    sets = ("algorithm={name='ppo'}", "critic={processes=2, threads=20}")
+    p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=2")
+    words = "--job-name=critic --nodes=1 --ntasks=2 --cpus-per-task=8 --kill-on-bad-exit=1 --overcommit --overlap"
+    assert " ".join(beside_step(p, "critic")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
+    said = f"# The critic's processes are started by: {' '.join(beside_step(p, 'critic'))} …"
+    assert said in render(p, "leader").splitlines()
 
 
 def test_steps_of_het_and_elastic(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from relax_hpc.launch.members import Patience, Quiet
 from relax_hpc.launch.slurm import trainers as trainers_module
 from relax_hpc.launch.slurm.agents import Agents
+from relax_hpc.launch.slurm.beside import StepBeside
 from relax_hpc.launch.slurm.crew import StepCore
-from relax_hpc.launch.slurm.scorers import StepScorers
 from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe, Supervision
@@ -148,12 +148,12 @@ def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_me
     write_file(run.identity, to_json({"debug": None}))
     sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], processes=2}", "supervision.max_restarts=1")
     said: list[tuple[str, str]] = []
-    scorers = StepScorers(
-        run, recipe(tmp_path, *sets), python, lambda kind, **about: said.append((kind, about["role"]))
+    scorers = StepBeside(
+        run, recipe(tmp_path, *sets), "scorer", python, lambda kind, **about: said.append((kind, about["role"]))
     )
     try:
         scorers.look_after()
-        steps = [scorer.step for scorer in scorers._scorers]
+        steps = [scorer.step for scorer in scorers.ones]
         assert said == [("restart", "scorer-0"), ("restart", "scorer-1")] and all(step.running for step in steps)
         assert [next(w for w in s.process.args if "nodelist" in w) for s in steps if s.process] == [
             "--nodelist=n1",

@@ -32,7 +32,7 @@ from tools.bench.runs import Finished, run
 
 REAL, DRAWN = (ROOT / "tools" / "bench" / f"{name}.toml" for name in ("modes", "simulate"))
 STALENESS = ("0", "1", "2", "4", "8")
-COLOCATE, ON_POLICY, CONTROL = "colocate", "0", "control"
+COLOCATE, ON_POLICY, CONTROL, WARM = "colocate", "0", "control", "warm"
 MARGIN = -0.03
 """A mode whose score may lie below on-policy's by more than this is not as good."""
 TOGETHER = {"run.placement": "colocate", "async.max_staleness": 0}
@@ -80,14 +80,14 @@ def step_s(done: Finished) -> float:
 
 
 def real(seed: int, steps: int, prompts: Path) -> dict[str, Finished]:
-    """The runs of one seed, by mode, all from the same warm-up."""
+    """The runs of one seed, by mode, all from the same warm-up, which is there too."""
     common: dict[str, Any] = {"run.seed": seed, "source.0.prompts": prompts}
     warm = run(REAL, f"modes/warm-{seed}", {**common, "run.steps": 1, "trainer.learning_rate": 1e-12})
     both = {"trainer.processes": 2, "rollout.workers": 2}
     modes: dict[str, dict[str, Any]] = {COLOCATE: {**TOGETHER, **both}}
     modes |= {bound: {"async.max_staleness": bound} for bound in STALENESS}
     modes[CONTROL] = {"async.max_staleness": 2, "trainer.learning_rate": 1e-12}
-    return {
+    return {WARM: warm} | {
         mode: run(
             REAL, f"modes/{mode}-{seed}", {"trainer.learning_rate": 4e-4, **sets, "run.steps": steps}, fork_of=warm.root
         )
@@ -171,7 +171,7 @@ def report_real(given: Any) -> dict[str, Any]:
             mode, str(faster.get(mode, "")), f"{seconds:.3f}", f"{statistics.mean(scores):.3f}", low, str(age)
         )
     console.print(table)
-    before = [runs[COLOCATE].scores[0][1] for runs in seeds]
+    before = [runs[WARM].scores[0][1] for runs in seeds]
     return {
         "speedup_real": rounded(faster),
         "score_before": round(statistics.mean(before), 4),

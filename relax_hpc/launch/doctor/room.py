@@ -60,11 +60,11 @@ def need(recipe: Recipe) -> Need | None:
     longest = PROMPT_TOKENS + rollout.max_new_tokens * rollout.max_turns
     if isinstance(recipe.model, TinyModel):
         longest = min(longest, recipe.model.context)
-    orders, token_bytes = recipe.most_orders_per_step, TOKEN_BYTES + SCORE_BYTES * len(recipe.scored)
+    orders, token_bytes = recipe.most_orders_per_step, TOKEN_BYTES + SCORE_BYTES * len(recipe.columns)
     shards = steps * orders * rollout.groups_per_order * recipe.algorithm.group_size * longest * token_bytes
     if recipe.spool.quota_gb is not None:
         shards = min(shards, int(recipe.spool.quota_gb * 1e9))
-    files = run.steps + steps * orders * (1 + len(recipe.scored)) + kept * CHECKPOINT_FILES + versions * VERSION_FILES
+    files = run.steps + steps * orders * (1 + len(recipe.columns)) + kept * CHECKPOINT_FILES + versions * VERSION_FILES
     critic = isinstance(recipe.algorithm, Ppo)  # of the policy's size, or near it
     return Need(kept * count * STATE_BYTES * (1 + critic), versions * count * width, shards, files)
 

@@ -24,7 +24,7 @@ from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.recipe import Recipe
 from relax_hpc.recipe.algorithm import OwnAlgorithm
 from relax_hpc.recipe.parallel import misfit
-from relax_hpc.recipe.schema import TEACHER_KEY
+from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY
 from relax_hpc.run_dir import RunError
 
 GIB = 2**30
@@ -298,6 +298,13 @@ def _assumed(recipe: Recipe, shape: Shape, asked: Asked) -> list[str]:
         said.append(
             f"{recipe.scorer.processes} scorer processes hold {gib(held)} of weights each, on devices that no trainer process has or "
             "beside one: not counted above"
+        )
+    if recipe.critic is not None:
+        folder = recipe.models_beside.get(CRITIC_KEY)
+        learning = parameters((shape_in(folder) if folder else None) or shape, critic=True).all
+        said.append(
+            f"{recipe.critic.processes} critic processes hold {gib(learning * 4 * FLOAT)} of weights, gradients and moments, on devices that "
+            "neither trainer nor scorers have or beside one: not counted above"
         )
     for key, folder in recipe.models_beside.items():
         if shape_in(folder) is None:

@@ -55,7 +55,7 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     orders, most_orders = recipe.orders_per_step, recipe.most_orders_per_step
     in_order = recipe.rollout.groups_per_order
     an_order = _shard_bytes(in_order, size, prompt, answer) + FILE_BYTES
-    an_order += len(recipe.scored) * (in_order * size * answer * SCORE_BYTES + COLUMN_FILE_BYTES)
+    an_order += len(recipe.columns) * (in_order * size * answer * SCORE_BYTES + COLUMN_FILE_BYTES)
     routed = _routed_bytes(shape, prompt, answer) * in_order * size if recipe.rollout.routed_experts else 0
     weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
     copies = _copies(recipe)

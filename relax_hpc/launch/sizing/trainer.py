@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from relax_hpc.launch.sizing.model import Shape, parameters, shape_in, stage_layers, stage_parameters
-from relax_hpc.recipe.algorithm import PolicyGradient, Ppo
+from relax_hpc.recipe.algorithm import PolicyGradient
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 
 FLOAT = 4
@@ -95,8 +95,8 @@ def beside(recipe: Recipe, key: str, policy: Shape) -> Shape | None:
 
 
 def _critic(recipe: Recipe, policy: Shape) -> Shape | None:
-    """Of the critic, where there is one."""
-    return beside(recipe, CRITIC_KEY, policy) or policy if isinstance(recipe.algorithm, Ppo) else None
+    """Of the critic, where the trainer holds one."""
+    return beside(recipe, CRITIC_KEY, policy) or policy if recipe.trains_critic else None
 
 
 def replicas(recipe: Recipe) -> int:

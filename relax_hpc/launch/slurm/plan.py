@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from relax_hpc.recipe.critic import CriticRole
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.scorer import Scorer
 from relax_hpc.recipe.slurm import GPU_KEYS, Resources, Slurm
 from relax_hpc.run_dir import RunError
 
 GroupName = Literal["trainer", "rollout"]
+BesideName = Literal["scorer", "critic"]
+"""Roles that have steps of their own on the trainer's nodes."""
 Kind = Literal["leader", "rollout", "elastic"]
 """A job: the one with the run's supervisor; the rollout job of the split shape; a further rollout job of one node."""
 KINDS: tuple[Kind, ...] = ("leader", "rollout", "elastic")
@@ -52,7 +55,8 @@ class Plan:
     """Whether both groups use the same devices one after the other."""
     plays: bool
     """Whether there is anything for rollout nodes to do; else the trainer's job is all of the run, as if the shape were split."""
-    scorer: Scorer | None
+    beside: dict[BesideName, Scorer | CriticRole]
+    """Those that the run has."""
 
     @property
     def jobs(self) -> tuple[Kind, ...]:
@@ -84,6 +88,7 @@ def make_plan(recipe: Recipe) -> Plan:
             "the defaults: two jobs of an hour), or a site profile, or --set slurm.partition=NAME"
         )
     trainer, rollout = recipe.trainer, recipe.rollout
+    beside: dict[BesideName, Scorer | CriticRole | None] = {"scorer": recipe.scorer, "critic": recipe.critic}
     return Plan(
         recipe.run.name,
         recipe.run.root,
@@ -92,7 +97,7 @@ def make_plan(recipe: Recipe) -> Plan:
         Group("rollout", rollout.nodes, rollout.workers // rollout.nodes, recipe.slurm.group("rollout")),
         recipe.run.placement == "colocate",
         recipe.plays,
-        recipe.scorer,
+        {name: config for name, config in beside.items() if config is not None},
     )
 
 

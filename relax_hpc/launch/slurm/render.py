@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relax_hpc.launch.slurm.plan import Group, Kind, Plan, gres_text
-from relax_hpc.launch.slurm.steps import job_python, rollout_step, scorer_step, trainer_step
+from relax_hpc.launch.slurm.plan import BesideName, Group, Kind, Plan, gres_text
+from relax_hpc.launch.slurm.steps import beside_step, job_python, rollout_step, trainer_step
 
 MODULE = "relax_hpc.launch.batch"
 MAKE_MODULE = "relax_hpc.launch.slurm.make"
@@ -72,8 +72,9 @@ def _head(plan: Plan, kind: Kind, by_hand: ByHand | None) -> list[str]:
         ]
     if kind == "leader":
         lines += [f"# Trainer processes are started by: {shlex.join(trainer_step(plan))} …"]
-    if kind == "leader" and plan.scorer:
-        lines += [f"# A scorer is started by: {shlex.join(scorer_step(plan))} …"]
+    if kind == "leader":
+        said: dict[BesideName, str] = {"scorer": "A scorer is", "critic": "The critic's processes are"}
+        lines += [f"# {said[name]} started by: {shlex.join(beside_step(plan, name))} …" for name in plan.beside]
     if kind != "leader" or plan.slurm.shape != "split":
         lines += [f"# Rollout agents are started by: {shlex.join(rollout_step(plan, elastic=kind == 'elastic'))} …"]
     return lines

@@ -2,7 +2,8 @@
 
     trainer  one task a process, all end when one does
     rollout  one task a node: the agent, which starts that node's workers and outlives them
-  scorer   one task on a node of the trainer's, which shares what that has
+      scorer   one task on a node of the trainer's, which shares what that has
+    critic   its tasks on a node of the trainer's, likewise; all end when one does
 
 Everything is said on the command line. What sbatch leaves in the environment describes the first component of a
 heterogeneous job, and another version of Slurm reads other parts of it: `step_environment` takes it out.
@@ -15,7 +16,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from relax_hpc.launch.slurm.plan import Group, Plan, gres_text
+from relax_hpc.launch.slurm.plan import BesideName, Group, Plan, gres_text
+from relax_hpc.recipe.critic import CriticRole
 from relax_hpc.recipe.slurm import Apptainer, Pyxis, gpu_count
 
 TRAINER_COMPONENT, ROLLOUT_COMPONENT = "0", "1"
@@ -41,19 +43,23 @@ def rollout_step(plan: Plan, *, elastic: bool = False) -> list[str]:
     return _step(plan, group, 1, ["--kill-on-bad-exit=0", "--wait=0"], alone=elastic)
 
 
-def scorer_step(plan: Plan) -> list[str]:
-    """The same for one scorer. --overlap: it shares CPUs, memory and GPUs with the trainer's step, and no step waits for another."""
-    assert plan.scorer is not None
+def beside_step(plan: Plan, name: BesideName) -> list[str]:
+    """The same for one scorer, or the critic's group. --overlap: it shares CPUs, memory and GPUs with the trainer's step, and no step waits
+    for another."""
+    # --overcommit: the trainer's CPUs may be fewer than these tasks.
+    config = plan.beside[name]
     group, single = plan.trainer, plan.slurm.shape == "single"
     held = group.asks.cpus_per_task and group.asks.cpus_per_task * group.per_node
-    cpus = min(plan.scorer.threads, held) if held else plan.scorer.threads
+    tasks = config.processes if isinstance(config, CriticRole) else 1
+    cpus = min(config.threads, max(held // tasks, 1)) if held else config.threads
     component = [f"--het-group={TRAINER_COMPONENT}"] if plan.slurm.shape == "het" else []
     gpus = []
     if group.has_gpus or (single and plan.rollout.has_gpus):
-        takes = group.has_gpus and plan.scorer.device != "cpu"
+        takes = group.has_gpus and config.device != "cpu"
         gpus = [f"--gres={gres_text(group.node_gres) if takes else 'none'}"]
     return [
-        "srun", *component, "--job-name=scorer", "--nodes=1", "--ntasks=1", f"--cpus-per-task={cpus}", "--overlap",
+        "srun", *component, f"--job-name={name}", "--nodes=1", f"--ntasks={tasks}", f"--cpus-per-task={cpus}",
+        *(["--kill-on-bad-exit=1", "--overcommit"] if name == "critic" else []), "--overlap",
         *(["--mem=0"] if single else []), *gpus, f"--cpu-bind={plan.slurm.cpu_bind or 'none'}", *container(plan, group),
     ]  # fmt: skip
 

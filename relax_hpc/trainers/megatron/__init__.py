@@ -17,6 +17,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
 logging.getLogger("megatron").setLevel(logging.WARNING)  # it writes its whole configuration, on every process
 with support(megatron=False):
+    from relax_hpc.trainers.megatron.critic import MegatronCritic
     from relax_hpc.trainers.megatron.trainer import MegatronTrainer
 
-__all__ = ["MegatronTrainer"]
+__all__ = ["MegatronCritic", "MegatronTrainer"]

@@ -1,0 +1,99 @@
+"""Which orders lack columns: looked for by whoever makes them, a scorer or the critic."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from relax_hpc.run_dir import ORDERS_PER_FOLDER, RunDir
+from relax_hpc.spool.watch import FolderWatch
+
+LOOK_AGAIN_S = 1.0
+"""How often columns are listed: what we published ourselves is known."""
+LOOK_BACK_S = 10.0
+"""How often the folders of earlier batches are looked at."""
+SEEN_S = 10.0
+"""A column that we published is in the folder's listing after this, whatever a file system keeps in caches."""
+
+
+class Missing:
+    """Which orders lack columns: of shards that are published, those of our share.
+
+    Folders of the newest batches are looked into each time. In earlier ones something is missing where a column was removed, or a
+    shard came late: their times say so, for two stats a folder now and then.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        shards: RunDir,
+        names: tuple[str, ...],
+        max_staleness: int,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> None:
+        """names: of the columns; max_staleness: the run's, within which shards of several batches appear side by side."""
+        self._run, self._shards, self._names = run, shards, names
+        self._rank, self._processes = rank, processes
+        self._recent = 2 + max_staleness // ORDERS_PER_FOLDER
+        self._folders = FolderWatch(shards.shards)
+        self._watches: dict[Path, FolderWatch] = {}
+        self._columns: dict[str, frozenset[str]] = {}
+        self._done: dict[str, float] = {}
+        self._behind: dict[str, tuple[int, int]] = {}
+        """Earlier folders in which something may be missing, with their times when that was noticed."""
+        self._settled: dict[str, tuple[int, int]] = {}
+        """Earlier folders in which nothing was, with their times then."""
+        self._looked_at = self._looked_back_at = float("-inf")
+
+    def orders(self) -> list[str]:
+        """Those of the earliest batches first."""
+        folders, now = sorted(self._folders.names()), time.monotonic()
+        if now - self._looked_back_at > LOOK_BACK_S:
+            self._looked_back_at = now
+            times = {f: self._times(f) for f in folders[: -self._recent]}
+            self._behind = {f: at for f, at in times.items() if at != self._settled.get(f)}
+        active = [*self._behind, *folders[-self._recent :]]
+        again = now - self._looked_at > LOOK_AGAIN_S or any(f not in self._columns for f in active)
+        if again:
+            self._looked_at = now
+            self._columns = {f: self._watch(self._run.columns / f) for f in active}
+            self._done = {order: at for order, at in self._done.items() if now - at < SEEN_S}
+        missing = {f: self._of(f) for f in active}
+        if again:
+            self._settled |= {f: self._behind.pop(f) for f in [*self._behind] if not missing[f]}
+        return [order for orders in missing.values() for order in orders]
+
+    def _of(self, folder: str) -> list[str]:
+        there = self._columns[folder]
+        shards = sorted(name.removesuffix(".h5") for name in self._watch(self._shards.shards / folder))
+        return [
+            order
+            for order in shards
+            if order not in self._done
+            and self._is_mine(order)
+            and any(f"{order}.{n}.h5" not in there for n in self._names)
+        ]
+
+    def done(self, order: str) -> None:
+        """Its columns are there, or not needed any more."""
+        self._done[order] = time.monotonic()
+
+    def _is_mine(self, order: str) -> bool:
+        batch, _, k = order[1:].partition("r")[0].partition("-")
+        return (int(batch) + int(k)) % self._processes == self._rank
+
+    def _times(self, folder: str) -> tuple[int, int]:
+        """When names of shards, and of columns, last came or went."""
+        return _changed(self._shards.shards / folder), _changed(self._run.columns / folder)
+
+    def _watch(self, folder: Path) -> frozenset[str]:
+        return self._watches.setdefault(folder, FolderWatch(folder)).names()
+
+
+def _changed(folder: Path) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except FileNotFoundError:
+        return 0
