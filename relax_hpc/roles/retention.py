@@ -9,7 +9,7 @@ from pathlib import Path
 
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
-from relax_hpc.spool.columns import SCORE_BYTES
+from relax_hpc.spool.layout import SCORE_BYTES
 from relax_hpc.spool.ledger import Ledger
 
 TOKEN_BYTES = 4 + 1 + 4

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
 from relax_hpc.run_dir import Data, RunError
 from relax_hpc.spool import hdf5
-from relax_hpc.spool.columns import COLUMNS, GROUP, ROUTED, SAMPLE, TOKEN_COLUMNS
+from relax_hpc.spool.layout import COLUMNS, GROUP, ROUTED, SAMPLE, TOKEN_COLUMNS
 
 FORMAT = "relax_hpc.shard"
 SCHEMA = 1

@@ -383,7 +383,7 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     trainer.entry()
     role = SimpleNamespace(
         run=run,
-        scored=(),
+        columns=(),
         front=trainer.intake.front,
         bound=2,
         recipe=tiny.recipe(algorithm={"replay": 3}, **{"async": {"max_staleness": 2}}),
@@ -462,7 +462,7 @@ def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused
     engine = {"engine": "sglang"} if late == "mask" else {}
     role = SimpleNamespace(
         run=run,
-        scored=(),
+        columns=(),
         front=trainer.intake.front,
         bound=1,
         recipe=tiny.recipe(rollout=engine, **{"async": {"late": late}}),

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from relax_hpc.launch.prepare import check_scores
 from relax_hpc.records import Rollouts
-from relax_hpc.roles.scorer import Missing
+from relax_hpc.roles.missing import Missing
 from relax_hpc.run_dir import RunDir, RunError, publish
 from relax_hpc.spool.column import DamagedColumn, encode, read_column
 from relax_hpc.spool.queue import Queue
@@ -140,20 +140,20 @@ def test_every_order_is_one_scorers_and_what_is_gone_is_missing_again(
 ) -> None:
     Trainer(run, 1).entry()
     orders = sorted(play(run, 0))
-    shares = [Missing(run, run, ("teacher",), rank, 2, 2) for rank in range(2)]
+    shares = [Missing(run, run, ("teacher",), 0, rank, 2) for rank in range(2)]
     assert [len(share.orders()) for share in shares] == [2, 2]
     assert sorted(order for share in shares for order in share.orders()) == orders
     mine = shares[0].orders()
     score(run, mine)
     shares[0].done(mine[0])
     assert shares[0].orders() == mine[1:]
-    monkeypatch.setattr("relax_hpc.roles.scorer.LOOK_AGAIN_S", -1.0)
-    monkeypatch.setattr("relax_hpc.roles.scorer.SEEN_S", -1.0)
+    monkeypatch.setattr("relax_hpc.roles.missing.LOOK_AGAIN_S", -1.0)
+    monkeypatch.setattr("relax_hpc.roles.missing.SEEN_S", -1.0)
     assert shares[0].orders() == []
     run.column(mine[1], "teacher").unlink()
     assert shares[0].orders() == [mine[1]]
 
-    monkeypatch.setattr("relax_hpc.roles.scorer.LOOK_BACK_S", -1.0)
+    monkeypatch.setattr("relax_hpc.roles.missing.LOOK_BACK_S", -1.0)
     (run.shards / "0001").mkdir()
     (run.shards / "0002").mkdir()
     score(run, [mine[1]])

@@ -14,7 +14,7 @@ from relax_hpc.recipe.algorithm import Ppo
 from relax_hpc.recipe.model import PathModel, TinyModel
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.source import keys_of
-from relax_hpc.spool.columns import SCORE_BYTES
+from relax_hpc.spool.layout import SCORE_BYTES
 
 STATE_BYTES = 12
 """Of a parameter in a checkpoint: master weights and two moments of AdamW, in float32."""

@@ -11,7 +11,7 @@ from relax_hpc.launch.sizing.model import Shape, parameters
 from relax_hpc.launch.sizing.trainer import ELEMENT, Step
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.weights import CollectiveWeights, FileWeights
-from relax_hpc.spool.columns import COLUMNS, SCORE_BYTES, TOKEN_COLUMNS
+from relax_hpc.spool.layout import COLUMNS, SCORE_BYTES, TOKEN_COLUMNS
 
 FILE_BYTES = 5000
 """HDF5's own, and what `meta` says of the order."""

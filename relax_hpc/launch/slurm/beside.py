@@ -96,13 +96,13 @@ class StepBeside:
         self._say("restart", role=one.name, attempt=one.attempt)
 
     def _ended(self, one: One) -> None:
-        beats = [beat for beat in self._beats(one) if beat is not None]
+        beats = {name: beat for name, beat in zip(one.processes, self._beats(one), strict=True) if beat is not None}
         one.step.process = None
-        for beat in beats:
+        for name, beat in beats.items():
             if beat.get("state") == "failed":
-                self.failure, self.fatal = f"{beat['role']} on {beat['host']}: {beat.get('error', '')}", True
+                self.failure, self.fatal = f"{name} on {beat['host']}: {beat.get('error', '')}", True
                 return
-        said = next((beat for beat in beats if beat.get("error")), beats[0] if beats else {})
+        said = next((beat for beat in beats.values() if beat.get("error")), next(iter(beats.values()), {}))
         reason, done = one.step.words() or "its step ended", said.get("orders", 0) + said.get("learned", 0)
         self._say("lost", role=one.name, reason=reason)
         if not one.patience.failed(reason, (one.attempt, done) if done else None):

@@ -112,14 +112,17 @@ class Learners(Updating):
                 moments.put(optimizers, places[kept.model], read)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
-    def _changing(self) -> dict[str, list[Policy]]:
+    def _changing(self) -> dict[str, list[Any]]:
         """The models whose weights change, by what a checkpoint calls them."""
         return {KEPT[learner].model: learning.chunks for learner, learning in self.learning.items()}
 
     def _sharded(self) -> dict[str, Any]:
         """What changes but the optimizers' state."""
-        prefix = lambda what: "" if what == "model" else f"{what}."
-        return {what: state.sharded(chunks, self.groups, prefix(what)) for what, chunks in self._changing().items()}
+        prefix = {"model": ""}
+        return {
+            what: state.sharded(chunks, self.groups, prefix.get(what, f"{what}."))
+            for what, chunks in self._changing().items()
+        }
 
     def _gradients(
         self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]

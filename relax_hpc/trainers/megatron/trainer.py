@@ -84,7 +84,7 @@ class MegatronTrainer(Learners, PolicyUpdating):
         models = [*(chunk for each in learning for chunk in each.reduced), *self.reference, *self.teacher]
         return models, [o.optimizer for each in learning for o in each.optimizers()]
 
-    def _changing(self) -> dict[str, list[Policy]]:
+    def _changing(self) -> dict[str, list[Any]]:
         return super()._changing() | ({"reference": self.reference} if self.reference else {})
 
     def _column(

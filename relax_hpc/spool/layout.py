@@ -1,4 +1,4 @@
-"""The columns of a shard and their types: what a shard is made of, and how large one will be. Imports no HDF5."""
+"""The layout of a shard: its columns and their types, and how large it will be. Imports no HDF5."""
 
 from __future__ import annotations
 
