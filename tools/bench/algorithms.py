@@ -31,11 +31,13 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus": {},
     "reinforce_plus_plus_baseline": {},
     "ppo": {"critic": "{learning_rate = 1e-3, warmup_steps = 10}"},
+    "ppo apart": {"critic": "{learning_rate = 1e-3, warmup_steps = 10}"},
     "opd": {},
 }
 """Keys of [algorithm] besides its name."""
 OTHER_TABLES: dict[str, dict[str, Any]] = {
     "grpo decoupled": {"trainer.updates_per_step": 2},
+    "ppo apart": {"critic.processes": 1},
     "rloo": {"async.max_staleness": 0},
 }
 
