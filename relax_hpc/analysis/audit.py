@@ -18,7 +18,7 @@ import numpy as np
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing, read_json
 from relax_hpc.spool.column import DamagedColumn, read_column
-from relax_hpc.spool.ledger import Ledger
+from relax_hpc.spool.ledger import Entry, Ledger, Taken
 from relax_hpc.spool.orders import order_name
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
@@ -45,84 +45,120 @@ class Audit:
 
 
 def audit(path: str | Path) -> Audit:
-    """Audit the run at `path`, from its files. The run must have been checkpointed at its last step. Of supervised fine-tuning,
-    whose steps name prompts in the ledger, a prompt that was drawn is what an order is elsewhere."""
+    """Audit the run at `path`, from its files: a fork from where it begins, with the ledger of the run that it comes from. The run must have been
+    checkpointed at its last step. Of supervised fine-tuning, whose steps name prompts in the ledger, a prompt that was drawn is what an order
+    is elsewhere. Raises RunError where there is nothing to audit."""
     run = open_existing(path)
     checkpoints = run.checkpoint_steps()
     if not checkpoints:
         raise RunError(f"'{path}' has no checkpoint: nothing was trained yet")
     state = read_json(run.checkpoint(checkpoints[-1]) / "state.json")
-    records, _ = read_metrics(run.metrics / "trainer-0.trained.jsonl")
-    by_step: dict[int, list[dict[str, list[int]]]] = {}
-    for record in records:
-        by_step.setdefault(record["step"], []).append(record["samples"])
-    by_step = {step: times for step, times in by_step.items() if step < state["step"]}
-    twice = [
-        f"step {step}: replayed with other samples"
-        for step, times in by_step.items()
-        if any(t != times[0] for t in times)
-    ]
+    by_step = _losses(run, state["step"])
     counts = Counter(
         f"{order}/{i}" for times in by_step.values() for order, indices in times[0].items() for i in indices
     )
-
+    found = Audit(state["step"], len(counts), lost=[], twice=[], torn=[], over_bound=[], mean_lengths=[])
+    found.twice.extend(
+        f"step {step}: replayed with other samples"
+        for step, times in by_step.items()
+        if any(t != times[0] for t in times)
+    )
+    ledger = Ledger(run)
+    again = _replays(run, ledger, state, found.over_bound)
+    found.twice.extend(name for name, count in counts.items() if count > 1 + again[name])
     masked = load_recipe(run.recipe).async_.late == "mask"  # orders may be older than their tokens in the loss
-    oldest_trained = {
-        r["step"]: r.get("age_max", 0) for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"
-    }
-    drawn = Counter[tuple[int, int, int]]()
-    ledger, settled, excused, torn, lost, lengths = Ledger(run), set[str](), set[str](), [], [], []
-    over: list[str] = []
-    refilled: list[str] = []
-    again = _replays(run, ledger, state, over)
-    twice += [name for name, count in counts.items() if count > 1 + again[name]]
-    for step in range(state["step"]):
+    if masked:
+        found.over_bound.extend(_over_bound(run, state))
+    drawn, refilled = Counter[tuple[int, int, int]](), set[str]()
+    first = read_json(run.identity).get("fork_step") or 0
+    settled = _settled_before(run)
+    for step in range(first, state["step"]):
         entry = ledger.find(step)
-        if entry is None or (step not in by_step and len(entry.filtered) == 0):
-            lost.append(f"step {step}")
+        if entry is None or (step not in by_step and not entry.filtered):
+            found.lost.append(f"step {step}")
             continue
         drawn.update(entry.learned)
-        lost += [name for name in entry.lessons if name not in counts]
-        if masked and oldest_trained.get(step, 0) > state["max_staleness"]:
-            over.append(f"step {step}")
-        settled |= {d.order for d in entry.dropped}
-        excused |= set(entry.filtered)
-        refilled += [order_name(step, state["orders_per_step"] + k) for k in range(entry.refills)]
-        for order, columns in ((t.order, t.columns) for t in entry.take):
-            settled.add(order)
-            torn += [wrong for name, version in columns.items() if (wrong := _other_column(run, order, name, version))]
-            try:
-                with Shard(run.shard(order)) as shard:
-                    shard.validate()
-                    groups, sizes, oldest = (
-                        shard.samples["group"].tolist(),
-                        shard.offsets[1:] - shard.offsets[:-1],
-                        shard.first_version,
-                    )
-            except RunError as error:
-                torn.append(str(error))
-                continue
-            if step - oldest > state["max_staleness"] and not masked:
-                over.append(order)
-            lost += [
-                f"{order}/{i}"
-                for i, g in enumerate(groups)
-                if counts[f"{order}/{i}"] < 1 + again[f"{order}/{i}"] and f"{order}/{g}" not in excused
-            ]
-            by_group: dict[int, list[int]] = {}
-            for group, size in zip(groups, sizes.tolist(), strict=True):
-                by_group.setdefault(group, []).append(size)
-            lengths += [sum(s) / len(s) for s in by_group.values()]
-    twice += [f"source {s}, prompt {i}, epoch {e}" for (s, i, e), count in drawn.items() if count > 1]
-    if "book" in state:
-        outstanding = {o["id"] for o in state["book"]["outstanding"]}
-        released = {
-            order_name(batch, k)
-            for batch in range(state["book"]["next_batch"])
-            for k in range(state["orders_per_step"])
-        }
-        lost += sorted((released | set(refilled)) - settled - outstanding)
-    return Audit(state["step"], len(counts), lost, twice, torn, over, lengths)
+        found.lost.extend(name for name in entry.lessons if name not in counts)
+        settled |= {d.order for d in entry.dropped} | {t.order for t in entry.take}
+        refilled |= {order_name(step, state["orders_per_step"] + k) for k in range(entry.refills)}
+        for taken in entry.take:
+            _look_at(run, taken, entry, counts, again, None if masked else state["max_staleness"], found)
+    found.twice.extend(f"source {s}, prompt {i}, epoch {e}" for (s, i, e), count in drawn.items() if count > 1)
+    found.lost.extend(_unsettled(state, settled, refilled))
+    return found
+
+
+def _settled_before(run: RunDir) -> set[str]:
+    """Orders that were taken or given up by the runs that a fork comes from. Raises RunError where such a run is gone."""
+    about, settled = read_json(run.identity), set[str]()
+    if about.get("fork_of"):
+        parent = open_existing(about["fork_of"])
+        settled = _settled_before(parent)
+        for entry in (Ledger(parent).find(step) for step in range(about["fork_step"])):
+            settled |= {o.order for o in (*entry.take, *entry.dropped)} if entry else set()
+    return settled
+
+
+def _losses(run: RunDir, steps: int) -> dict[int, list[dict[str, list[int]]]]:
+    """Step -> the samples in its loss, by order, each time that it was made."""
+    by_step: dict[int, list[dict[str, list[int]]]] = {}
+    for record in read_metrics(run.metrics / "trainer-0.trained.jsonl")[0]:
+        if record["step"] < steps:
+            by_step.setdefault(record["step"], []).append(record["samples"])
+    return by_step
+
+
+def _over_bound(run: RunDir, state: dict[str, Any]) -> list[str]:
+    """The steps with a token in the loss that was too old, by their own metrics."""
+    oldest = {
+        r["step"]: r.get("age_max", 0) for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"
+    }
+    return [f"step {step}" for step in range(state["step"]) if oldest.get(step, 0) > state["max_staleness"]]
+
+
+def _look_at(
+    run: RunDir,
+    taken: Taken,
+    entry: Entry,
+    counts: Counter[str],
+    again: Counter[str],
+    max_staleness: int | None,
+    found: Audit,
+) -> None:
+    """Compare an order that a step took with its shard, its columns and what was trained on. max_staleness: None where tokens are masked."""
+    order = taken.order
+    for name, version in taken.columns.items():
+        if wrong := _other_column(run, order, name, version):
+            found.torn.append(wrong)
+    try:
+        with Shard(run.shard(order)) as shard:
+            shard.validate()
+            groups, sizes, oldest = shard.samples["group"].tolist(), np.diff(shard.offsets), shard.first_version
+    except RunError as error:
+        found.torn.append(str(error))
+        return
+    if max_staleness is not None and entry.step - oldest > max_staleness:
+        found.over_bound.append(order)
+    found.lost.extend(
+        f"{order}/{i}"
+        for i, g in enumerate(groups)
+        if counts[f"{order}/{i}"] < 1 + again[f"{order}/{i}"] and f"{order}/{g}" not in entry.filtered
+    )
+    by_group: dict[int, list[int]] = {}
+    for group, size in zip(groups, sizes.tolist(), strict=True):
+        by_group.setdefault(group, []).append(size)
+    found.mean_lengths.extend(sum(s) / len(s) for s in by_group.values())
+
+
+def _unsettled(state: dict[str, Any], settled: set[str], refilled: set[str]) -> list[str]:
+    """Orders that were released and are neither settled nor outstanding."""
+    if "book" not in state:
+        return []
+    outstanding = {o["id"] for o in state["book"]["outstanding"]}
+    released = {
+        order_name(batch, k) for batch in range(state["book"]["next_batch"]) for k in range(state["orders_per_step"])
+    }
+    return sorted((released | refilled) - settled - outstanding)
 
 
 def _other_column(run: RunDir, order: str, name: str, version: str) -> str:

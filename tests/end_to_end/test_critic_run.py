@@ -72,5 +72,6 @@ def test_a_critic_beside_an_asynchronous_run_keeps_the_bound_and_is_seen(tmp_pat
     learned = [line for line in read_metrics(forked.metrics / "critic-0.jsonl")[0] if line["kind"] == "critic"]
     assert [line["step"] for line in learned] == list(range(STEPS, STEPS + 12))
     assert learned[0]["value_mean"] != 0, "it went on with what it knew"
+    assert not audit(forked.root).lost
     saved = [m["step"] for m in read_metrics(forked.metrics / "trainer-0.jsonl")[0] if m["kind"] == "checkpoint"]
     assert [step for step in saved if step % 10], "the quota asked for checkpoints out of turn, and the critic kept up"
