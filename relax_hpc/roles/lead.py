@@ -91,7 +91,7 @@ class Lead:
         """Go on from a checkpoint's state, or from nothing."""
         if state is not None:
             self.retention.removed_before = state["removed_before"]
-            self.forget(min(self.role.run.checkpoint_steps()))
+            self.remove_before(min(self.role.run.checkpoint_steps()))
         if not isinstance(self.intake, Replay):
             self.intake.begin(state)
         self.evaluations.resume()
@@ -241,6 +241,10 @@ class Lead:
 
     def forget(self, oldest: int) -> None:
         """The oldest checkpoint is now that of step `oldest`: what only earlier steps replay may go."""
-        if self.role.shards == self.role.run:
-            self.retention.remove_before(oldest)
+        self.remove_before(oldest)
         self.publisher.forget(oldest)
+
+    def remove_before(self, step: int) -> None:
+        """Shards that only earlier steps replay may go, where they are this run's."""
+        if self.role.shards == self.role.run:
+            self.retention.remove_before(step)
