@@ -33,7 +33,7 @@ from tests import metric_lists
 from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 from tools.bench.chaos import final_weights, monkey
 
-KILLS, STEPS = 9, 72
+KILLS, STEPS = 8, 64
 
 
 def sound(run: RunDir) -> None:
@@ -63,31 +63,32 @@ def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp
 @pytest.mark.timeout(300)
 def test_two_trainer_processes_and_a_worker_on_their_devices_survive_the_loss_of_each_and_keep_the_bits(tmp_path):
     sets = ("async.max_staleness=0", "trainer.processes=2")
-    calm = monkey(tmp_path, "calm", 30, 0, [], lambda: None, *sets)
-    calm.play(0, 30)
+    calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
+    calm.play(0, 24)
     # its workers have the trainer's devices in turn, which makes no difference to the bits either
     roles = ["trainer-0", "trainer-1", "rollout-0"]
-    killed = monkey(tmp_path, "killed", 30, 2, roles, lambda: None, *sets, "run.placement=colocate")
-    killed.play(3, 30)
+    killed = monkey(tmp_path, "killed", 24, 2, roles, lambda: None, *sets, "run.placement=colocate")
+    killed.play(3, 24)
     sound(killed.run)
-    assert final_weights(killed.run, 30) == final_weights(calm.run, 30)
+    assert final_weights(killed.run, 24) == final_weights(calm.run, 24)
 
 
 @pytest.mark.timeout(300)
 def test_a_critic_in_processes_of_its_own_killed_anywhere_leaves_both_models_with_the_same_bits(tmp_path):
     ppo = "algorithm={name='ppo', group_size=4, kl_coef=0.01, critic={learning_rate=1e-3}}"
     sets = ("async.max_staleness=0", ppo, "scorer.scores=['reference']", "critic.processes=2")
-    calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
-    calm.play(0, 24)
-    killed = monkey(tmp_path, "killed", 24, 6, ["critic-0", "critic-1", "trainer-0"], lambda: None, *sets)
-    killed.play(4, 24)
+    steps = 16
+    calm = monkey(tmp_path, "calm", steps, 0, [], lambda: None, *sets)
+    calm.play(0, steps)
+    killed = monkey(tmp_path, "killed", steps, 6, ["critic-0", "critic-1", "trainer-0"], lambda: None, *sets)
+    killed.play(4, steps)
     sound(killed.run)
-    assert final_weights(killed.run, 24) == final_weights(calm.run, 24)
-    critics = [RunDir(monkey.run.critic).checkpoint(24) / "critic.safetensors" for monkey in (calm, killed)]
+    assert final_weights(killed.run, steps) == final_weights(calm.run, steps)
+    critics = [RunDir(monkey.run.critic).checkpoint(steps) / "critic.safetensors" for monkey in (calm, killed)]
     first, second = (path.read_bytes() for path in critics)
     assert first == second
     learned = read_metrics(killed.run.metrics / "critic-0.jsonl")[0]
-    assert len({line["step"] for line in learned if line["kind"] == "critic"}) == 24
+    assert len({line["step"] for line in learned if line["kind"] == "critic"}) == steps
 
 
 @pytest.mark.timeout(300)

@@ -17,7 +17,7 @@ from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, trace_rules
 from tests.runs import SMALL, outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
 
-STEPS = 24
+STEPS = 16
 PPO = (
     SMALL.replace("max_staleness = 1", "max_staleness = 2")
     .replace("steps = 6", f"steps = {STEPS}")
@@ -64,13 +64,13 @@ def test_a_critic_beside_an_asynchronous_run_keeps_the_bound_and_is_seen(tmp_pat
     table = RunView(run.root).trajectories("arrow", columns=["loss_mask", "columns/values"])
     assert [len(v) for v in table["columns/values"]] == [len(v) for v in table["loss_mask"]]
 
-    more = ("critic.processes=2", f"run.steps={STEPS + 12}", "spool.keep=needed", "spool.quota_gb=0.0004")
+    more = ("critic.processes=2", f"run.steps={STEPS + 8}", "spool.keep=needed", "spool.quota_gb=0.0004")
     said = ask("run", run.root, "--fork", "small-quota", *(word for one in more for word in ("--set", one)))
     forked = RunDir(tmp_path / "small-quota")
     assert said.exit_code == 0 and outcome(forked)["outcome"] == "done", said.output
-    assert RunDir(forked.critic).checkpoint_steps()[-1] == STEPS + 12
+    assert RunDir(forked.critic).checkpoint_steps()[-1] == STEPS + 8
     learned = [line for line in read_metrics(forked.metrics / "critic-0.jsonl")[0] if line["kind"] == "critic"]
-    assert [line["step"] for line in learned] == list(range(STEPS, STEPS + 12))
+    assert [line["step"] for line in learned] == list(range(STEPS, STEPS + 8))
     assert learned[0]["value_mean"] != 0, "it went on with what it knew"
     assert not audit(forked.root).lost
     saved = [m["step"] for m in read_metrics(forked.metrics / "trainer-0.jsonl")[0] if m["kind"] == "checkpoint"]

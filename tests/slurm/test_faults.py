@@ -117,7 +117,7 @@ def test_of_several_nodes_one_agent_is_lost_and_the_job_goes_on(cluster: SlurmCl
         "rollout.nodes=2",
         "async.max_staleness=2",
     )
-    ours = submit(cluster, f"several-{shape}", f"slurm.shape={shape}", *several, "run.steps=60", SLOWLY)
+    ours = submit(cluster, f"several-{shape}", f"slurm.shape={shape}", *several, "run.steps=48", SLOWLY)
     ours.wait_for_step(10)
     wait_for(lambda: len(set(ours.active_agents())) == 2)
     beat = next(read_json(path) for path in ours.run.heartbeats.glob("agent-*-1.json"))
@@ -125,7 +125,7 @@ def test_of_several_nodes_one_agent_is_lost_and_the_job_goes_on(cluster: SlurmCl
     wait_for(lambda: len(list(ours.run.heartbeats.glob("agent-*-1.json"))) == 2)
     ours.kill("trainer-1")  # the other rank's step is abandoned too
     assert ours.wait_for_end()["outcome"] == "done"
-    sound(ours, 60)
+    sound(ours, 48)
     assert len([job for job in jobs(ours.run) if cluster.state(job["id"]) != "CANCELLED"]) == (
         2 if shape == "split" else 1
     )
