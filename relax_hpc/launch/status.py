@@ -35,7 +35,7 @@ class Status:
     warmup: dict[str, Any] | None = None
     orders: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Scorer or critic -> what it did lately."""
+    """Scorer or critic -> the orders that it made columns of lately."""
     events: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
     outcome: dict[str, Any] | None = None
@@ -70,7 +70,8 @@ class Status:
                 self.events = [*self.events, record][-RECENT:]
                 self.restarts += record["kind"] == "lost"
         for name in self._beside():
-            self.columns[name] = [*self.columns.get(name, []), *self._new(name)][-RECENT:]
+            new = [record for record in self._new(name) if record["kind"] == "column"]
+            self.columns[name] = [*self.columns.get(name, []), *new][-RECENT:]
         for name in (*self._trainers(), *self._beside(), *workers):
             beat = read_beat(self.run, name)
             if beat is not None:
@@ -149,7 +150,7 @@ class Status:
 
     def column_rate(self, name: str) -> float:
         """Tokens a second that a scorer lately scored, of all its models, or a critic valued."""
-        lines = [c for c in self.columns.get(name, []) if c["kind"] == "column"]
+        lines = self.columns.get(name, [])
         return float(sum(c["tokens"] * len(c["columns"]) for c in lines) / max(sum(c["score_s"] for c in lines), 1e-9))
 
     def waiting(self) -> tuple[float, float]:

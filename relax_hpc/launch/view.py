@@ -178,7 +178,7 @@ def _doing(status: Status, name: str, beat: dict[str, Any]) -> str:
     if name.startswith("rollout"):
         return f"{status.worker_rate(name):.0f} samples/s, {beat.get('orders', 0)} orders"
     if name.startswith(("scorer", "critic")):
-        lines = [c for c in status.columns.get(name, []) if c["kind"] == "column"]
+        lines = status.columns.get(name)
         behind = f", {lines[-1]['lag_s']:.1f} s after the shard" if lines else ""
         learned = f"{beat.get('step', 0)} steps learned, " if name.startswith("critic") else ""
         return f"{learned}{status.column_rate(name):.0f} tokens/s, {beat.get('orders', 0)} orders{behind}"

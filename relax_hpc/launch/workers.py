@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attempt
 from relax_hpc.launch.nursery import Nursery
@@ -33,16 +33,11 @@ def clear_node(run: RunDir, recipe: Recipe) -> None:
         lock_of(run).unlink(missing_ok=True)
 
 
-def scorers_wanted(run: RunDir, recipe: Recipe) -> int:
-    """How many scorers the run has: none where nothing is trained."""
+def names_beside(run: RunDir, recipe: Recipe, role: Literal["scorer", "critic"]) -> list[str]:
+    """The processes of a role beside the trainer's and the workers: none where nothing is trained."""
+    config = recipe.scorer if role == "scorer" else recipe.critic
     trains = read_json(run.identity)["debug"] != "rollout-only"
-    return recipe.scorer.processes if recipe.scorer and trains else 0
-
-
-def critics_wanted(run: RunDir, recipe: Recipe) -> int:
-    """How many processes the critic has of its own."""
-    trains = read_json(run.identity)["debug"] != "rollout-only"
-    return recipe.critic.processes if recipe.critic and trains else 0
+    return [f"{role}-{i}" for i in range(config.processes)] if config and trains else []
 
 
 class Workers(Protocol):
@@ -78,7 +73,7 @@ class LocalWorkers:
     say: writes an event down.
     """
 
-    role = "rollout"
+    role: str = "rollout"
 
     def __init__(
         self,
@@ -166,37 +161,36 @@ class LocalWorkers:
         return {m.workplace: m.name for m in self.members if m.process is not None}
 
 
-class LocalScorers(LocalWorkers):
-    """Scorer processes on this machine. They claim nothing, and choose their GPU themselves."""
+class LocalBeside(LocalWorkers):
+    """Processes that claim nothing, and choose their GPU themselves."""
 
-    role = "scorer"
-
-    def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
-        names = [f"scorer-{i}" for i in range(scorers_wanted(run, recipe))]
-        super().__init__(run, recipe, nursery, names, "", lambda workplace, lost: [], say)
-
-    def _arguments(self, index: int) -> list[str]:
-        return ["--rank", str(index)]
-
-    def _gpus(self, index: int) -> dict[str, str]:
-        return {}
-
-
-class LocalCritic(LocalWorkers):
-    """The critic's processes on this machine: one group, which is started again together."""
-
-    role = "critic"
+    role: Literal["scorer", "critic"]
 
     def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
-        names = [f"critic-{i}" for i in range(critics_wanted(run, recipe))]
+        names = names_beside(run, recipe, self.role)
         super().__init__(run, recipe, nursery, names, "", lambda workplace, lost: [], say)
-        self._even()
 
     def _arguments(self, index: int) -> list[str]:
         return ["--rank", str(index), "--world", str(len(self.members))]
 
     def _gpus(self, index: int) -> dict[str, str]:
         return {}
+
+
+class LocalScorers(LocalBeside):
+    """Scorer processes on this machine."""
+
+    role = "scorer"
+
+
+class LocalCritic(LocalBeside):
+    """The critic's processes on this machine: one group, which is started again together."""
+
+    role = "critic"
+
+    def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
+        super().__init__(run, recipe, nursery, say)
+        self._even()
 
     def look_after(self) -> None:
         if not self.failure:

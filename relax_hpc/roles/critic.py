@@ -17,11 +17,10 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,21 +33,19 @@ from relax_hpc.algorithms.base import VALUES
 from relax_hpc.recipe.schema import CRITIC_KEY
 from relax_hpc.roles import gpus
 from relax_hpc.roles.columns import Columns, columns_of
-from relax_hpc.roles.missing import Missing
+from relax_hpc.roles.missing import Missing, described, opened, put, whole
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
-from relax_hpc.roles.ranks import everywhere, room_for_all
+from relax_hpc.roles.ranks import everywhere, meet, room_for_all
 from relax_hpc.roles.taking import take
-from relax_hpc.run_dir import Data, RunDir, RunError, publish, read_json
+from relax_hpc.run_dir import Data, RunDir, RunError, read_json
 from relax_hpc.spool.column import encode
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry, Ledger
-from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch, backoff
 from relax_hpc.trainers import CriticTrainer, make_critic
 from relax_hpc.trainers.build import SMALL_FILES, weights_folder
 from relax_hpc.weights import DamagedWeights, WeightsError, frozen
 
-T = TypeVar("T")
 POLL_FOR_S = 1.0
 """How long one wait lasts before the other processes hear that there is nothing yet."""
 LOOK_AGAIN_S = 0.2
@@ -153,12 +150,9 @@ class Critic:
                     shutil.rmtree(gone, ignore_errors=True)
         while not self.via.exists():
             self.wait(LOOK_AGAIN_S)
-        on_gpu = gpus.computes_on_gpu(self.config.device, "critic")
-        if on_gpu:
+        if gpus.computes_on_gpu(self.config.device, "critic"):
             self.take_gpu()
-        if self.world > 1:
-            store = dist.FileStore(str(self.via / "rendezvous"), self.world)
-            dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=self.rank, world_size=self.world)
+        meet(self.via, self.rank, self.world, self.config.device)
 
     def take_gpu(self) -> None:
         """Of the node's, those first that neither trainer nor scorers have."""
@@ -262,27 +256,17 @@ class Critic:
     def may_value(self, order: str) -> bool:
         """Whether as many steps were learned as the policy had that began the order; False where retention was faster."""
         if order not in self.first_versions:
-            version = self.opened(order, lambda shard: shard.first_version)
+            version = opened(self.shards, self.front, order, lambda shard: shard.first_version)
             if version is None:
                 self.missing.done(order)
                 return False
             self.first_versions[order] = version
         return self.first_versions[order] <= self.version
 
-    def opened(self, order: str, read: Callable[[Shard], T]) -> T | None:
-        """What `read` makes of an order's shard; None where retention was faster."""
-        try:
-            with Shard(self.front.path(order)) as shard:
-                return read(shard)
-        except RunError:
-            if self.shards.shard(order).exists():
-                raise
-            return None
-
     def value(self, word: Word) -> None:
         """Make the values of an order."""
         began = time.perf_counter()
-        read = self.opened(word.order, lambda shard: (shard.rollouts(), shard.meta, shard.checksum))
+        read = opened(self.shards, self.front, word.order, whole)
         if not everywhere(read is not None, self.world):
             self.missing.done(word.order)
             return
@@ -295,22 +279,17 @@ class Critic:
         self.orders += 1
         path = self.run.column(word.order, VALUES)
         image = encode(VALUES, word.order, of_shard, f"critic {self.version}", values)
-        self.process.when_room(partial(self.publish, path, image), f"column {path.name}")
+        self.process.when_room(partial(self.publish, path, image, self.shards.shard(word.order)), f"column {path.name}")
         if self.rank != 0:
             return
-        if not self.shards.shard(word.order).exists():
-            path.unlink(missing_ok=True)  # nobody would remove it any more
-        tokens = int(rollouts.loss_mask.sum())
-        self.process.telemetry.metrics(
-            kind="column", order=word.order, columns=[VALUES], samples=len(rollouts), tokens=tokens, wait_s=word.waited_s,
-            score_s=valued_s, publish_s=time.perf_counter() - began - valued_s, tokens_per_s=tokens / valued_s,
-            lag_s=max(time.time() - about["created"], 0.0), behind=word.behind,
-        )  # fmt: skip
+        publish_s = time.perf_counter() - began - valued_s
+        more = {"wait_s": word.waited_s, "publish_s": publish_s, "behind": word.behind}
+        self.process.telemetry.metrics(**described(word.order, [VALUES], rollouts, about["created"], valued_s, **more))
 
-    def publish(self, path: Path, image: Data) -> None:
+    def publish(self, path: Path, image: Data, shard: Path) -> None:
         with room_for_all(self.world):
             if self.rank == 0:
-                publish(path, image, via=self.via)
+                put(path, image, shard, self.via)
 
     def learn(self, word: Word) -> None:
         """Learn a step."""

@@ -1,14 +1,20 @@
-"""Which orders lack columns: looked for by whoever makes them, a scorer or the critic."""
+"""What scorers and the critic have in common, who make columns: which orders lack them, and how one is read, published and described."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
-from relax_hpc.run_dir import ORDERS_PER_FOLDER, RunDir
+from relax_hpc.records import Rollouts
+from relax_hpc.run_dir import ORDERS_PER_FOLDER, Data, RunDir, RunError, publish
+from relax_hpc.spool.front import Front
+from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch
 
+T = TypeVar("T")
 LOOK_AGAIN_S = 1.0
 """How often columns are listed: what we published ourselves is known."""
 LOOK_BACK_S = 10.0
@@ -90,6 +96,40 @@ class Missing:
 
     def _watch(self, folder: Path) -> frozenset[str]:
         return self._watches.setdefault(folder, FolderWatch(folder)).names()
+
+
+def opened(shards: RunDir, front: Front, order: str, read: Callable[[Shard], T]) -> T | None:
+    """What `read` makes of an order's shard; None where retention was faster."""
+    try:
+        with Shard(front.path(order)) as shard:
+            return read(shard)
+    except RunError:
+        if shards.shard(order).exists():
+            raise
+        return None
+
+
+def whole(shard: Shard) -> tuple[Rollouts, dict[str, Any], int]:
+    """All of its samples, what it says about itself, its checksum."""
+    return shard.rollouts(), shard.meta, shard.checksum
+
+
+def put(path: Path, image: Data, shard: Path, via: Path | None = None) -> None:
+    """Publish a column of `shard`, unless that was removed meanwhile: nobody would remove the column any more."""
+    publish(path, image, via=via)
+    if not shard.exists():
+        path.unlink(missing_ok=True)
+
+
+def described(
+    order: str, names: Sequence[str], rollouts: Rollouts, created: float, score_s: float, **more: float
+) -> dict[str, Any]:
+    """The line of metrics about columns that were just made. created: when the shard was."""
+    tokens = int(rollouts.loss_mask.sum())
+    return {
+        "kind": "column", "order": order, "columns": list(names), "samples": len(rollouts), "tokens": tokens, "score_s": score_s,
+        "tokens_per_s": tokens * len(names) / score_s, "lag_s": max(time.time() - created, 0.0), **more,
+    }  # fmt: skip
 
 
 def _changed(folder: Path) -> int:

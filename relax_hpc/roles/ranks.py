@@ -5,10 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterator
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from relax_hpc.roles.process import is_full
+
+
+def meet(via: Path, rank: int, world: int, device: str) -> None:
+    """Join the group that commits by way of `via`. device: as the recipe says it."""
+    if world > 1:
+        backend = "nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
+        store = dist.FileStore(str(via / "rendezvous"), world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def everywhere(flag: bool, world: int) -> bool:

@@ -17,12 +17,11 @@ import torch
 
 from relax_hpc.recipe.schema import TEACHER_KEY
 from relax_hpc.roles import gpus
-from relax_hpc.roles.missing import Missing
+from relax_hpc.roles.missing import Missing, described, opened, put, whole
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
-from relax_hpc.run_dir import RunDir, RunError, publish, read_json
+from relax_hpc.run_dir import RunDir, RunError, read_json
 from relax_hpc.spool.column import encode
 from relax_hpc.spool.front import Front
-from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import backoff
 from relax_hpc.trainers.scoring import Frozen
 from relax_hpc.trainers.torch import device_of
@@ -111,32 +110,23 @@ class Scorer:
     def score(self, order: str, behind: int, waited_s: float) -> None:
         """Make the columns of an order."""
         began = time.perf_counter()
-        try:
-            with Shard(self.front.path(order)) as shard:
-                rollouts, about, of_shard = shard.rollouts(), shard.meta, shard.checksum
-        except RunError:
-            if self.shards.shard(order).exists():
-                raise
-            self.missing.done(order)  # retention was faster
+        read = opened(self.shards, self.front, order, whole)
+        if read is None:
+            self.missing.done(order)
             return
+        rollouts, about, of_shard = read
         found = {
             name: (weights, model.logprobs(rollouts, self.alive)) for name, (weights, model) in self.models.items()
         }
         score_s = time.perf_counter() - began
         for name, (weights, values) in found.items():
             path, image = self.run.column(order, name), encode(name, order, of_shard, weights, values)
-            self.process.when_room(partial(publish, path, image), f"column {path.name}")
-            if not self.shards.shard(order).exists():
-                path.unlink(missing_ok=True)  # nobody would remove it any more
+            self.process.when_room(partial(put, path, image, self.shards.shard(order)), f"column {path.name}")
         publish_s = time.perf_counter() - began - score_s
         self.missing.done(order)
         self.orders += 1
-        tokens = int(rollouts.loss_mask.sum())
-        self.process.telemetry.metrics(
-            kind="column", order=order, columns=list(found), samples=len(rollouts), tokens=tokens, wait_s=waited_s,
-            score_s=score_s, publish_s=publish_s, tokens_per_s=tokens * len(found) / score_s,
-            lag_s=max(time.time() - about["created"], 0.0), behind=behind,
-        )  # fmt: skip
+        more = {"wait_s": waited_s, "publish_s": publish_s, "behind": behind}
+        self.process.telemetry.metrics(**described(order, list(found), rollouts, about["created"], score_s, **more))
 
     def alive(self) -> None:
         self.progress("scoring" if self.models else "loading")

@@ -26,7 +26,7 @@ from relax_hpc.roles import gpus, supervised
 from relax_hpc.roles.columns import REFERENCE
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
-from relax_hpc.roles.ranks import everywhere, room_for_all
+from relax_hpc.roles.ranks import everywhere, meet, room_for_all
 from relax_hpc.roles.step_metrics import Batch, Clock
 from relax_hpc.roles.taking import take
 from relax_hpc.roles.turn import TrainersTurns
@@ -90,10 +90,7 @@ class TrainerRole:
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
         gpus.take(process, self.via)
-        if self.world > 1:
-            backend = "nccl" if torch.cuda.is_available() and recipe.trainer.device != "cpu" else "gloo"
-            store = dist.FileStore(str(self.via / "rendezvous"), self.world)
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+        meet(self.via, self.rank, self.world, recipe.trainer.device)
         self.turns = TrainersTurns(self)
         self.turns.wait()
         self.algorithm = make_algorithm(recipe.algorithm)

@@ -13,7 +13,7 @@ from relax_hpc.launch.members import Patience, Quiet, next_attempt, silence_limi
 from relax_hpc.launch.slurm.plan import BesideName
 from relax_hpc.launch.slurm.steps import TRAINER_COMPONENT, with_options
 from relax_hpc.launch.slurm.trainers import RANKS_EVERY_S, Step, node_of_task
-from relax_hpc.launch.workers import critics_wanted, scorers_wanted
+from relax_hpc.launch.workers import names_beside
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
@@ -51,7 +51,7 @@ class StepBeside:
         self._beats_read, self._asked = 0.0, False
 
     def _scorers(self) -> list[One]:
-        names = [f"scorer-{i}" for i in range(scorers_wanted(self._run, self._recipe))]
+        names = names_beside(self._run, self._recipe, "scorer")
         nodes = self._recipe.trainer.nodes
         return [
             One(name, ["--rank", str(i)], [name], i % nodes, self._step(name), self._patience(), name)
@@ -59,11 +59,11 @@ class StepBeside:
         ]
 
     def _critic(self) -> list[One]:
-        count = critics_wanted(self._run, self._recipe)
-        ranks, options = [f"critic-{i}" for i in range(count)], ["--slurm-task", "--world", str(count)]
+        ranks = names_beside(self._run, self._recipe, "critic")
+        options = ["--slurm-task", "--world", str(len(ranks))]
         last = self._recipe.trainer.nodes - 1  # scorers begin with the first
         return (
-            [One("critic", options, ranks, last, self._step("critic"), self._patience(), "critic-%t")] if count else []
+            [One("critic", options, ranks, last, self._step("critic"), self._patience(), "critic-%t")] if ranks else []
         )
 
     def _step(self, name: str) -> Step:
