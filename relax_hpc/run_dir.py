@@ -11,6 +11,7 @@
       columns/0000/ORDER.NAME.h5            what a scorer's models, or a critic, say of the same tokens
       reference/                            the weights of before step 0, where a scorer holds them or a critic begins as them
       critic/                               of a critic in processes of its own: its attempts' folders, its checkpoints
+      scorer/                               of scorers that work as one group: their attempts' folders
       aside/                                files that lost a race, each with its reason
       ledger/0000/00000123.json             what each step trains on
       weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
@@ -70,7 +71,7 @@ class RunDir:
         self.evals = self.root / "evals"
         self.columns = self.root / "columns"
         self.reference = self.root / "reference"
-        self.critic = self.root / "critic"
+        self.critic, self.scorer = self.root / "critic", self.root / "scorer"
         self.aside = self.root / "aside"
         self.ledger = self.root / "ledger"
         self.weights = self.root / "weights"

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from relax_hpc.records import Rollouts
 
-NEEDS = frozenset({"reference", "recomputed", "entropy"})
-"""What an algorithm may ask for: the reference's logprobs, the trainer's own of before the step's first update, entropies
-with gradient."""
+REFERENCE, RECOMPUTED = "reference", "recomputed"
+NEEDS = frozenset({REFERENCE, RECOMPUTED, "entropy"})
+"""What an algorithm may ask for: the reference's logprobs, the trainer's own of before the step's first update (or a scorer's, of a policy
+between the one that sampled and this one), entropies with gradient."""
 VALUES, TEACHER = "values", "teacher"
 """What the built-in ones may need besides: a critic's values, each of what comes before the token; a teacher's logprobs."""
 
@@ -43,7 +44,7 @@ class LossInputs:
     behaviour: Tensor  # [M] of the policy that sampled, as the engine reported them: from the shard
     advantages: Tensor  # [M]
     reference: Tensor | None  # [M] of the reference policy; there when the needs say "reference"
-    recomputed: Tensor | None  # [M] of the policy before the step's first update; there when the needs say so
+    recomputed: Tensor | None  # [M] of the policy before the step, or a scorer's; there when the needs say so
     lengths: Tensor  # [S] int64, tokens of each sample, at least 1
     totals: Totals
     teacher: Tensor | None = None  # [M] of the teacher; there when the needs say so

@@ -59,8 +59,8 @@ class RunView:
         extra/NAME                    whatever rewards and environments added; NaN where a shard has none
 
         `columns` picks some, and may name prompt_tokens, tokens, loss_mask, logprobs, versions (a list a row) too; and
-        columns/reference, columns/teacher, columns/values: what scorers (logprobs) and critic said of the same tokens, null where they said
-        nothing.
+        columns/reference, columns/teacher, columns/recomputed, columns/values: what scorers (logprobs) and critic said of the same tokens,
+        null where they said nothing.
         Raises RunError for unknown columns, damaged shards, and text without a tokenizer in the run.
         """
         import pyarrow as pa

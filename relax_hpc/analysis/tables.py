@@ -32,7 +32,7 @@ TEXT_TYPES = {"prompt": "string", "completion": "string", "answer": "string"}
 TOKEN_TYPES = {
     "prompt_tokens": "list<int32>", "tokens": "list<int32>", "loss_mask": "list<uint8>", "logprobs": "list<float32>",
     "versions": "list<int32>", "columns/reference": "list<float32>", "columns/teacher": "list<float32>",
-    "columns/values": "list<float32>",
+    "columns/recomputed": "list<float32>", "columns/values": "list<float32>",
 }  # fmt: skip
 """Columns that are there when they are asked for by name."""
 SCORES: tuple[str, ...] = (*get_args(Score), "values")

@@ -27,6 +27,13 @@ FATE_STYLE = {
     "unused": "blue",
     "evaluation": "cyan",
 }
+SAID = {
+    "reference": "log p of the reference",
+    "teacher": "log p of the teacher",
+    "recomputed": "log p recomputed",
+    "values": "value",
+}
+"""Of each column, in words."""
 SHORT_TEXT = 400
 """Characters of a text that are shown unless all of it is asked for."""
 BARS = " ▁▂▃▄▅▆▇█"
@@ -139,7 +146,7 @@ def _sample(columns: dict[str, Any], i: int, extras: list[str], full: bool) -> G
     facts += [f"{e.removeprefix('extra/')} {columns[e][i]:g}" for e in extras]
     for name in (c for c in columns if c.startswith("columns/") and columns[c][i] is not None):
         own = max(int(columns["loss_mask"][i].sum()), 1)
-        what = "value" if name == "columns/values" else f"log p of the {name.removeprefix('columns/')}"
+        what = SAID[name.removeprefix("columns/")]
         facts.append(f"{what} {columns[name][i].sum() / own:.3f} a token")
     head = Text.assemble((f"\n{columns['sample'][i]} ", "bold"), (" · ".join(facts), "dim"))
     return Group(head, _text("", text if text is not None else str(columns["tokens"][i].tolist()), full, ""))

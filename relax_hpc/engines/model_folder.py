@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from relax_hpc.experts import one_by_one
+from relax_hpc.huggingface import one_by_one
 
 SHOWN = 3
 """Differences that an error names."""

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from relax_hpc.engines.base import Completion, Enough, Sampling
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.stops import StopStrings
+from relax_hpc.huggingface import unfilled
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish
 
@@ -76,10 +77,8 @@ class TorchEngine:
         self.device = _device(recipe.rollout.device)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, recipe.trainer.dtype)
-        )
-        self.model = self.model.to(self.device).eval().requires_grad_(False)
+        model = unfilled(config, getattr(torch, recipe.trainer.dtype))
+        self.model: PreTrainedModel = torch.nn.Module.to(model, self.device).eval().requires_grad_(False)
         use_grouped_attention(self.model)
         self.context = context_of(config)
         self.layers: int = config.get_text_config().num_hidden_layers

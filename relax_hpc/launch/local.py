@@ -15,7 +15,7 @@ from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
 from relax_hpc.launch.trainers import LocalTrainers
 from relax_hpc.launch.view import live, render
-from relax_hpc.launch.workers import LocalCritic, LocalScorers, LocalWorkers, Together, clear_node
+from relax_hpc.launch.workers import LocalWorkers, Together, beside_here, clear_node
 from relax_hpc.recipe import load_recipe, site_file
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing
@@ -91,8 +91,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
             queue.give_back,
             telemetry.metrics,
         )
-        beside = [kind(run, recipe, nursery, telemetry.metrics) for kind in (LocalScorers, LocalCritic)]
-        together = Together(workers, *beside)
+        together = Together(workers, *beside_here(run, recipe, nursery, telemetry.metrics))
         with nursery, live(run, console) as look:
             supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe, nursery), together, telemetry, look)
             outcome = supervisor.supervise()

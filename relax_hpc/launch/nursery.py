@@ -303,7 +303,8 @@ def main() -> None:
     import relax_hpc.roles.critic
     import relax_hpc.roles.rollout
     import relax_hpc.roles.scorer
-    import relax_hpc.roles.trainer  # noqa: F401
+    import relax_hpc.roles.trainer
+    import relax_hpc.trainers.torch  # noqa: F401
 
     gc.freeze()  # the collector would write to, and so copy, pages that the children share
     gc.enable()

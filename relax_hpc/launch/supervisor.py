@@ -1,6 +1,6 @@
 """The supervisor: starts the roles of a run, watches their heartbeats, starts them again; knows no RL.
 
-lease ► trainer group (a new incarnation each time) + rollout workers and scorers (each on its own) + critic (a group)
+lease ► trainer group (a new incarnation each time) + rollout workers, scorers (each on its own; scorers of megatron as a group) + critic (a group)
   lost worker: its claims are open again at once, then it is started again
   lost trainer process: the whole group is ended and started again from the newest checkpoint
 """

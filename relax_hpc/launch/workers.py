@@ -5,13 +5,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attempt
 from relax_hpc.launch.nursery import Nursery
+from relax_hpc.launch.slurm.plan import BesideName
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.weights import FileWeights
-from relax_hpc.roles import gpus
+from relax_hpc.roles import gpus, lookout
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.turn import lock_of
 from relax_hpc.run_dir import RunDir, read_json
@@ -29,11 +30,12 @@ def clear_node(run: RunDir, recipe: Recipe) -> None:
     kept = [recipe.spool.front, recipe.weights.front if isinstance(recipe.weights, FileWeights) else None]
     for folder in filter(None, kept):
         Front(run, folder).clear()
+    lookout.clear(run)
     if recipe.run.placement == "colocate":
         lock_of(run).unlink(missing_ok=True)
 
 
-def names_beside(run: RunDir, recipe: Recipe, role: Literal["scorer", "critic"]) -> list[str]:
+def names_beside(run: RunDir, recipe: Recipe, role: BesideName) -> list[str]:
     """The processes of a role beside the trainer's and the workers: none where nothing is trained."""
     config = recipe.scorer if role == "scorer" else recipe.critic
     trains = read_json(run.identity)["debug"] != "rollout-only"
@@ -162,12 +164,13 @@ class LocalWorkers:
 
 
 class LocalBeside(LocalWorkers):
-    """Processes that claim nothing, and choose their GPU themselves."""
+    """Processes that claim nothing, and choose their GPU themselves: scorers that work each on its own."""
 
-    role: Literal["scorer", "critic"]
-
-    def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
-        names = names_beside(run, recipe, self.role)
+    def __init__(
+        self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None], role: BesideName = "scorer"
+    ) -> None:
+        self.role = role
+        names = names_beside(run, recipe, role)
         super().__init__(run, recipe, nursery, names, "", lambda workplace, lost: [], say)
 
     def _arguments(self, index: int) -> list[str]:
@@ -177,19 +180,13 @@ class LocalBeside(LocalWorkers):
         return {}
 
 
-class LocalScorers(LocalBeside):
-    """Scorer processes on this machine."""
+class LocalGroup(LocalBeside):
+    """The same of one group, whose processes are started again together: the critic, and scorers that work as one."""
 
-    role = "scorer"
-
-
-class LocalCritic(LocalBeside):
-    """The critic's processes on this machine: one group, which is started again together."""
-
-    role = "critic"
-
-    def __init__(self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> None:
-        super().__init__(run, recipe, nursery, say)
+    def __init__(
+        self, run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None], role: BesideName
+    ) -> None:
+        super().__init__(run, recipe, nursery, say, role)
         self._even()
 
     def look_after(self) -> None:
@@ -212,6 +209,12 @@ class LocalCritic(LocalBeside):
         """All are at the same attempt: that is how they find each other."""
         for member in self.members:
             member.attempt = max(m.attempt for m in self.members)
+
+
+def beside_here(run: RunDir, recipe: Recipe, nursery: Nursery, say: Callable[..., None]) -> list[LocalBeside]:
+    """Scorers and critic on this machine."""
+    scorers = LocalGroup if recipe.scores_together else LocalBeside
+    return [scorers(run, recipe, nursery, say, "scorer"), LocalGroup(run, recipe, nursery, say, "critic")]
 
 
 class Together:

@@ -135,7 +135,7 @@ class Ratio(PolicyGradient):
     behaviour: Literal["engine", "recomputed"] = Key(
         "engine",
         "The logprobs that the importance ratio is taken against: those the engine reported when it sampled, or those of "
-        "the trainer before the step's first update (the proximal policy of a decoupled objective, with a correction).",
+        "the trainer before the step's first update, or a scorer's (the proximal policy of a decoupled objective, with a correction).",
     )
 
     @model_validator(mode="after")

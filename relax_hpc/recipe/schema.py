@@ -17,7 +17,7 @@ from relax_hpc.recipe.critic import CriticRole, refuse_critic
 from relax_hpc.recipe.model import AnyModel, TinyModel
 from relax_hpc.recipe.parallel import misfit
 from relax_hpc.recipe.rollout import Rollout
-from relax_hpc.recipe.scorer import Scorer, refuse_unneeded
+from relax_hpc.recipe.scorer import Scorer, refuse_scorer
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.recipe.source import AnyEvaluationSource, AnyPrompts, AnySource, Curriculum
 from relax_hpc.recipe.staleness import Async
@@ -207,6 +207,11 @@ class Recipe(Table):
         return tuple(sorted(self.scorer.scores)) if self.scorer else ()
 
     @property
+    def scores_together(self) -> bool:
+        """Whether the scorer's processes are one group; else each works on its own."""
+        return self.scorer is not None and self.trainer.backend == "megatron"
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """What other roles say of the tokens, each a file beside an order's shard: the scorer's columns and the critic's values."""
         return (*self.scored, "values") if self.critic else self.scored
@@ -291,11 +296,11 @@ class Recipe(Table):
             raise conflict(wrong)
 
     def _sources_fit(self) -> None:
+        parallel, sizes = self.trainer.parallel, getattr(self.model, "sizes", None)
         if self.scorer is not None:
-            refuse_unneeded(self.scorer, self.algorithm)
+            refuse_scorer(self.scorer, self.algorithm, self.trainer.backend, parallel, sizes)
         if self.critic is not None:
-            sizes = getattr(self.model, "sizes", None)
-            refuse_critic(self.critic, self.algorithm, self.scored, self.trainer.parallel, sizes)
+            refuse_critic(self.critic, self.algorithm, self.scored, parallel, sizes)
         if self.warmup and self.supervised:
             raise conflict(
                 "[warmup] learns the sources' answers before training, which algorithm.name = 'sft' is itself: leave the table "

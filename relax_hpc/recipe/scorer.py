@@ -1,4 +1,4 @@
-"""[scorer]: the frozen models of the algorithm as processes of their own, beside the trainer's."""
+"""[scorer]: the models that the algorithm compares the policy with, as processes of their own, beside the trainer's."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from typing import Literal
 from pydantic import PositiveInt, model_validator
 
 from relax_hpc.recipe.algorithm import AnyAlgorithm, PolicyGradient
+from relax_hpc.recipe.parallel import Parallel, Sizes, misfit
 from relax_hpc.recipe.table import Key, Table, conflict
 
-Score = Literal["reference", "teacher"]
+Score = Literal["recomputed", "reference", "teacher"]
 
 
 class Scorer(Table):
-    """The scorer role: it holds the reference and the teacher, and says what they make of each order's tokens while the trainer trains."""
+    """The scorer role: it holds the reference, the teacher, a published version of the policy, and says what they make of each order's tokens
+    while the trainer trains. trainer.backend holds for it as well; under megatron its processes are one group, split by trainer.parallel."""
 
     scores: list[Score] = Key(
-        help="Which models the scorer holds, each one that the algorithm needs; the others the trainer holds itself.",
+        help="Which models the scorer holds, each one that the algorithm needs; the others the trainer holds itself. `recomputed` is the "
+        "newest version of the policy when an order is scored, in the place of that of the step.",
         min_length=1,
     )
     processes: PositiveInt = Key(
-        1, "Processes, each with the whole of these models; on a cluster on the trainer's nodes.", resume=True
+        1,
+        "Processes on the trainer's nodes: of the torch backend, each with the whole of these models; of megatron, one group on one node.",
+        resume=True,
     )
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key(
@@ -35,12 +40,27 @@ class Scorer(Table):
         return self
 
 
-def refuse_unneeded(scorer: Scorer, algorithm: AnyAlgorithm) -> None:
-    """Raises a conflict where a scorer would hold what a built-in algorithm does not need, or what changes."""
+def refuse_scorer(
+    scorer: Scorer, algorithm: AnyAlgorithm, backend: str, parallel: Parallel, sizes: Sizes | None
+) -> None:
+    """Raises a conflict where a scorer would hold what a built-in algorithm does not need, or what changes, or cannot be split as it is to be.
+
+    sizes: of a model that is made here.
+    """
+    if backend == "megatron" and (wrong := misfit(parallel, scorer.processes, sizes, "scorer")):
+        raise conflict(wrong)
     if not isinstance(algorithm, PolicyGradient):
         return  # what an algorithm of the user's own needs is known when it is made
-    needed = {"reference": algorithm.kl_coef > 0, "teacher": algorithm.teacher is not None}
-    mend = {"reference": "set algorithm.kl_coef above 0", "teacher": "name one with algorithm.teacher"}
+    needed = {
+        "recomputed": getattr(algorithm, "behaviour", "") == "recomputed" or algorithm.correction is not None,
+        "reference": algorithm.kl_coef > 0,
+        "teacher": algorithm.teacher is not None,
+    }
+    mend = {
+        "recomputed": "set algorithm.behaviour = 'recomputed'",
+        "reference": "set algorithm.kl_coef above 0",
+        "teacher": "name one with algorithm.teacher",
+    }
     for score in scorer.scores:
         if not needed[score]:
             rest = [other for other in scorer.scores if needed[other]]

@@ -37,13 +37,16 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--workplace", help="rollout: name of the folder for claims; one process has it, once")
     parser.add_argument("--incarnation", help="trainer: folder through which it commits")
     parser.add_argument(
-        "--rank", type=int, default=0, help="trainer, critic: this process among --world; scorer: among all"
+        "--rank",
+        type=int,
+        default=0,
+        help="this process among --world: of its group, or of scorers that work each alone",
     )
     parser.add_argument("--world", type=int, default=1)
     parser.add_argument(
         "--slurm-task",
         action="store_true",
-        help="trainer, critic: the rank is that of the Slurm task, NAME is NAME-RANK",
+        help="of a group: the rank is that of the Slurm task, NAME is NAME-RANK",
     )
     parser.add_argument("--deadline", type=float, help="trainer: Unix time at which this allocation ends")
     arguments = parser.parse_args(words)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.column import Column, DamagedColumn, read_column
 from relax_hpc.spool.front import Front
@@ -18,7 +19,6 @@ from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch
 from relax_hpc.weights import frozen
 
-REFERENCE = "reference"
 PAUSE_S = 0.05
 """Between two looks for columns of a step that was decided on before."""
 

@@ -12,7 +12,6 @@ One that dies learns again from its newest checkpoint on, by ledger, shards and 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shutil
@@ -20,10 +19,9 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,7 +33,7 @@ from relax_hpc.roles import gpus
 from relax_hpc.roles.columns import Columns, columns_of
 from relax_hpc.roles.missing import Missing, described, opened, put, whole
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
-from relax_hpc.roles.ranks import everywhere, meet, room_for_all
+from relax_hpc.roles.ranks import as_attempt, attempt_folder, begin_attempt, everywhere, meet, room_for_all, told
 from relax_hpc.roles.taking import take
 from relax_hpc.run_dir import Data, RunDir, RunError, read_json
 from relax_hpc.spool.column import encode
@@ -57,21 +55,8 @@ KEPT = 2
 
 
 def body(process: RoleProcess) -> Exit:
-    try:
-        Critic(process).work()
-    except FileNotFoundError as error:
-        if attempt_folder(process).exists():
-            raise
-        process.log.warning("fenced: another attempt took over (%s)", error)
-        return Exit.FENCED
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def attempt_folder(process: RoleProcess) -> Path:
-    """Through which an attempt commits; the next one takes it away."""
-    return process.run.critic / "attempts" / f"{process.arguments.attempt:06d}"
+    via = attempt_folder(process.run.critic, process.arguments.attempt)
+    return as_attempt(process, via, lambda: Critic(process, via).work())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +74,8 @@ class Word:
 class Critic:
     """One process of the role."""
 
-    def __init__(self, process: RoleProcess) -> None:
+    def __init__(self, process: RoleProcess, via: Path) -> None:
+        """via: the attempt's folder."""
         arguments, recipe = process.arguments, process.recipe
         assert recipe.critic is not None
         self.process, self.recipe, self.run, self.config = process, recipe, process.run, recipe.critic
@@ -99,7 +85,7 @@ class Critic:
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         """The run whose shards are trained on."""
         self.front, self.ledger = Front(self.shards, recipe.spool.front), Ledger(process.run)
-        self.own, self.via = RunDir(process.run.critic), attempt_folder(process)
+        self.own, self.via = RunDir(process.run.critic), via
         self.bound = recipe.run.steps if about["debug"] else recipe.async_.max_staleness
         algorithm = make_algorithm(recipe.algorithm)
         assert isinstance(algorithm, ActorCritic)
@@ -111,8 +97,6 @@ class Critic:
         self.version = int(about.get("fork_step") or 0)
         """Steps that were learned."""
         self.saved, self.orders, self.learned, self.usual_s = -1, 0, 0, 0.0
-        self.first_versions: dict[str, int] = {}
-        """Of the policy, by orders that lack values."""
         self.begin_attempt()
         self.trainer = self.made()
 
@@ -135,35 +119,16 @@ class Critic:
                 raise Stop
 
     def begin_attempt(self) -> None:
-        """Take the folders of attempts before this one away, so that they commit nothing more; meet the other ranks."""
-        if self.rank == 0:
-            make = partial(self.via.mkdir, parents=True, exist_ok=True)
-            self.process.when_room(make, f"'{self.via}'")
-            for other in sorted(self.via.parent.iterdir()):
-                if other.name > self.via.name:  # we were thought dead before we began
-                    self.via.rmdir()
-                    raise FileNotFoundError(self.via)
-                if other != self.via:
-                    gone = self.via / f"attempt-{other.name}"
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(other, gone)
-                    shutil.rmtree(gone, ignore_errors=True)
-        while not self.via.exists():
-            self.wait(LOOK_AGAIN_S)
-        if gpus.computes_on_gpu(self.config.device, "critic"):
-            self.take_gpu()
-        meet(self.via, self.rank, self.world, self.config.device)
-
-    def take_gpu(self) -> None:
-        """Of the node's, those first that neither trainer nor scorers have."""
-        trainer, scorer, count = self.recipe.trainer, self.recipe.scorer, torch.cuda.device_count()
-        if self.world > count:
-            raise RunError(
-                f"critic.processes = {self.world}, and torch sees {count} GPUs on {os.uname().nodename}: each process needs one of its own; lower "
-                "critic.processes, give the trainer's nodes more GPUs, or set critic.device = 'cpu'"
-            )
-        first = trainer.processes // trainer.nodes + math.ceil((scorer.processes if scorer else 0) / trainer.nodes)
-        torch.cuda.set_device((first + self.rank) % count)
+        """Take over from attempts before this one; meet the other ranks."""
+        begin_attempt(self.process, self.via, lambda: self.wait(LOOK_AGAIN_S))
+        recipe, device = self.recipe, self.config.device
+        if gpus.computes_on_gpu(device, "critic"):
+            nodes, scorers = recipe.trainer.nodes, recipe.scorer.processes if recipe.scorer else 0
+            if recipe.scores_together:  # on the first node; the critic is on the last one
+                scorers *= nodes == 1
+            first = recipe.trainer.processes // nodes + math.ceil(scorers / nodes)
+            gpus.take_beside(recipe, "critic", first, self.rank, self.world)
+        meet(self.via, self.rank, self.world, device)
 
     def made(self) -> CriticTrainer:
         """As the newest checkpoint has it, or as it begins: with the body of a model of its own, or of the policy before step 0."""
@@ -215,10 +180,7 @@ class Critic:
 
     def agree(self) -> Word:
         """Rank 0's word, on every rank."""
-        words: list[Any] = [self.decide() if self.rank == 0 else None]
-        if self.world > 1:
-            dist.broadcast_object_list(words, src=0)
-        word: Word = words[0]
+        word = told(self.decide() if self.rank == 0 else None, self.world)
         if word.do == "wait":
             if not self.via.exists():
                 raise FileNotFoundError(self.via)  # fenced: on a node that was cut off it may wait here for ever
@@ -234,11 +196,10 @@ class Critic:
             if self.twin_wanted():
                 return Word("save")
             waited_s = time.perf_counter() - began
-            lacking = self.missing.orders()
-            ready = next((order for order in lacking if self.may_value(order)), None)
+            ready, lacking = self.missing.first(self.front, self.version, lambda: self.beat("idle"))
             if ready is not None:
                 self.usual_s = max(waited_s, self.usual_s / 2)
-                return Word("value", order=ready, behind=len(lacking), waited_s=waited_s)
+                return Word("value", order=ready, behind=lacking, waited_s=waited_s)
             entry = self.ledger.find(self.version) if self.version < self.recipe.run.steps else None
             if entry is not None and columns_of(entry, self.front, self.columns) is not None:
                 return Word("learn", entry=entry, waited_s=waited_s)
@@ -253,16 +214,6 @@ class Critic:
         steps = [int(name[5:]) for name in self.checkpoints.names() if name.startswith("step-")]
         return any(self.saved < step <= self.version for step in steps)
 
-    def may_value(self, order: str) -> bool:
-        """Whether as many steps were learned as the policy had that began the order; False where retention was faster."""
-        if order not in self.first_versions:
-            version = opened(self.shards, self.front, order, lambda shard: shard.first_version)
-            if version is None:
-                self.missing.done(order)
-                return False
-            self.first_versions[order] = version
-        return self.first_versions[order] <= self.version
-
     def value(self, word: Word) -> None:
         """Make the values of an order."""
         began = time.perf_counter()
@@ -275,7 +226,6 @@ class Critic:
         values = self.trainer.values(rollouts, lambda: self.beat("valuing"))
         valued_s = time.perf_counter() - began
         self.missing.done(word.order)
-        self.first_versions.pop(word.order, None)
         self.orders += 1
         path = self.run.column(word.order, VALUES)
         image = encode(VALUES, word.order, of_shard, f"critic {self.version}", values)

@@ -53,6 +53,21 @@ def take(process: RoleProcess, via: Path) -> None:
     _take(via, own, arguments.rank, who)
 
 
+def take_beside(recipe: Recipe, role: str, first: int, rank: int, world: int) -> None:
+    """Make a GPU the current one of a process of a role beside the trainer: of the node's, from the `first` on, which others do not have.
+    Raises RunError where a group of `world` processes, each of which needs one of its own, is larger than their number."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if world > count:
+        raise RunError(
+            f"{role}.processes = {world}, and torch sees {count} GPUs on {os.uname().nodename}: each process needs one of its own; lower "
+            f"{role}.processes, or give the trainer's nodes more GPUs"
+            + (f", or set {role}.device = 'cpu'" if recipe.trainer.backend == "torch" else "")
+        )
+    torch.cuda.set_device((first + rank) % count)
+
+
 def check_node(recipe: Recipe, workers: int) -> str:
     """Why the rollout workers of this node cannot have the GPUs that the recipe gives them; empty when they can."""
     asks = recipe.slurm.group("rollout") if recipe.slurm else Resources()

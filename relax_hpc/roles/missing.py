@@ -19,6 +19,8 @@ LOOK_AGAIN_S = 1.0
 """How often columns are listed: what we published ourselves is known."""
 LOOK_BACK_S = 10.0
 """How often the folders of earlier batches are looked at."""
+LOOK_AHEAD = 64
+"""Orders that are looked into for one that may have its columns: each is a file."""
 SEEN_S = 10.0
 """A column that we published is in the folder's listing after this, whatever a file system keeps in caches."""
 
@@ -51,6 +53,7 @@ class Missing:
         """Earlier folders in which something may be missing, with their times when that was noticed."""
         self._settled: dict[str, tuple[int, int]] = {}
         """Earlier folders in which nothing was, with their times then."""
+        self._first_versions: dict[str, int] = {}
         self._looked_at = self._looked_back_at = float("-inf")
 
     def orders(self) -> list[str]:
@@ -85,6 +88,32 @@ class Missing:
     def done(self, order: str) -> None:
         """Its columns are there, or not needed any more."""
         self._done[order] = time.monotonic()
+        self._first_versions.pop(order, None)
+
+    def first(self, front: Front, version: int | None, alive: Callable[[], None]) -> tuple[str | None, int]:
+        """The first order that may have its columns now, and how many there are that lack some.
+
+        version: of the model that makes them; no order that was begun by a later policy may have them from it. None: any may.
+        """
+        lacking = self.orders()
+        if version is None:
+            return (lacking[0] if lacking else None), len(lacking)
+        # later batches began with later versions: what a step waits for is among the first
+        for order in lacking[:LOOK_AHEAD]:
+            alive()
+            if self._may_be_made(order, front, version):
+                return order, len(lacking)
+        return None, len(lacking)
+
+    def _may_be_made(self, order: str, front: Front, version: int) -> bool:
+        """False also where retention was faster."""
+        if order not in self._first_versions:
+            first = opened(self._shards, front, order, lambda shard: shard.first_version)
+            if first is None:
+                self.done(order)
+                return False
+            self._first_versions[order] = first
+        return self._first_versions[order] <= version
 
     def _is_mine(self, order: str) -> bool:
         batch, _, k = order[1:].partition("r")[0].partition("-")
@@ -109,9 +138,9 @@ def opened(shards: RunDir, front: Front, order: str, read: Callable[[Shard], T])
         return None
 
 
-def whole(shard: Shard) -> tuple[Rollouts, dict[str, Any], int]:
-    """All of its samples, what it says about itself, its checksum."""
-    return shard.rollouts(), shard.meta, shard.checksum
+def whole(shard: Shard, routed: bool = False) -> tuple[Rollouts, dict[str, Any], int]:
+    """All of its samples (`routed`: with the experts of their tokens), what it says about itself, its checksum."""
+    return shard.rollouts(routed=routed), shard.meta, shard.checksum
 
 
 def put(path: Path, image: Data, shard: Path, via: Path | None = None) -> None:

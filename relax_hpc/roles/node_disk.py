@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import RunDir, RunError, read_json
 
 
 def node_disk() -> Path:
@@ -31,6 +31,11 @@ def node_disk() -> Path:
             f"{stat.filemode(about.st_mode)}): code would run from it; remove it, or set TMPDIR in slurm.environment"
         )
     return folder
+
+
+def lock_file(run: RunDir, what: str) -> Path:
+    """The file of a lock of the run's processes on this node: locks of shared file systems may be off, or outlive a node."""
+    return node_disk() / f"{what}-{read_json(run.identity)['id']}-{os.uname().nodename}.lock"
 
 
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -1,16 +1,22 @@
-"""What the ranks of a role's process group agree on."""
+"""What the ranks of a role's process group agree on, and how a group of a role beside the trainer begins and is superseded."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from relax_hpc.roles.process import is_full
+from relax_hpc.roles.process import Exit, RoleProcess, is_full
+
+T = TypeVar("T")
 
 
 def meet(via: Path, rank: int, world: int, device: str) -> None:
@@ -19,6 +25,52 @@ def meet(via: Path, rank: int, world: int, device: str) -> None:
         backend = "nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
         store = dist.FileStore(str(via / "rendezvous"), world)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def attempt_folder(root: Path, attempt: int) -> Path:
+    """Through which an attempt of a group beside the trainer commits; the next one takes it away. root: the role's."""
+    return root / "attempts" / f"{attempt:06d}"
+
+
+def begin_attempt(process: RoleProcess, via: Path, wait: Callable[[], None]) -> None:
+    """Take the folders of attempts before this one away, so that they commit nothing more; `wait` for ours where another rank makes it."""
+    if process.arguments.rank == 0:
+        process.when_room(partial(via.mkdir, parents=True, exist_ok=True), f"'{via}'")
+        for other in sorted(via.parent.iterdir()):
+            if other.name > via.name:  # we were thought dead before we began
+                via.rmdir()
+                raise FileNotFoundError(via)
+            if other != via:
+                gone = via / f"attempt-{other.name}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(other, gone)
+                shutil.rmtree(gone, ignore_errors=True)
+    while not via.exists():
+        wait()
+
+
+def as_attempt(process: RoleProcess, via: Path, work: Callable[[], None]) -> Exit:
+    """Do `work`, which ends when asked to stop or superseded."""
+    try:
+        work()
+    except FileNotFoundError as error:
+        if via.exists():
+            raise
+        process.log.warning("fenced: another attempt took over (%s)", error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return Exit.FENCED
+
+
+def told(word: T | None, world: int) -> T:
+    """Rank 0's word, on every rank."""
+    words: list[T | None] = [word]
+    if world > 1:
+        dist.broadcast_object_list(words, src=0)
+    [found] = words
+    assert found is not None
+    return found
 
 
 def everywhere(flag: bool, world: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -19,6 +19,7 @@ from relax_hpc.recipe.staleness import Partial
 from relax_hpc.records import Finish, Group, Part, Prompt, Sample
 from relax_hpc.roles import gpus
 from relax_hpc.roles.episodes import HalfPlayed
+from relax_hpc.roles.lookout import Lookout
 from relax_hpc.roles.player import Player
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
 from relax_hpc.roles.turn import Turn
@@ -28,8 +29,11 @@ from relax_hpc.spool.front import Front
 from relax_hpc.spool.publisher import ShardPublisher
 from relax_hpc.spool.queue import Claim, Queue, end_claim
 from relax_hpc.spool.shard import encode
-from relax_hpc.spool.watch import backoff
+from relax_hpc.spool.watch import SHARED_PAUSE_S, backoff
 from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver
+
+ALOOF_S = 0.5
+"""How long a worker waits before it says that it lives, while another one looks for orders."""
 
 
 def body(process: RoleProcess) -> Exit:
@@ -37,6 +41,7 @@ def body(process: RoleProcess) -> Exit:
     try:
         worker.work()
     finally:
+        worker.lookout.leave()
         worker.publisher.close()
         worker.receiver.close()
         worker.player.close()
@@ -56,11 +61,12 @@ class RolloutWorker:
         self.engine = self.player.engine
         self.give_turn()
         self.receiver = make_receiver(self.recipe, process.run, workplace)
-        self.queue = Queue(process.run, self.recipe.rollout.workers)
+        self.queue = Queue(process.run, self.recipe.rollout.nodes)
+        self.lookout = Lookout(process.run)
         self.queue.open_workplace(workplace)
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
         self.usual_s = 0.0
-        """How long it waited for the orders before."""
+        """How long it looked for the orders before."""
         self.swapping = False
         """Whether new weights are taken while an order is played."""
         self.limits, self.why = Limits(), ""
@@ -88,6 +94,7 @@ class RolloutWorker:
         if self.turn is not None and not self.turn.held:
             if not self.turn.take():
                 return False
+            self.lookout.leave()  # the node's workers wake side by side
             self.engine.wake(lambda: self.progress("syncing"))
         return True
 
@@ -103,22 +110,33 @@ class RolloutWorker:
 
         New versions are taken with an order, not before: a worker that has nothing to do would read them for nothing.
         """
-        began = time.perf_counter()
-        for pause_s in backoff(watchers=self.recipe.rollout.workers, usual_s=self.usual_s):
+        began = looking_since = time.perf_counter()
+        pauses = self.pauses()
+        while True:
             self.progress("idle" if self.held or self.turn else "syncing")
             self.report_published()
             if self.held is None and self.turn is None:
                 self.take_newest()
+            elif not self.lookout.looks():
+                if not self.lookout.called.wait(SHARED_PAUSE_S):  # nor is there anything open: who looks had left
+                    self.give_turn()
+                    self.lookout.called.wait(ALOOF_S)
+                pauses, looking_since = self.pauses(), time.perf_counter()
+                continue
             elif self.queue.has_open() and self.take_turn():
                 newest = self.receiver.newest()
                 claim = self.queue.claim(self.workplace, newest.number) if newest else None
                 if claim is not None:
-                    self.usual_s = max(time.perf_counter() - began, self.usual_s / 2)
+                    self.lookout.leave()
+                    self.usual_s = max(time.perf_counter() - looking_since, self.usual_s / 2)
                     self.catch_up(claim)
                     return claim, time.perf_counter() - began
             self.give_turn()
-            time.sleep(pause_s)
-        raise AssertionError("backoff ends never")
+            time.sleep(next(pauses))
+
+    def pauses(self) -> Iterator[float]:
+        """Between two looks for orders, while this worker is the one of its node that looks."""
+        return backoff(last_s=SHARED_PAUSE_S, watchers=self.recipe.rollout.nodes, usual_s=self.usual_s)
 
     def catch_up(self, claim: Claim) -> None:
         """Take the newest weights, which `claim` is to be played with; where they cannot be had, others get it."""

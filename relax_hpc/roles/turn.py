@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.roles import gpus
-from relax_hpc.roles.node_disk import node_disk
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.roles.node_disk import lock_file
+from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.watch import backoff
 
 if TYPE_CHECKING:
@@ -94,5 +93,5 @@ class TrainersTurns:
 
 
 def lock_of(run: RunDir) -> Path:
-    """The file that is locked, on the node's own disk: locks of shared file systems may be off, or outlive a node."""
-    return node_disk() / f"devices-{read_json(run.identity)['id']}-{os.uname().nodename}.lock"
+    """The file that is locked."""
+    return lock_file(run, "devices")

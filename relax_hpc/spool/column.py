@@ -39,7 +39,7 @@ class Column:
     shard: int
     """The shard's `meta_checksum`."""
     model: str
-    """Checksum of the weights that said it, or the version of the critic."""
+    """Checksum of the weights that said it, or the version of the policy or critic."""
     checksum: str
     """XXH3-64 of the values' bytes."""
     values: NDArray[np.float32]  # [T] at each token of the shard; 0 where its loss mask is 0

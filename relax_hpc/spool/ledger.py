@@ -25,7 +25,7 @@ class Taken:
     order: str
     first_version: int
     columns: dict[str, str] = field(default_factory=dict)
-    """Versions of the columns that scorers made of it: the weights' checksum, and the numbers'."""
+    """Versions of the columns that others made of it: the weights' checksum, or version, and the numbers' checksum."""
 
 
 @dataclass(frozen=True, slots=True)

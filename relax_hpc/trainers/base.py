@@ -125,3 +125,21 @@ class CriticTrainer(Protocol):
     def load(self, folder: Path) -> None:
         """As a Trainer's."""
         ...
+
+
+class Scoring(Protocol):
+    """Models that learn nothing here and say logprobs of tokens: a scorer's. Every process of its group calls the same methods."""
+
+    def hold(self, name: str, folder: Path) -> None:
+        """Have a model of its own, that in `folder`."""
+        ...
+
+    def take(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
+        """Have the policy with these weights, which `where` has; again with those of another version."""
+        ...
+
+    def logprobs(
+        self, name: str, rollouts: Rollouts, progress: Callable[[], None] = lambda: None
+    ) -> NDArray[np.float32]:
+        """[T] of the tokens in the loss, 0 elsewhere; on every process."""
+        ...

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +23,7 @@ from transformers import (
 
 from relax_hpc.recipe.model import PathModel, TinyModel
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import RunError, read_json
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -47,6 +50,28 @@ def materialise(model: PathModel | TinyModel, folder: Path, seed: int) -> None:
 def weights_folder(model: PathModel | TinyModel, folder: Path) -> Path:
     """Where the weights of version 0 are."""
     return folder if isinstance(model, TinyModel) else model.path
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Which file has a tensor."""
+    index = read_json(folder / "model.safetensors.index.json")
+    if index is not None:
+        return {name: folder / file for name, file in index["weight_map"].items()}
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise RunError(f"no model can be loaded from '{folder}': it has no model.safetensors and no index of several")
+    with safe_open(path, framework="pt") as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the safetensors in `folder`, one after the other."""
+    files = files_of(folder)
+    for path in sorted(set(files.values())):
+        with safe_open(path, framework="pt") as file:
+            names = file.keys()
+            for name in names:
+                yield name, file.get_tensor(name)
 
 
 def check_beside(recipe: Recipe, folder: Path) -> None:

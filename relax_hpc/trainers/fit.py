@@ -9,7 +9,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from relax_hpc.recipe.parallel import Sizes, misfit
-from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.run_dir import RunError
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -21,14 +21,20 @@ def check(recipe: Recipe, model_dir: Path) -> None:
     if recipe.trainer.backend != "megatron":
         return
     need_megatron()
-    for key, folder in {"": model_dir, **recipe.models_held}.items():
+    held = {"": model_dir, **recipe.models_held}
+    if recipe.scores_together and "teacher" in recipe.scored:
+        held[TEACHER_KEY] = recipe.models_beside[TEACHER_KEY]
+    for key, folder in held.items():
         hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         about = f"{key} = '{folder}': " if key else ""
         try:
             refuse_foreign(hf)
         except RunError as error:
             raise RunError(about + str(error)) from error
-        wrong = misfit(recipe.trainer.parallel, recipe.trainer.processes, sizes(hf))
+        role, processes = "trainer", recipe.trainer.processes
+        if recipe.scorer is not None and key and key not in recipe.models_held:
+            role, processes = "scorer", recipe.scorer.processes
+        wrong = misfit(recipe.trainer.parallel, processes, sizes(hf), role)
         if wrong:
             raise RunError(about + wrong)
 

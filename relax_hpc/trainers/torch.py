@@ -11,7 +11,7 @@ ranks may have different numbers of micro-batches, and the sums are the same und
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -21,12 +21,12 @@ import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.data.packing import MicroBatch, pack, plan
-from relax_hpc.experts import one_by_one
+from relax_hpc.huggingface import one_by_one, unfilled
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import RunError
@@ -39,12 +39,53 @@ from relax_hpc.trainers.token_loss import Learner, TokenLoss, add, needs_referen
 from relax_hpc.trainers.update import CriticUpdating, PolicyUpdating, Updating
 
 
-class _Learners(Updating):
+class _Models:
+    """One data-parallel process of models: its micro-batches, and what they say."""
+
+    def __init__(
+        self, recipe: Recipe, rank: int, world: int, device: torch.device, tokens_per_micro_batch: int
+    ) -> None:
+        self.recipe, self.rank, self.world, self.device = recipe, rank, world, device
+        self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
+        self._budget = tokens_per_micro_batch
+
+    def _logprobs(
+        self,
+        model: PreTrainedModel,
+        rollouts: Rollouts,
+        batch: MicroBatch,
+        temperature: float,
+        entropy_gradient: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+            return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy_gradient)
+
+    def _share(self, rollouts: Rollouts) -> Iterator[MicroBatch]:
+        """This process's micro-batches."""
+        for rows in plan(rollouts, self.world, self._budget)[self.rank]:
+            yield pack(rollouts, rows)
+
+    @torch.no_grad()
+    def _said(
+        self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, progress: Callable[[], None]
+    ) -> NDArray[np.float32]:
+        """[T] what `say` makes of each micro-batch's targets, those of all processes."""
+        column = torch.zeros(len(rollouts.tokens), device=self.device)
+        for batch in self._share(rollouts):
+            column[torch.from_numpy(batch.targets).to(self.device)] = say(batch)
+            progress()
+        if self.world > 1:
+            dist.all_reduce(column)  # each rank has its share, zeros elsewhere
+        found: NDArray[np.float32] = column.cpu().numpy()
+        return found
+
+
+class _Learners(_Models, Updating):
     """One data-parallel process of models that learn."""
 
     def __init__(self, recipe: Recipe, rank: int, world: int, device: torch.device) -> None:
-        self.recipe, self.rank, self.world, self.device = recipe, rank, world, device
-        self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
+        super().__init__(recipe, rank, world, device, recipe.trainer.tokens_per_micro_batch)
         self.learning: dict[Learner, Learning] = {}
         torch.manual_seed(recipe.run.seed + rank)
 
@@ -106,37 +147,6 @@ class _Learners(Updating):
         critic = self._critic
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             return token_values(critic, batch, self.device)
-
-    def _logprobs(
-        self,
-        model: PreTrainedModel,
-        rollouts: Rollouts,
-        batch: MicroBatch,
-        temperature: float,
-        entropy_gradient: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy_gradient)
-
-    def _share(self, rollouts: Rollouts) -> Iterator[MicroBatch]:
-        """This process's micro-batches."""
-        for rows in plan(rollouts, self.world, self.recipe.trainer.tokens_per_micro_batch)[self.rank]:
-            yield pack(rollouts, rows)
-
-    @torch.no_grad()
-    def _said(
-        self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, progress: Callable[[], None]
-    ) -> NDArray[np.float32]:
-        """[T] what `say` makes of each micro-batch's targets, those of all processes."""
-        column = torch.zeros(len(rollouts.tokens), device=self.device)
-        for batch in self._share(rollouts):
-            column[torch.from_numpy(batch.targets).to(self.device)] = say(batch)
-            progress()
-        if self.world > 1:
-            dist.all_reduce(column)  # each rank has its share, zeros elsewhere
-        found: NDArray[np.float32] = column.cpu().numpy()
-        return found
 
 
 class TorchTrainer(_Learners, PolicyUpdating):
@@ -241,6 +251,33 @@ class TorchCritic(_Learners, CriticUpdating):
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
         return self._said(self._values, rollouts, progress)
+
+
+class TorchScoring(_Models):
+    """On one device, in one process. See relax_hpc.trainers.base.Scoring."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
+        assert recipe.scorer is not None and world == 1, "scorers of this backend work each on its own"
+        device = device_of(recipe.scorer.device, "scorer")
+        super().__init__(recipe, rank, world, device, recipe.scorer.tokens_per_micro_batch)
+        self._model_dir = model_dir
+        self.models: dict[str, PreTrainedModel] = {}
+
+    def hold(self, name: str, folder: Path) -> None:
+        self.models[name] = load_model(folder, self.device).requires_grad_(False)
+
+    def take(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
+        if name not in self.models:
+            config = AutoConfig.from_pretrained(self._model_dir, local_files_only=True)
+            model = unfilled(config, torch.float32)
+            self.models[name] = torch.nn.Module.to(model, self.device).eval().requires_grad_(False)
+        state_files.fill(tensors_of(self.models[name]), tensors, where)
+
+    def logprobs(
+        self, name: str, rollouts: Rollouts, progress: Callable[[], None] = lambda: None
+    ) -> NDArray[np.float32]:
+        model, temperature = self.models[name], self.recipe.rollout.temperature
+        return self._said(lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, progress)
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -45,9 +45,10 @@ def make_publisher(recipe: Recipe, run: RunDir, via: Path, incarnation: int) -> 
     return FilePublisher(run, via, incarnation, bucket_bytes=bucket_bytes, front=w.front, full_every=w.full_every)
 
 
-def make_receiver(recipe: Recipe, run: RunDir, name: str) -> Receiver:
-    """The recipe's transport, a worker's side. `name`: of the worker; nobody had it before."""
+def make_receiver(recipe: Recipe, run: RunDir, name: str, copies: bool = True) -> Receiver:
+    """The recipe's transport, a worker's side. `name`: of the worker; nobody had it before. copies: files are kept in the node's memory, where
+    the recipe says so."""
     w = recipe.weights
     if isinstance(w, CollectiveWeights | MpiWeights):
         return CollectiveReceiver(run, name, MEETINGS[w.transport](run, w.timeout_s))
-    return FileReceiver(run, w.front)
+    return FileReceiver(run, w.front if copies else None)

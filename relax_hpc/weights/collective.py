@@ -1,6 +1,6 @@
 """Versions broadcast from the trainer to all workers at once, while they are exported: what gloo and MPI have in common.
 
-    trainer: export ──► parts ──► thread: checksum, broadcast ──► manifest ──► latest
+    trainer: export ──► parts ──► threads: checksums; broadcast, one after the other ──► manifest ──► latest
     worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
 
 Nothing that comes this way is served before latest.json names its checksum, so a sender that was superseded, or died in the
@@ -58,6 +58,7 @@ class CollectivePublisher(FilePublisher):
         self._meeting, self._members = meeting, FolderWatch(members_folder(run))
         self.group: Group | None = None
         self.joined: frozenset[str] = frozenset()
+        self._room = Room()
         self._forming: threading.Thread | None = None
         self._formed: tuple[Group, frozenset[str]] | None = None
 
@@ -68,13 +69,13 @@ class CollectivePublisher(FilePublisher):
     def close(self) -> None:
         if self.group is not None:
             dismiss(self.group)
-            self.group = None
+            self.group, self._room = None, Room()
 
     def _bring(self, number: int, export: Export, replayed: Manifest | None, progress: Progress) -> Version:
         self._look_after_group()
         if self.group is None:
             return super()._bring(number, export, replayed, progress)
-        contents, broken = send(self.group, export, self._bucket_bytes, progress)
+        contents, broken = send(self.group, export, self._bucket_bytes, self._room, progress)
         if broken is not None:
             log.warning("version %d: the group of %s broke: %s", number, sorted(self.joined), broken)
             self.group.close()
@@ -131,7 +132,7 @@ class CollectiveReceiver(FileReceiver):
         try:
             yield Fetched(received.tensors.items())
         finally:
-            self._room.give_back(received)
+            self._room.give_back(received.segments)
 
     def close(self) -> None:
         self._closed = True
@@ -168,7 +169,7 @@ class CollectiveReceiver(FileReceiver):
                 unread, self._received = self._received, {checksum(received.contents): received}
                 self._on_its_way = False
                 for old in unread.values():
-                    self._room.give_back(old)
+                    self._room.give_back(old.segments)
             group.close()
         except (GroupError, OSError) as error:
             log.warning("left the group: %s", error)

@@ -26,6 +26,8 @@ from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
 from relax_hpc.weights.wire import GroupError
 
 POLL_S = 0.02
+IN_FLIGHT = 8
+"""Messages on their way at once: a receiver asks for each, and the time that this takes is lost otherwise."""
 dist: Any = torch.distributed
 """Process groups that are made by hand have no types."""
 
@@ -36,7 +38,7 @@ class GlooGroup:
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float, local: bool) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         options = dist.ProcessGroupGloo._Options()
-        options._timeout = self._timeout
+        options._timeout, options._threads = self._timeout, IN_FLIGHT
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         if interface:
             device = dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])

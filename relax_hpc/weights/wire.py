@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,8 +21,11 @@ from relax_hpc.weights.base import Export, Progress
 from relax_hpc.weights.contents import DTYPES, NAMES, Contents, Entry, as_bytes, entry
 from relax_hpc.weights.parts import Named, in_threads
 
-SEGMENT_BYTES = 1 << 20
-"""Smaller tensors are put together to so many bytes; larger ones are sent from where they are, and received where they stay."""
+SEGMENT_BYTES = 2 << 20
+"""Smaller tensors are put together to so many bytes, since each message costs a fraction of a millisecond; larger ones are sent from where they
+are, and received where they stay."""
+PART_BYTES = 32 << 20
+"""Is described together; while it is on its way, checksums of the next one are made, and its small tensors put together."""
 END, OVER = 0, -1
 """In place of a size: the version is whole; the group is given up."""
 ALIGNMENT = 16
@@ -43,24 +47,27 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-def send(group: Group, export: Export, bucket_bytes: int, progress: Progress) -> tuple[Contents, GroupError | None]:
-    """Export a version into the group; what it is, and how the group broke, if it did."""
+def send(
+    group: Group, export: Export, bucket_bytes: int, room: Room, progress: Progress
+) -> tuple[Contents, GroupError | None]:
+    """Export a version into the group; what it is, and how the group broke, if it did. room: to put small tensors together in."""
     contents: Contents = {}
     broken: list[GroupError] = []
-
-    def described() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in export():
-            contents[name] = entry(tensor)  # here, while the part before is on its way
-            yield name, tensor
+    line = threading.Lock()
 
     def work(_: int, part: Named) -> None:
-        if not broken:
-            try:
-                _send_part(group, part)
-            except GroupError as error:
-                broken.append(error)
+        contents.update({name: entry(tensor) for name, tensor in part})
+        segments, used = _packed(part, room)
+        with line:
+            if not broken:
+                try:
+                    _send_part(group, part, segments)
+                except GroupError as error:
+                    broken.append(error)
+        room.give_back(used)
 
-    in_threads(described(), work, bucket_bytes, progress, threads=1)
+    # less than the bucket, for what is put together is held besides
+    in_threads(export(), work, min(bucket_bytes * 3 // 4, 4 * PART_BYTES), progress, threads=2)
     try:
         if not broken:
             group.broadcast([torch.tensor([END])])
@@ -77,18 +84,20 @@ def dismiss(group: Group) -> None:
 
 
 class Room:
-    """Memory to receive into. Used again: pages that are touched for the first time cost more than what is written there."""
+    """Memory to receive into, or to send from. Used again: pages that are touched for the first time cost more than what is written there."""
 
     def __init__(self) -> None:
         self._spare: dict[int, list[Tensor]] = {}
 
     def take(self, nbytes: int) -> Tensor:
-        spare = self._spare.get(nbytes)
-        return spare.pop() if spare else torch.empty(nbytes, dtype=torch.uint8)
+        try:
+            return self._spare[nbytes].pop()
+        except (KeyError, IndexError):
+            return torch.empty(nbytes, dtype=torch.uint8)
 
-    def give_back(self, received: Received) -> None:
-        """Nobody looks at it any more."""
-        for segment in received.segments:
+    def give_back(self, segments: Sequence[Tensor]) -> None:
+        """Nobody looks at them any more."""
+        for segment in segments:
             self._spare.setdefault(len(segment), []).append(segment)
 
 
@@ -117,28 +126,33 @@ def receive(group: Group, room: Room, begun: Callable[[], None]) -> Received | N
                 for name, tensor in _receive_part(group, int(size), room, received.segments):
                     received.tensors[name], entries[name] = tensor, pool.submit(entry, tensor)
         except GroupError:
-            pool.shutdown()
-            room.give_back(received)
+            pool.shutdown()  # its memory is not used again: something may still arrive there
             raise
         received.contents = {name: future.result() for name, future in entries.items()}
     return received if int(size) == END else None
 
 
-def _send_part(group: Group, part: Named) -> None:
-    about = json.dumps([[name, NAMES[t.dtype], list(t.shape)] for name, t in part]).encode()
-    group.broadcast([torch.tensor([len(about)])])
+def _packed(part: Named, room: Room) -> tuple[list[Tensor], list[Tensor]]:
+    """The bytes of a part, in segments; and those of them that are of `room`."""
     pieces = [torch.from_numpy(as_bytes(tensor)) for _, tensor in part]
-    segments = []
+    segments, used = [], []
     for run in _segments([len(piece) for piece in pieces]):
         if len(run) == 1:
             segments.append(pieces[run[0]])
             continue
-        flat = torch.zeros(sum(_padded(len(pieces[i])) for i in run), dtype=torch.uint8)
+        flat = room.take(sum(_padded(len(pieces[i])) for i in run))
         begin = 0
         for i in run:
             flat[begin : begin + len(pieces[i])] = pieces[i]
             begin += _padded(len(pieces[i]))
         segments.append(flat)
+        used.append(flat)
+    return segments, used
+
+
+def _send_part(group: Group, part: Named, segments: list[Tensor]) -> None:
+    about = json.dumps([[name, NAMES[t.dtype], list(t.shape)] for name, t in part]).encode()
+    group.broadcast([torch.tensor([len(about)])])
     group.broadcast([torch.frombuffer(bytearray(about), dtype=torch.uint8), *segments])
 
 

@@ -33,7 +33,7 @@ from tests import metric_lists
 from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 from tools.bench.chaos import final_weights, monkey
 
-KILLS, STEPS = 8, 64
+KILLS, STEPS = 6, 48
 
 
 def sound(run: RunDir) -> None:
@@ -49,7 +49,8 @@ def incarnations(run: RunDir) -> list[int]:
 @pytest.mark.timeout(600)
 def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp_path):
     roles = ["supervisor", "trainer-0", "rollout-0", "scorer-0"]
-    sets = ("async.max_staleness=0", "algorithm.kl_coef=0.01", "scorer.scores=['reference']")
+    scored = ("algorithm.kl_coef=0.01", "algorithm.behaviour=recomputed", "scorer.scores=['recomputed', 'reference']")
+    sets = ("async.max_staleness=0", *scored)
     calm = monkey(tmp_path, "calm", STEPS, 0, roles, lambda: None, *sets)
     calm.play(0, STEPS)
     killed = monkey(tmp_path, "killed", STEPS, 1, roles, lambda: None, *sets)

@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from relax_hpc.algorithms import make_algorithm
+from relax_hpc.algorithms import Algorithm, make_algorithm
 from relax_hpc.launch.sizing.model import shape_of
 from relax_hpc.launch.sizing.trainer import Step, trainer_memory
-from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
+from relax_hpc.recipe.scorer import Scorer
 from relax_hpc.records import Rollouts
-from relax_hpc.trainers import make_trainer
+from relax_hpc.trainers import make_scoring, make_trainer
 from tests import processes, tiny
 
 JOIN_S = 240
@@ -89,6 +91,31 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+FURTHER: dict[str, dict[str, Any]] = {
+    "data": {"name": "reinforce_plus_plus", "kl_coef": 0.1, "discount": 0.7},
+    "tensor": {"name": "dr_grpo", "opsm": 0.05},
+    "tensor, sequence": {"name": "opd", "teacher": "other", "aggregate": "sequence"},
+    "pipeline": {"name": "dapo", "overlong": [4, 12]},
+    "pipeline, virtual": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.1},
+    "context": {"name": "gspo", "clip": [0.5, 0.5], "level": "token"},
+    "tensor, sequence, context": {"name": "grpo", "dual_clip": 1.5, "entropy_coef": 0.1, "aggregate": "sequence"},
+    "tensor, pipeline": {"name": "rloo"},
+    "expert": {"name": "sapo"},
+    "expert, tensor": {"name": "cispo"},
+    "expert, context, recomputed": {"name": "gspo", "clip": [0.9, 9.0]},
+    "expert, pipeline": {"name": "grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    "expert, tensor apart": {"name": "dapo"},
+    "experts whole": {"name": "dr_grpo", "behaviour": "recomputed", "correction": {"name": "mis", "high": 20.0}},
+}
+"""One more step of each split, with another algorithm than the model's own."""
+
+
+def further(split: str) -> Algorithm:
+    return make_algorithm(tiny.recipe(algorithm=FURTHER[split], **{"async": {"max_staleness": 0}}).algorithm)
+
+
+SCORED = ("data", "tensor, pipeline", "context", "expert, context, recomputed", "expert, tensor apart")
+"""Splits of which scorers are compared too."""
 OTHER = tiny.recipe(model={"layers": LAYERS, "alphabet": ODD, "hidden_size": 48})
 """The teacher or what the critic begins as: of another size."""
 
@@ -151,6 +178,25 @@ def held(trainer: Any) -> dict[str, float]:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer, "frozen": frozen}
 
 
+def scores(recipe: Recipe, model_dir: Path, trainer: Any, exported: Path) -> None:
+    """Scorers under the same split say what the trainer says, of experts that are replayed too."""
+    from relax_hpc.trainers.megatron.cpu import supported
+
+    scorer = Scorer(scores=["reference"], processes=WORLD, tokens_per_micro_batch=60)
+    scoring = make_scoring(recipe.model_copy(update={"scorer": scorer}), model_dir, dist.get_rank(), WORLD)
+    rollouts = replayed() if "experts" in model_dir.name else tiny.random_rollouts(14, seed=2)
+    scoring.take("recomputed", load_file(exported), exported)
+    names = ["recomputed"]
+    if TEACHER_KEY in recipe.models_beside:
+        scoring.hold("teacher", recipe.models_beside[TEACHER_KEY])
+        names.append("teacher")
+    column = supported(trainer._column)
+    for name in names:
+        expected = column(name, rollouts, recipe.rollout.temperature, lambda: None)
+        assert expected[rollouts.loss_mask == 1].std() > 0.1
+        np.testing.assert_allclose(scoring.logprobs(name, rollouts), expected, atol=5e-6)
+
+
 def work(rank: int, folder: Path, results: Any) -> None:
     """Step 0 of every split, then step 1 from the checkpoint that the split before it wrote between the two."""
     from relax_hpc.trainers.megatron.weights import export
@@ -187,9 +233,14 @@ def work(rank: int, folder: Path, results: Any) -> None:
             assert live.most <= 2 * BUCKET_BYTES, live.most
             weights = dict(trainer.export())
             assert bool(weights) == (rank == 0)
+            exported = folder / f"{name}.safetensors"
             if rank == 0:
                 assert sum(t.nbytes for t in weights.values()) > 4 * BUCKET_BYTES
-                save_file(weights, folder / f"{name}.safetensors")
+                save_file(weights, exported)
+            dist.barrier()
+            if name in SCORED:
+                scores(recipe, folder / model, trainer, exported)
+            said.append(trainer.step(tiny.random_rollouts(14, seed=3), further(name), 3))
             results.put((rank, name, said, ""))
     except BaseException:
         results.put((rank, name, [], traceback.format_exc()))
@@ -226,10 +277,11 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 @pytest.fixture(scope="module")
 def alone(
     splits: tuple[Path, dict[str, Any]],
-) -> dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]]:
-    """Of each model, on one process: metrics and weights of the torch trainer; of Megatron where experts are replayed."""
+) -> tuple[dict[str, tuple[list[dict[str, float]], dict[str, torch.Tensor]]], dict[str, dict[str, float]]]:
+    """Of each model, on one process: metrics and weights of the torch trainer; of Megatron where experts are replayed. Of each split, metrics of
+    its further step."""
     torch.set_num_threads(1)
-    found = {}
+    found, last = {}, {}
     for name in MODELS:
         made: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
         for backend in ("torch", "megatron") if name == "experts" else ("torch",):
@@ -242,17 +294,22 @@ def alone(
                     assert mine == pytest.approx(one, rel=5e-5, abs=1e-6)
             made.append((said, dict(trainer.export())))
         found[name] = made[-1]
-    return found
+        (saved := splits[0] / f"{name}-alone").mkdir()
+        trainer.save(saved)
+        for split in (split for split, (model, _) in SPLITS.items() if model == name):
+            trainer.load(saved)
+            last[split] = trainer.step(tiny.random_rollouts(14, seed=3), further(split), 3)
+    return found, last
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_a_split_makes_the_steps_of_one_process_and_goes_on_from_another_splits_checkpoint(
-    name: str, splits: tuple[Path, dict[str, Any]], alone: dict[str, Any]
+    name: str, splits: tuple[Path, dict[str, Any]], alone: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
     folder, found = splits
-    expected, weights = alone[SPLITS[name][0]]
+    (expected, weights), last = alone[0][SPLITS[name][0]], alone[1][name]
     assert all(said == found[name][0] for said in found[name]), "metrics differ between ranks"
-    for mine, one in zip(found[name][0], expected, strict=True):
+    for mine, one in zip(found[name][0], [*expected, last], strict=True):
         assert mine.keys() == one.keys()
         for metric, value in one.items():
             assert mine[metric] == pytest.approx(value, rel=5e-5, abs=5e-6), metric

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
 from relax_hpc.analysis.audit import audit
 from relax_hpc.launch.evaluate import evaluate
-from relax_hpc.run_dir import RunDir
-from tests.runs import SMALL, outcome, relax_hpc, steps_of, write_recipe
+from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.telemetry import read_beat
+from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 EXPERTS = SMALL.replace("kv_heads = 1", "kv_heads = 2\nexperts = 4\nmoe_intermediate_size = 32").replace(
     "[trainer]", '[trainer]\nbackend = "megatron"\nprocesses = 2'
@@ -37,6 +40,26 @@ def test_a_run_goes_on_under_another_plan_and_its_checkpoint_is_exported(tmp_pat
         for i, target in enumerate((run.root, tmp_path / "model"))
     ]
     assert scores[0].prompts == 12 and scores[0].length_mean == scores[1].length_mean > 0
+
+
+def test_scorers_that_are_one_group_are_started_again_together(tmp_path: Path) -> None:
+    scored = 'name = "grpo"\nkl_coef = 0.05\nbehaviour = "recomputed"'
+    text = SMALL.replace("[trainer]", '[trainer]\nbackend = "megatron"').replace('name = "grpo"', scored)
+    text = text.replace("steps = 6", "steps = 30").replace("checkpoint_every = 2", "checkpoint_every = 30")
+    table = '\n[scorer]\nscores = ["recomputed", "reference"]\nprocesses = 2\n'
+    run, process = RunDir(tmp_path / "small"), start("run", write_recipe(tmp_path, text + table))
+    wait_for(lambda: step_now(run) >= 2)
+    os.kill(wait_for(lambda: pid_of(run, "scorer-1")), signal.SIGKILL)
+    process.wait(300)
+    assert outcome(run)["outcome"] == "done"
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+    assert {read_beat(run, f"scorer-{rank}")["attempt"] for rank in range(2)} == {1}
+    for entry in (read_json(path) for path in run.ledger.rglob("*.json")):
+        for taken in entry["take"]:
+            policy = taken["columns"]["recomputed"].removeprefix("policy ").partition(".")[0]
+            assert 0 <= entry["step"] - int(policy) <= 1, "as old as a token at most"
+    assert all(step["reference_kl"] >= 0 for step in steps_of(run)) and steps_of(run)[-1]["reference_kl"] > 0
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_the_run_begins(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run whose reference and teacher are scorers': killed, its columns damaged, and gone on with to the same bits."""
+"""A run whose reference, teacher and proximal policy are scorers': killed, its columns damaged, and gone on with to the same bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_hpc.analysis import RunView
 from relax_hpc.analysis.audit import audit
 from relax_hpc.cli import app
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, tiny, trace_rules
 from tests.runs import SMALL, outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
@@ -22,8 +22,12 @@ SCORED = (
     SMALL.replace("max_staleness = 1", "max_staleness = 0")
     .replace("steps = 6", f"steps = {STEPS}")
     .replace("checkpoint_every = 2", "checkpoint_every = 100")
-    .replace('name = "grpo"', 'name = "grpo"\nkl_coef = 0.05\nteacher = "{root}/teacher"\nteacher_coef = 0.1')
-    + '\n[scorer]\nscores = ["reference", "teacher"]\nprocesses = 2\n'
+    .replace(
+        'name = "grpo"',
+        'name = "grpo"\nkl_coef = 0.05\nteacher = "{root}/teacher"\nteacher_coef = 0.1\n'
+        'behaviour = "recomputed"\ncorrection = {{ name = "tis" }}',
+    )
+    + '\n[scorer]\nscores = ["recomputed", "reference", "teacher"]\nprocesses = 2\n'
 )
 
 
@@ -47,7 +51,7 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     first, last = ({s["step"]: s for s in lines} for lines in (reversed(steps_of(run)), steps_of(run)))
     trained = [s for s in first.values() if last[s["step"]]["replayed"]]
     assert len(last) == STEPS and len(trained) >= 5
-    for name in ("loss", "grad_norm", "reference_kl", "teacher_kl"):
+    for name in ("loss", "grad_norm", "reference_kl", "teacher_kl", "correction_weight"):
         assert [last[s["step"]][name] for s in trained] == [s[name] for s in trained], name
     assert last[STEPS - 1]["reference_kl"] and last[0]["teacher_kl"], "they say something"
     kinds = metric_lists.listed()
@@ -58,6 +62,11 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     assert max(line["attempt"] for line in lines["scorer-0"]) == 1 and lines["scorer-1"], "killed, and started again"
     ask = lambda *words: CliRunner().invoke(app, [str(word) for word in words])
     assert "scorer-1" in ask("status", run.root).stdout
+    entries = [read_json(path) for path in run.ledger.rglob("*.json")]
+    policies = {(e["step"], t["columns"]["recomputed"].split("/")[0]) for e in entries for t in e["take"]}
+    assert policies == {(step, f"policy {step}.0") for step in range(STEPS)}, (
+        "at max_staleness 0 it is the step's own policy"
+    )
     assert "log p of the teacher" in " ".join(ask("shards", "show", run.root, "o000003-000").stdout.split())
     ask("trace", run.root)
     drawn = [e["name"] for e in trace_rules.read(run.root / "trace.json") if e["ph"] == "X"]
@@ -65,6 +74,6 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     table = RunView(run.root).trajectories("arrow", columns=["loss_mask", "columns/reference", "columns/teacher"])
     assert len(table["columns/teacher"]) == STEPS * 32
     assert [len(v) for v in table["columns/reference"]] == [len(v) for v in table["loss_mask"]]
-    said = ask("run", run.root, "--fork", "other", "--set", "scorer.scores=['teacher']")
+    said = ask("run", run.root, "--fork", "other", "--set", "scorer.scores=['recomputed', 'teacher']")
     assert said.exit_code == 2
     assert "the reference does not move between trainer and scorer" in " ".join(said.output.split())

@@ -28,6 +28,8 @@ from relax_hpc.recipe.algorithm import (
     PolicyGradient,
     Ppo,
     ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    Rloo,
     Sapo,
 )
 from relax_hpc.records import Finish, Group, Prompt, Sample
@@ -127,7 +129,8 @@ def test_the_clip_stops_the_gradient_on_its_own_side_only(ratio: float, advantag
 def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -> LossInputs:
     """Of a step that is one micro-batch; what is not given is 0."""
     zeros = torch.zeros_like(logprobs.detach())
-    values = {name: zeros for name in ("entropies", "behaviour", "advantages", "reference", "recomputed")} | others
+    names = ("entropies", "behaviour", "advantages", "reference", "recomputed", "teacher")
+    values = {name: zeros for name in names} | others
     totals = Totals(tokens=len(logprobs), samples=len(lengths), budget=9)
     return LossInputs(logprobs=logprobs, lengths=torch.tensor(lengths), totals=totals, **values)
 
@@ -138,8 +141,14 @@ def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -
         Grpo(kl_coef=0.3, dual_clip=2.0, aggregate="sequence"),
         Grpo(kl_coef=0.3, kl_unbiased=True, kl_estimator="k2"),
         DrGrpo(kl_coef=0.3, kl_estimator="k1"),
+        Dapo(entropy_coef=0.1),
         Gspo(clip=(0.5, 0.5)),
         Sapo(),
+        Rloo(),
+        ReinforcePlusPlus(),
+        ReinforcePlusPlusBaseline(kl_coef=0.3),
+        Ppo(clip=(0.1, 0.3)),
+        Opd(teacher=Path("teacher"), aggregate="sequence"),
     ],
     ids=lambda config: config.name,
 )
@@ -250,7 +259,7 @@ def test_only_what_is_needed_is_asked_for() -> None:
     assert make_algorithm(ReinforcePlusPlus(entropy_coef=0.1, kl_coef=0.1)).needs == {"entropy", "reference"}
     assert make_algorithm(Ppo()).needs == {"values"}
     assert make_algorithm(Grpo(teacher=Path("t"))).needs == {"teacher"}
-    given = dataclasses.replace(inputs(torch.zeros(1), [1]), reference=None, recomputed=None)
+    given = dataclasses.replace(inputs(torch.zeros(1), [1]), reference=None, recomputed=None, teacher=None)
     for config in (Grpo(kl_coef=0.1), Grpo(behaviour="recomputed"), Opd(teacher=Path("t"))):
         with pytest.raises(ValueError, match=r"(kl_coef=0.1|recomputed|teacher).*got none"):
             make_algorithm(config).loss(given)

@@ -23,7 +23,7 @@ BENCHMARKS = (
     "file_ops",
     "algorithms",
     "simulate",
-    "megatron",
+    "trainers",
     "modes",
     "trl_accuracy",
     "endurance",

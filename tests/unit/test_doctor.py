@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import socket
 import struct
@@ -36,8 +37,14 @@ def of(checks: list[Check], what: str) -> Check:
 # --- files --------------------------------------------------------------------------------------------------------
 
 
-def test_this_file_system_can_hold_a_run(tmp_path: Path) -> None:
+def test_this_file_system_can_hold_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SLOW_FSYNC_S", math.inf)  # a disk may be busy with something else
     assert worst(files.semantics(tmp_path, trainer_processes=2)) == "ok"
+
+
+def test_a_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SLOW_FSYNC_S", 0.0)
+    assert of(files.semantics(tmp_path, trainer_processes=1), "fsync").verdict == "warning"
 
 
 @pytest.mark.parametrize(

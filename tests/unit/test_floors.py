@@ -17,7 +17,7 @@ PACKAGE = Path(relax_hpc.__file__).parent
 ROOT = PACKAGE.parent
 FLOORS = [
     {"recipe", "run_dir", "records", "registry", "telemetry"},
-    {"algorithms", "spool", "data", "experts"},
+    {"algorithms", "spool", "data", "huggingface"},
     {"engines", "trainers", "weights", "rewards", "environments", "checkpoint", "analysis", "tracking"},
     {"roles"},
     {"launch", "cli"},

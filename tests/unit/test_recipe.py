@@ -157,7 +157,11 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("algorithm={name='ppo', critic={rate=1}}", ["unknown key 'algorithm.critic.rate'", "learning_rate"]),
         ("scorer={scores=['teacher']}", ["scorer.scores has 'teacher'", "algorithm.teacher", "leave [scorer] out"]),
         ("scorer={scores=['reference', 'reference']}", ["names one model twice"]),
-        ("scorer={scores=['values']}", ["scorer.scores.0", "'reference' or 'teacher'"]),
+        ("scorer={scores=['values']}", ["scorer.scores.0", "'recomputed' or 'reference' or 'teacher'"]),
+        (
+            "scorer={scores=['recomputed']}",
+            ["of which algorithm.name = 'grpo' makes nothing", "behaviour = 'recomputed'"],
+        ),
         ("scorer.processes=2", ["'scorer.scores' is missing", "each one that the algorithm needs"]),
         ("critic={}", ["[critic] is for algorithm.name = 'ppo'", "it is 'grpo'", "leave the table out"]),
         ("algorithm={name='sft', group_size=4}", ["unknown key 'algorithm.group_size'", "aggregate"]),
@@ -190,6 +194,8 @@ def test_a_critic_of_its_own_has_what_it_needs(tiny: Path) -> None:
     split = "trainer={backend='megatron', processes=2, parallel={tensor=2}}"
     message = problem(tiny, critic, "algorithm={name='ppo'}", split)
     assert "divide critic.processes = 3: use a multiple of 2" in message
+    message = problem(tiny, "scorer={scores=['reference'], processes=3}", "algorithm={kl_coef=0.1}", split)
+    assert "divide scorer.processes = 3: use a multiple of 2" in message
 
 
 def test_an_outside_server_is_for_one_worker(tiny: Path) -> None:

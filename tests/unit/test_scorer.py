@@ -18,8 +18,7 @@ from relax_hpc.run_dir import RunDir, RunError, publish
 from relax_hpc.spool.column import DamagedColumn, encode, read_column
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.shard import Shard
-from relax_hpc.trainers.scoring import Frozen
-from relax_hpc.trainers.torch import TorchTrainer
+from relax_hpc.trainers import BACKENDS, fit, make_scoring, make_trainer
 from relax_hpc.weights import DamagedWeights, WeightsError, frozen
 from tests import tiny
 from tests.unit.test_intake import WORKER, Trainer, names, play
@@ -36,25 +35,38 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     return run
 
 
-def reference_of(trainer: TorchTrainer, rollouts: Rollouts) -> NDArray[np.float32]:
+def reference_of(trainer: Any, rollouts: Rollouts) -> NDArray[np.float32]:
+    if trainer.recipe.trainer.backend == "megatron":
+        from relax_hpc.trainers.megatron.cpu import supported
+
+        trainer._column = supported(trainer._column)
     return trainer._column("reference", rollouts, trainer.recipe.rollout.temperature, lambda: None)
 
 
-def test_a_scorer_says_what_the_trainers_own_reference_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scorer_says_what_the_trainers_own_reference_says(backend: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
+    trainer = {"backend": backend}
     rollouts = tiny.random_rollouts(24)
-    plain = tiny.recipe(algorithm=KL, rollout={"temperature": 0.7})
-    inside = TorchTrainer(plain, tiny.folder(plain, tmp_path), 0, 1)
+    plain = tiny.recipe(algorithm=KL, rollout={"temperature": 0.7}, trainer=trainer)
+    inside = make_trainer(plain, tiny.folder(plain, tmp_path), 0, 1)
     expected = reference_of(inside, rollouts)
     assert expected[rollouts.loss_mask == 1].std() > 0.5
     for budget in (16384, 40):
         scorer = {"scores": ["reference"], "tokens_per_micro_batch": budget}
-        recipe = tiny.recipe(algorithm=KL, rollout={"temperature": 0.7}, scorer=scorer)
-        assert TorchTrainer(recipe, tmp_path, 0, 1).reference is None, "the trainer holds none beside the scorer"
-        at = Frozen.at(recipe, tmp_path, torch.device("cpu"))
-        of = Frozen.of(recipe, tmp_path, dict(inside.export()), tmp_path, torch.device("cpu"))
-        for model in (at, of):
-            np.testing.assert_allclose(model.logprobs(rollouts), expected, atol=2e-6)
+        recipe = tiny.recipe(algorithm=KL, rollout={"temperature": 0.7}, scorer=scorer, trainer=trainer)
+        assert not make_trainer(recipe, tmp_path, 0, 1).reference, "the trainer holds none beside the scorer"
+        models = make_scoring(recipe, tmp_path, 0, 1)
+        models.hold("teacher", tmp_path)
+        models.take("reference", dict(inside.export()), tmp_path)
+        for name in ("teacher", "reference"):
+            np.testing.assert_allclose(models.logprobs(name, rollouts), expected, atol=2e-6)
+        other = {name: tensor * 1.1 for name, tensor in inside.export()}
+        models.take("reference", other, tmp_path)
+        assert np.abs(models.logprobs("reference", rollouts) - expected).max() > 0.1, "other weights are taken"
+        del other["model.norm.weight"]
+        with pytest.raises(RunError, match=r"model.norm.weight.*missing"):
+            models.take("reference", other, tmp_path)
 
 
 def column(shard: Shard, name: str = "reference", model: str = "m", first: float = -1.0) -> bytes:
@@ -193,3 +205,14 @@ def test_a_score_that_an_algorithm_of_ones_own_does_not_need_is_refused() -> Non
     own = {"name": "own", "factory": factory, "options": {"config": tiny.recipe().algorithm}}
     with pytest.raises(RunError, match=r"scorer.scores has 'reference'.*'own' needs nothing only: leave it out"):
         check_scores(tiny.recipe(algorithm=own, scorer={"scores": ["reference"]}))
+
+
+def test_a_scored_teacher_of_megatrons_is_refused_where_it_cannot_be_split(tmp_path: Path) -> None:
+    other = tiny.recipe(model={"heads": 3, "kv_heads": 3, "hidden_size": 48})
+    plan = {"backend": "megatron", "processes": 2, "parallel": {"tensor": 2}}
+    beside = {"scores": ["teacher"], "processes": 2}
+    recipe = tiny.recipe(
+        algorithm={"teacher": str(tiny.folder(other, tmp_path / "other"))}, trainer=plan, scorer=beside
+    )
+    with pytest.raises(RunError, match=r"algorithm.teacher = .*tensor = 2 must divide the model's 3 attention heads"):
+        fit.check(recipe, tiny.folder(recipe, tmp_path / "own"))

@@ -243,6 +243,18 @@ def test_a_critics_processes_are_one_step_on_a_node_of_the_trainers(tmp_path: Pa
     assert " ".join(beside_step(p, "critic")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
     said = f"# The critic's processes are started by: {' '.join(beside_step(p, 'critic'))} …"
     assert said in render(p, "leader").splitlines()
+    sets = (
+        "algorithm.kl_coef=0.1",
+        "scorer={scores=['reference'], processes=4}",
+        "trainer.backend=megatron",
+        "slurm.shape=split",
+    )
+    p = plan(tmp_path, "", *sets)
+    words = "--job-name=scorer --nodes=1 --ntasks=4 --cpus-per-task=1 --kill-on-bad-exit=1 --overcommit --overlap"
+    assert " ".join(beside_step(p, "scorer")) == f"srun {words} --cpu-bind=none", (
+        "under megatron they are one group too"
+    )
+    assert "# The scorer's processes are started by: srun" in render(p, "leader")
 
 
 def test_steps_of_het_and_elastic(tmp_path: Path) -> None:

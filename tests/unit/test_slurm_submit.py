@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import relax_hpc
 from relax_hpc.cli import app
 from relax_hpc.launch.slurm import queue_state, send
+from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, outside_job, reason_in_words
 from relax_hpc.launch.slurm.submit import preview, refuse_local_root, submit
@@ -267,6 +268,26 @@ def test_states_are_of_whole_jobs(bin_folder: Path) -> None:
         "9": Seen("GONE", ""),
     }
     assert Seen("COMPLETING", "").alive and not Seen("GONE", "").alive
+
+
+def test_who_waits_for_an_earlier_leader_is_no_successor(bin_folder: Path, recipe: Path, run: RunDir) -> None:
+    slurm = load_recipe(recipe).slurm
+    assert slurm is not None
+    for job, after in (
+        ("4", None),
+        ("7", "afterany:4"),
+        ("9", "afterany:4"),
+    ):  # 4 was cut off, and sent 9 when 7 led already
+        send.record(run, job, "leader", dependency=after)
+    program(bin_folder, "squeue", "echo '7|RUNNING|None'", "echo '9|PENDING|Dependency'")
+    program(bin_folder, "sbatch", "echo 11")
+    Chain(run, slurm, "7").queue_successor()
+    assert (send.jobs(run)[-1]["id"], send.jobs(run)[-1]["dependency"]) == ("11", "afterany:7")
+    program(bin_folder, "squeue", "echo '7|RUNNING|None'", "echo '9|COMPLETED|None'", "echo '11|PENDING|Dependency'")
+    program(bin_folder, "sbatch", "echo 12")
+    for job in ("7", "4"):  # it has one; and one that comes back late has had its own
+        Chain(run, slurm, job).queue_successor()
+    assert [job["id"] for job in send.jobs(run)] == ["4", "7", "9", "11"]
 
 
 def test_without_accounting_what_squeue_forgot_is_gone(bin_folder: Path) -> None:

@@ -126,7 +126,7 @@ def disk_directory(name: str) -> Path:
         raise SystemExit(
             f"'{folder}' is on {kind}, which keeps nothing: fsync costs nothing there; run from a checkout on a disk"
         )
-    return folder
+    return folder.resolve()  # strace names files so
 
 
 def peer_environment(name: str) -> Path:

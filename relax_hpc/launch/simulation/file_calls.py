@@ -14,9 +14,9 @@ from itertools import islice
 import numpy as np
 
 from relax_hpc.launch.status import LOOKED_AT
-from relax_hpc.spool.watch import LOOKS, backoff
+from relax_hpc.spool.watch import LOOKS, SHARED_PAUSE_S, backoff
 
-PER_ORDER = 159.5
+PER_ORDER = 160.0
 """Released, claimed, published, taken, with its share of a step's weights, ledger entry and metrics."""
 PER_LISTING = 6.0
 """A worker that waits lists `orders/open` anew after it changed."""
@@ -26,24 +26,24 @@ PER_WORKER_S = 0.45
 """A second: its heartbeat."""
 PER_LOOKED_AT_S = 2.05
 """A second: what the view of a run reads of a worker, of a few workers at a time."""
-PER_RUN_S = 19.3
+PER_RUN_S = 17.3
 """A second: the supervisor, its lease."""
 PAUSES = 400
 """More than a worker takes to look as rarely as it ever does."""
 
 
 @functools.lru_cache
-def pauses(workers: int) -> tuple[list[float], list[float]]:
-    """How long one of `workers` has waited before each of its pauses, and how long the pause is."""
-    each = list(islice(backoff(watchers=workers), PAUSES))
+def pauses(nodes: int) -> tuple[list[float], list[float]]:
+    """How long the one that looks for all who wait on its node has looked before each of its pauses, and how long the pause is."""
+    each = list(islice(backoff(last_s=SHARED_PAUSE_S, watchers=nodes), PAUSES))
     return np.concatenate([[0.0], np.cumsum(each)[:-1]]).tolist(), each
 
 
-def calls_per_second(workers: int, waiting: float, orders_s: float) -> float:
+def calls_per_second(workers: int, nodes: int, waiting: float, orders_s: float) -> float:
     """waiting: how many of the workers have nothing to do, on average. orders_s: orders a second."""
-    longest_s = pauses(workers)[1][-1]
-    pause_s = min(longest_s, waiting / orders_s / LOOKS) if orders_s else longest_s
-    looks = waiting / pause_s if waiting else 0.0
+    longest_s, looking = pauses(nodes)[1][-1], min(waiting, nodes)
+    pause_s = min(longest_s, looking / orders_s / LOOKS) if orders_s else longest_s
+    looks = looking / pause_s if looking else 0.0
     listings = looks * -math.expm1(-CHANGES * orders_s * pause_s)
     at_rest = PER_RUN_S + PER_WORKER_S * workers + PER_LOOKED_AT_S * min(workers, LOOKED_AT)
     return at_rest + PER_ORDER * orders_s + looks + PER_LISTING * listings

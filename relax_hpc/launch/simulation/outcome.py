@@ -77,6 +77,6 @@ def summarise(setup: Setup, mtbf_h: float | None, trace: Trace) -> Outcome:
         effective=1 - (trace.trainer_s["lost"] + trace.trainer_s["checkpoint"]) / wall,
         trainer_faults=trace.trainer_faults,
         node_faults=trace.node_faults,
-        file_calls_s=calls_per_second(setup.workers, idle * setup.workers, trace.orders_played / wall),
+        file_calls_s=calls_per_second(setup.workers, setup.nodes, idle * setup.workers, trace.orders_played / wall),
         wall_s=wall,
     )

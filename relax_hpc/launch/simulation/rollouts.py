@@ -125,18 +125,19 @@ class Rollouts:
         return found
 
     def call(self, count: int) -> None:
-        """Let the `count` workers look that look next; the later ones would find nothing."""
+        """Let the `count` workers look that look next; the later ones would find nothing. One of each node looks, and calls the next one."""
         if not self.waiting or not count:
             return
-        since, each = pauses(self.setup.workers)
-        waiting, now = list(self.waiting), self.env.now
-        pause = np.array([each[bisect.bisect_right(since, now - w.waits_since) - 1] for w in waiting])
-        delay = pause * self._look_rng.random(len(waiting))
-        for i in np.argsort(delay, kind="stable")[:count]:
-            worker = waiting[i]
+        since, each = pauses(self.setup.nodes)
+        lookouts: dict[int, float] = {}
+        for worker in self.waiting:  # those that wait longest come first
+            lookouts.setdefault(worker.node, self.env.now - worker.waits_since)
+        pause = np.array([each[bisect.bisect_right(since, waited) - 1] for waited in lookouts.values()])
+        delays = dict(zip(lookouts, (pause * self._look_rng.random(len(pause))).tolist(), strict=True))
+        for worker in sorted(self.waiting, key=lambda worker: delays[worker.node])[:count]:
             assert worker.wake is not None
             del self.waiting[worker]
-            worker.wake.succeed(float(delay[i]))
+            worker.wake.succeed(delays[worker.node])
 
     def _labour(self, worker: Worker) -> Work:
         while True:

@@ -18,13 +18,14 @@ from relax_hpc.launch.sizing.trainer import (
     checkpoint_bytes,
     micro_batches,
     replicas,
+    scorer_weights,
     trainer_memory,
 )
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.recipe import Recipe
 from relax_hpc.recipe.algorithm import OwnAlgorithm
 from relax_hpc.recipe.parallel import misfit
-from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY
+from relax_hpc.recipe.schema import CRITIC_KEY
 from relax_hpc.run_dir import RunError
 
 GIB = 2**30
@@ -292,12 +293,9 @@ def _assumed(recipe: Recipe, shape: Shape, asked: Asked) -> list[str]:
     if isinstance(recipe.algorithm, OwnAlgorithm):
         said.append("the algorithm of your own holds no reference model")
     if recipe.scorer is not None:
-        folder = recipe.models_beside.get(TEACHER_KEY)
-        shapes = {"reference": shape, "teacher": (shape_in(folder) if folder else None) or shape}
-        held = sum(parameters(shapes[name]).all for name in recipe.scored) * FLOAT
         said.append(
-            f"{recipe.scorer.processes} scorer processes hold {gib(held)} of weights each, on devices that no trainer process has or "
-            "beside one: not counted above"
+            f"{recipe.scorer.processes} scorer processes hold {gib(scorer_weights(recipe, shape))} of weights each, on devices that no trainer "
+            "process has or beside one: not counted above"
         )
     if recipe.critic is not None:
         folder = recipe.models_beside.get(CRITIC_KEY)

@@ -124,6 +124,17 @@ def trainer_memory(recipe: Recipe, shape: Shape, step: Step) -> list[TrainerMemo
     return [_megatron(recipe, shape, step, stage) for stage in range(recipe.trainer.parallel.pipeline)]
 
 
+def scorer_weights(recipe: Recipe, shape: Shape) -> float:
+    """Bytes that a scorer's process holds at most."""
+    folder, plan = recipe.models_beside.get(TEACHER_KEY), recipe.trainer.parallel
+    teacher = (shape_in(folder) if folder else None) or shape
+    models = [teacher if name == "teacher" else shape for name in recipe.scored]
+    if not recipe.scores_together:
+        return FLOAT * sum(parameters(model).all for model in models)
+    of_stages = (sum(stage_parameters(model, plan, stage).all for model in models) for stage in range(plan.pipeline))
+    return ELEMENT[recipe.trainer.dtype] * max(of_stages)
+
+
 def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
     """A checkpoint: weights, reference, AdamW's moments, those of a critic; the megatron backend keeps master weights beside its weights."""
     count, critic = parameters(shape).all, _critic(recipe, shape)

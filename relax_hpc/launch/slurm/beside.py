@@ -1,5 +1,5 @@
-"""Scorers and critic of a run on Slurm: an srun for each scorer and one for the critic's group, on the trainer's nodes beside its step, each started
-again on its own."""
+"""Scorers and critic of a run on Slurm: an srun for each scorer, and one for a group of them or the critic's, on the trainer's nodes beside its
+step, each started again on its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from relax_hpc.telemetry import read_beat
 
 @dataclass(slots=True)
 class One:
-    """A scorer, or the critic's group, over all its attempts."""
+    """A scorer, or a group, over all its attempts."""
 
     name: str
     options: list[str]
@@ -46,25 +46,23 @@ class StepBeside:
     ) -> None:
         """python: `srun … python`, with everything that comes before the module."""
         self._run, self._recipe, self._role, self._python, self._say = run, recipe, role, python, say
-        self.ones = self._scorers() if role == "scorer" else self._critic()
+        self.ones = self._group() if role == "critic" or recipe.scores_together else self._each()
         self.failure, self.suspect, self.fatal = "", "", False
         self._beats_read, self._asked = 0.0, False
 
-    def _scorers(self) -> list[One]:
-        names = names_beside(self._run, self._recipe, "scorer")
+    def _each(self) -> list[One]:
+        names = names_beside(self._run, self._recipe, self._role)
         nodes = self._recipe.trainer.nodes
         return [
             One(name, ["--rank", str(i)], [name], i % nodes, self._step(name), self._patience(), name)
             for i, name in enumerate(names)
         ]
 
-    def _critic(self) -> list[One]:
-        ranks = names_beside(self._run, self._recipe, "critic")
+    def _group(self) -> list[One]:
+        ranks, role = names_beside(self._run, self._recipe, self._role), self._role
         options = ["--slurm-task", "--world", str(len(ranks))]
-        last = self._recipe.trainer.nodes - 1  # scorers begin with the first
-        return (
-            [One("critic", options, ranks, last, self._step("critic"), self._patience(), "critic-%t")] if ranks else []
-        )
+        node = self._recipe.trainer.nodes - 1 if role == "critic" else 0
+        return [One(role, options, ranks, node, self._step(role), self._patience(), f"{role}-%t")] if ranks else []
 
     def _step(self, name: str) -> Step:
         return Step(self._run, f"srun-{name}")

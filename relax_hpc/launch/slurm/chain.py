@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from relax_hpc.launch.slurm.plan import KINDS, Kind
-from relax_hpc.launch.slurm.queue_state import WAITING, ask, cancel, job_state
+from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel, job_state
 from relax_hpc.launch.slurm.send import exclude, jobs, leaders, read_leaders, submit_script
 from relax_hpc.launch.supervisor import is_final, outcome_of
 from relax_hpc.recipe.slurm import Slurm
@@ -53,9 +53,9 @@ class Chain:
         """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count."""
         if self._slurm.restart != "chain":
             return
-        waiting = self._waiting("leader")
-        for _ in range(self._slurm.queue_ahead - len(waiting)):
-            waiting.append(self._submit(after=waiting[-1] if waiting else self.job))
+        successors = self._successors()
+        for _ in range(self._slurm.queue_ahead - len(successors)):
+            successors.append(self._submit(after=successors[-1] if successors else self.job))
 
     def end(self, outcome: dict[str, Any], warned: bool) -> None:
         """Cancel what waits when the run is over; have it go on when this job, not the run, came to its end.
@@ -152,6 +152,17 @@ class Chain:
             raise
         self._telemetry.metrics("queued", role="successor", job=job, after=after)
         return job
+
+    def _successors(self) -> list[str]:
+        """Leaders that begin when this one has ended, one after the other; or have begun, where it has. One that a leader before this one sent
+        while it was cut off is none: it waits for that one, begins at once, and leaves again."""
+        sent = [job for job in jobs(self._run) if job["kind"] == "leader" and job["dependency"]]
+        states = job_state([job["id"] for job in sent])
+        found = [self.job]
+        for job in sent:  # the oldest first
+            if job["dependency"].removeprefix("afterany:") in found and states[job["id"]] in {None, *ALIVE}:
+                found.append(job["id"])
+        return found[1:]
 
     def _waiting(self, *kinds: Kind) -> list[str]:
         ids = [job["id"] for job in jobs(self._run) if job["kind"] in kinds and job["id"] != self.job]

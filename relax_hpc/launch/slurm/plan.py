@@ -42,6 +42,17 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """The processes of a role that has steps of its own."""
+
+    processes: int
+    threads: int
+    takes_gpus: bool
+    together: bool
+    """Whether they are one group, and one step; else each is a step of its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A run on a cluster."""
 
@@ -55,7 +66,7 @@ class Plan:
     """Whether both groups use the same devices one after the other."""
     plays: bool
     """Whether there is anything for rollout nodes to do; else the trainer's job is all of the run, as if the shape were split."""
-    beside: dict[BesideName, Scorer | CriticRole]
+    beside: dict[BesideName, Beside]
     """Those that the run has."""
 
     @property
@@ -88,7 +99,10 @@ def make_plan(recipe: Recipe) -> Plan:
             "the defaults: two jobs of an hour), or a site profile, or --set slurm.partition=NAME"
         )
     trainer, rollout = recipe.trainer, recipe.rollout
-    beside: dict[BesideName, Scorer | CriticRole | None] = {"scorer": recipe.scorer, "critic": recipe.critic}
+    roles: dict[BesideName, tuple[Scorer | CriticRole | None, bool]] = {
+        "scorer": (recipe.scorer, recipe.scores_together),
+        "critic": (recipe.critic, True),
+    }
     return Plan(
         recipe.run.name,
         recipe.run.root,
@@ -97,7 +111,11 @@ def make_plan(recipe: Recipe) -> Plan:
         Group("rollout", rollout.nodes, rollout.workers // rollout.nodes, recipe.slurm.group("rollout")),
         recipe.run.placement == "colocate",
         recipe.plays,
-        {name: config for name, config in beside.items() if config is not None},
+        {
+            name: Beside(config.processes, config.threads, config.device != "cpu", together)
+            for name, (config, together) in roles.items()
+            if config is not None
+        },
     )
 
 

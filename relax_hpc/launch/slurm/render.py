@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relax_hpc.launch.slurm.plan import BesideName, Group, Kind, Plan, gres_text
+from relax_hpc.launch.slurm.plan import Group, Kind, Plan, gres_text
 from relax_hpc.launch.slurm.steps import beside_step, job_python, rollout_step, trainer_step
 
 MODULE = "relax_hpc.launch.batch"
@@ -73,8 +73,9 @@ def _head(plan: Plan, kind: Kind, by_hand: ByHand | None) -> list[str]:
     if kind == "leader":
         lines += [f"# Trainer processes are started by: {shlex.join(trainer_step(plan))} …"]
     if kind == "leader":
-        said: dict[BesideName, str] = {"scorer": "A scorer is", "critic": "The critic's processes are"}
-        lines += [f"# {said[name]} started by: {shlex.join(beside_step(plan, name))} …" for name in plan.beside]
+        for name, role in plan.beside.items():
+            who = f"The {name}'s processes are" if role.together else f"A {name} is"
+            lines += [f"# {who} started by: {shlex.join(beside_step(plan, name))} …"]
     if kind != "leader" or plan.slurm.shape != "split":
         lines += [f"# Rollout agents are started by: {shlex.join(rollout_step(plan, elastic=kind == 'elastic'))} …"]
     return lines

@@ -2,7 +2,7 @@
 
     trainer  one task a process, all end when one does
     rollout  one task a node: the agent, which starts that node's workers and outlives them
-      scorer   one task on a node of the trainer's, which shares what that has
+    scorer   one task on a node of the trainer's, which shares what that has; under megatron as the critic's
     critic   its tasks on a node of the trainer's, likewise; all end when one does
 
 Everything is said on the command line. What sbatch leaves in the environment describes the first component of a
@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from relax_hpc.launch.slurm.plan import BesideName, Group, Plan, gres_text
-from relax_hpc.recipe.critic import CriticRole
 from relax_hpc.recipe.slurm import Apptainer, Pyxis, gpu_count
 
 TRAINER_COMPONENT, ROLLOUT_COMPONENT = "0", "1"
@@ -44,22 +43,22 @@ def rollout_step(plan: Plan, *, elastic: bool = False) -> list[str]:
 
 
 def beside_step(plan: Plan, name: BesideName) -> list[str]:
-    """The same for one scorer, or the critic's group. --overlap: it shares CPUs, memory and GPUs with the trainer's step, and no step waits
-    for another."""
+    """The same for one scorer, or a group of them, or the critic's. --overlap: it shares CPUs, memory and GPUs with the trainer's step, and no
+    step waits for another."""
     # --overcommit: the trainer's CPUs may be fewer than these tasks.
-    config = plan.beside[name]
+    role = plan.beside[name]
     group, single = plan.trainer, plan.slurm.shape == "single"
     held = group.asks.cpus_per_task and group.asks.cpus_per_task * group.per_node
-    tasks = config.processes if isinstance(config, CriticRole) else 1
-    cpus = min(config.threads, max(held // tasks, 1)) if held else config.threads
+    tasks = role.processes if role.together else 1
+    cpus = min(role.threads, max(held // tasks, 1)) if held else role.threads
     component = [f"--het-group={TRAINER_COMPONENT}"] if plan.slurm.shape == "het" else []
     gpus = []
     if group.has_gpus or (single and plan.rollout.has_gpus):
-        takes = group.has_gpus and config.device != "cpu"
+        takes = group.has_gpus and role.takes_gpus
         gpus = [f"--gres={gres_text(group.node_gres) if takes else 'none'}"]
     return [
         "srun", *component, f"--job-name={name}", "--nodes=1", f"--ntasks={tasks}", f"--cpus-per-task={cpus}",
-        *(["--kill-on-bad-exit=1", "--overcommit"] if name == "critic" else []), "--overlap",
+        *(["--kill-on-bad-exit=1", "--overcommit"] if role.together else []), "--overlap",
         *(["--mem=0"] if single else []), *gpus, f"--cpu-bind={plan.slurm.cpu_bind or 'none'}", *container(plan, group),
     ]  # fmt: skip
 

@@ -18,6 +18,7 @@ warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor tha
 logging.getLogger("megatron").setLevel(logging.WARNING)  # it writes its whole configuration, on every process
 with support(megatron=False):
     from relax_hpc.trainers.megatron.critic import MegatronCritic
+    from relax_hpc.trainers.megatron.scoring import MegatronScoring
     from relax_hpc.trainers.megatron.trainer import MegatronTrainer
 
-__all__ = ["MegatronCritic", "MegatronTrainer"]
+__all__ = ["MegatronCritic", "MegatronScoring", "MegatronTrainer"]

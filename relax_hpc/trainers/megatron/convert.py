@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from relax_hpc.recipe.trainer import Trainer
 from relax_hpc.run_dir import RunError, to_json, write_file
 from relax_hpc.trainers import fit, state_files
-from relax_hpc.trainers.build import SMALL_FILES
+from relax_hpc.trainers.build import SMALL_FILES, files_of
 from relax_hpc.trainers.megatron import groups, moments, state, weights
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.model import build, transformer_config
@@ -103,7 +103,7 @@ def _config(folder: Path) -> Any:
 
 def _dtype(folder: Path) -> torch.dtype:
     """Of the weights; those of one model have one."""
-    name, path = next(iter(weights.files_of(folder).items()))
+    name, path = next(iter(files_of(folder).items()))
     with safe_open(path, framework="pt") as file:
         dtype: torch.dtype = file.get_tensor(name).dtype
         return dtype

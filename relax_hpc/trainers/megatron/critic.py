@@ -14,8 +14,9 @@ from relax_hpc.records import Rollouts
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Critic
-from relax_hpc.trainers.megatron.learners import Learners, device_of
+from relax_hpc.trainers.megatron.learners import Learners
 from relax_hpc.trainers.megatron.learning import Learning
+from relax_hpc.trainers.megatron.split import device_of
 from relax_hpc.trainers.update import CriticUpdating
 
 

@@ -26,9 +26,10 @@ from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.host_copies import HostCopies
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Critic, Policy
-from relax_hpc.trainers.megatron.learners import Learners, device_of
+from relax_hpc.trainers.megatron.learners import Learners
 from relax_hpc.trainers.megatron.learning import Learning
 from relax_hpc.trainers.megatron.model import build, transformer_config
+from relax_hpc.trainers.megatron.split import device_of
 from relax_hpc.trainers.token_loss import needs_reference
 from relax_hpc.trainers.update import PolicyUpdating
 

@@ -1,13 +1,14 @@
-"""Weights between a Hugging Face folder, the processes' shards, and the transport: no process ever holds the whole model.
+"""Weights between a Hugging Face folder, the processes' shards, and the transport: no process of a trainer ever holds the whole model.
 
 fill     every process reads its own shards from the safetensors files
+take     the same from a version's tensors, which are mapped from files, or came by broadcast
 export   shards ──a bucket at a time──► process 0 ──joined──► (Hugging Face name, tensor)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,10 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.nn import Parameter
 
-from relax_hpc.run_dir import RunError, read_json
+from relax_hpc.run_dir import RunError
+from relax_hpc.trainers.build import files_of
 from relax_hpc.trainers.megatron.head import Critic, Policy
-from relax_hpc.trainers.megatron.weight_names import Part, part_of
+from relax_hpc.trainers.megatron.weight_names import Part, Reader, part_of
 
 BUCKET_BYTES = 256 * 2**20
 """Weights on their way to process 0 at once."""
@@ -47,17 +49,10 @@ def parts(chunks: Iterable[Policy], groups: ProcessGroupCollection) -> Held:
     return held
 
 
-@torch.no_grad()
 def fill(chunks: list[Policy], folder: Path, model: Any, groups: ProcessGroupCollection) -> None:
     """Read this process's shards from the safetensors in `folder`. Raises RunError where they do not fill the model."""
     files = files_of(folder)
     opened: dict[Path, Any] = {}
-    held = parts(chunks, groups)
-    absent = sorted({name for part in held for name in part.names if name not in files})
-    if absent:
-        raise RunError(
-            f"the weights in '{folder}' do not fill its config.json: {absent[:3]} ({len(absent)} in all) are missing"
-        )
 
     def read(name: str) -> Any:
         path = files[name]
@@ -65,6 +60,45 @@ def fill(chunks: list[Policy], folder: Path, model: Any, groups: ProcessGroupCol
             opened[path] = safe_open(path, framework="pt")
         return opened[path].get_slice(name)
 
+    _fill(chunks, files, read, folder, model, groups)
+
+
+def take(
+    chunks: list[Policy], tensors: Mapping[str, Tensor], where: Path, model: Any, groups: ProcessGroupCollection
+) -> None:
+    """The same from a version's tensors, which `where` has."""
+    _fill(chunks, tensors, lambda name: _InMemory(tensors[name]), where, model, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _InMemory:
+    """A tensor that is read as a safetensors file's are."""
+
+    tensor: Tensor
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+
+@torch.no_grad()
+def _fill(
+    chunks: list[Policy],
+    names: Container[str],
+    read: Reader,
+    folder: Path,
+    model: Any,
+    groups: ProcessGroupCollection,
+) -> None:
+    """names: those that `read` knows."""
+    held = parts(chunks, groups)
+    absent = sorted({name for part in held for name in part.names if name not in names})
+    if absent:
+        raise RunError(
+            f"the weights in '{folder}' do not fill its config.json: {absent[:3]} ({len(absent)} in all) are missing"
+        )
     for part, parameter in held.items():
         group = groups.expt_tp if part.expert else groups.tp
         shard = part.cut(read, group.rank(), group.size(), model)
@@ -87,18 +121,6 @@ def _copy_tied(chunks: list[Policy], groups: ProcessGroupCollection) -> None:
             if not chunk.pre_process:
                 weight.zero_()
             dist.all_reduce(weight, group=groups.embd)
-
-
-def files_of(folder: Path) -> dict[str, Path]:
-    """Which file has a tensor."""
-    index = read_json(folder / "model.safetensors.index.json")
-    if index is not None:
-        return {name: folder / file for name, file in index["weight_map"].items()}
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        raise RunError(f"no model can be loaded from '{folder}': it has no model.safetensors and no index of several")
-    with safe_open(path, framework="pt") as file:
-        return dict.fromkeys(file.keys(), path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.remove(str(Path(__file__).resolve().parent))  # this file is not what `import megatron` means
 
 import numpy as np
 import torch

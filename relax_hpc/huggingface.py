@@ -1,4 +1,4 @@
-"""Experts' weights: transformers holds one tensor for all experts of a layer, files and inference engines have one each."""
+"""Models of transformers as engines and trainers hold them: made without drawing weights that are to be replaced, experts one by one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 APART = {"qwen2_moe", "qwen3_moe"}
-"""Model types whose experts are one by one in files, [out, in] like any linear layer."""
+"""Model types whose experts are one by one in files, [out, in] like any linear layer; transformers has one tensor for all of a layer."""
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def unfilled(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A causal model whose weights are whatever was in memory, tied where they are to be: for those who fill all of them."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():  # seconds for a billion parameters, minutes for more
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.tie_weights()
+    return model
 
 
 def one_by_one(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
