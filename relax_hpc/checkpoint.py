@@ -1,9 +1,9 @@
 """Checkpoints: a folder that is renamed into place when everything in it is on disk; the DONE marker is its last file.
 
 CHECKPOINTS/step-00000100/
-  model.safetensors optimizer.safetensors rng.safetensors   the trainer's (no pickle: the directory is shared), or
-  .metadata __RANK_N.distcp common.pt rng.safetensors       Megatron's (an index that is read as data alone)
-  state.json                                                step, lineage, the book of orders, the prompt cursor
+  model.safetensors optimizer-N.safetensors rng.safetensors   the trainer's (no pickle: the directory is shared), or
+  .metadata __RANK_N.distcp common.pt rng.safetensors         Megatron's (an index that is read as data alone)
+  state.json                                                  step, lineage, the book of orders, the prompt cursor
   DONE
 """
 
@@ -15,6 +15,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from relax_hpc import read_ahead
 from relax_hpc.run_dir import RunDir, sync_folder, to_json, write_file
 
 
@@ -56,6 +57,13 @@ def newest(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
         return None
     folder = run.checkpoint(done[-1])
     return folder, json.loads((folder / "state.json").read_bytes())
+
+
+def begin_reading(run: RunDir) -> None:
+    """Read the newest checkpoint's optimizers in threads, for a process that is still importing what will load them."""
+    done = run.checkpoint_steps()
+    if done:
+        read_ahead.begin(list(run.checkpoint(done[-1]).glob("*optimizer-*.safetensors")))
 
 
 def rotate(run: RunDir, via: Path, keep: int) -> int:

@@ -13,13 +13,16 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
+from relax_hpc import checkpoint
 from relax_hpc.recipe import RecipeError
 from relax_hpc.registry import RegistryError
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
 ROLES = ("trainer", "rollout", "scorer", "critic")
+LEARNS = ("trainer", "critic")
+"""Roles that have checkpoints."""
 PIPE_BYTES = 4096
 """What a pipe takes whole, without anybody reading."""
 
@@ -67,6 +70,8 @@ def run(process: RoleProcess, role: str) -> Exit:
     # For libraries that are not asked by torch.set_num_threads.
     os.environ["OMP_NUM_THREADS"] = str(getattr(process.recipe, role).threads)
     process.caches.warm()
+    if role in LEARNS:
+        checkpoint.begin_reading(process.run if role == "trainer" else RunDir(process.run.critic))
     try:
         gc.disable()  # see launch/nursery.py
         module = importlib.import_module(f"relax_hpc.roles.{role}")

@@ -1,17 +1,19 @@
 """The trainer's state as safetensors, never pickle: a checkpoint is data, and data must not be able to run.
 
-model.safetensors      float32 master weights, tied ones once
-optimizer.safetensors  "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" of AdamW; empty before its first step
-reference.safetensors  the frozen reference's weights, where one is held
-critic.safetensors     and critic_optimizer.safetensors: the same two of a critic, where there is one
-rng.safetensors        "RANK/cpu" and "RANK/cuda": random states, uint8
+model.safetensors        float32 master weights, tied ones once
+optimizer-N.safetensors  "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" of AdamW, in a few files; empty before its first step
+reference.safetensors    the frozen reference's weights, where one is held
+critic.safetensors       and critic_optimizer-N.safetensors: the same of a critic, where there is one
+rng.safetensors          "RANK/cpu" and "RANK/cuda": random states, uint8
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -19,12 +21,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
 
+from relax_hpc import read_ahead, tensor_files
 from relax_hpc.run_dir import RunError
 
-MODEL, OPTIMIZER, REFERENCE, RNG = (f"{n}.safetensors" for n in ("model", "optimizer", "reference", "rng"))
-CRITIC, CRITIC_OPTIMIZER = (f"{n}.safetensors" for n in ("critic", "critic_optimizer"))
+MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
+OPTIMIZER, CRITIC_OPTIMIZER = "optimizer", "critic_optimizer"
+PARTS = 4
+"""Files of an optimizer, and threads that read and write: memory that is touched for the first time costs more than what is copied there."""
 SHOWN = 3
 """Differences that an error names."""
+
+T = TypeVar("T")
+INCOMPLETE = "checkpoint has no '{}': it is incomplete or of another trainer backend"
+UNREADABLE = "'{}' cannot be read: {}; go back to an older checkpoint"
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -38,30 +47,77 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
         os.close(handle)
 
 
+def write_all(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write these files into `folder` and onto the disk, several at once."""
+    _in_threads(lambda name: write(folder / name, files[name]), files)
+
+
+def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """PARTS files of about as many bytes each."""
+    parts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]
+    sizes = [0] * PARTS
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
+        least = sizes.index(min(sizes))
+        parts[least][name] = tensor
+        sizes[least] += tensor.nbytes
+    return dict(zip(part_names(stem), parts, strict=True))
+
+
+def part_names(stem: str) -> list[str]:
+    return [f"{stem}-{number}.safetensors" for number in range(PARTS)]
+
+
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors in `path`, on the CPU. Raises RunError when it is missing or torn."""
+    """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError when it is missing or torn."""
     try:
         return load_file(path)
     except FileNotFoundError:
-        raise RunError(f"checkpoint has no '{path}': it is incomplete or of another trainer backend") from None
+        raise RunError(INCOMPLETE.format(path)) from None
     except SafetensorError as error:
-        raise RunError(f"'{path}' cannot be read: {error}; go back to an older checkpoint") from error
+        raise RunError(UNREADABLE.format(path, error)) from error
+
+
+def read_parts(folder: Path, stem: str) -> dict[str, Tensor]:
+    """The tensors of all files of `stem`, in memory that is ours to keep and to change. Raises RunError like `read`."""
+    found: dict[str, Tensor] = {}
+    for part in _in_threads(lambda name: _in_memory(folder / name), part_names(stem)):
+        found |= part
+    return found
+
+
+def _in_memory(path: Path) -> dict[str, Tensor]:
+    # Not mapped: each page that AdamW writes of a mapped file is copied then, one by one, in its first step.
+    try:
+        return tensor_files.views(torch.frombuffer(read_ahead.contents(path), dtype=torch.uint8))
+    except FileNotFoundError:
+        raise RunError(INCOMPLETE.format(path)) from None
+    except (OSError, ValueError) as error:
+        raise RunError(UNREADABLE.format(path, error)) from error
 
 
 def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Copy `tensors` into `own`. Raises RunError, before anything is copied, when names or shapes differ."""
-    differences = [f"'{n}' is missing in the checkpoint" for n in own if n not in tensors]
-    differences += [f"'{n}' is not in the model" for n in tensors if n not in own]
+    _compare({name: tensor.shape for name, tensor in own.items()}, tensors, path)
+    _in_threads(lambda name: own[name].copy_(tensors[name]), own)
+
+
+def _compare(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Raises RunError unless `tensors` have these names and shapes."""
+    differences = [f"'{n}' is missing in the checkpoint" for n in shapes if n not in tensors]
+    differences += [f"'{n}' is not in the model" for n in tensors if n not in shapes]
     differences += [
-        f"'{n}' is {list(tensors[n].shape)} in the checkpoint and {list(t.shape)} in the model"
-        for n, t in own.items()
-        if n in tensors and tensors[n].shape != t.shape
+        f"'{n}' is {list(tensors[n].shape)} in the checkpoint and {list(shape)} in the model"
+        for n, shape in shapes.items()
+        if n in tensors and tensors[n].shape != shape
     ]
     if differences:
         raise RunError(f"'{path}' is of another model: {shown(differences)}")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+
+
+def _in_threads(work: Callable[[str], T], names: Iterable[str]) -> list[T]:
+    """`work` for each name, without gradients, which each thread has to say for itself."""
+    with ThreadPoolExecutor(PARTS, "checkpoint") as pool:
+        return list(pool.map(torch.no_grad()(work), names))
 
 
 def shown(differences: list[str]) -> str:
@@ -75,16 +131,17 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 
 
 def fill_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter], tensors: Mapping[str, Tensor], path: Path
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter], folder: Path, stem: str
 ) -> None:
-    """Give `optimizer` the state in `tensors`. Raises RunError when it belongs to other parameters."""
+    """Give `optimizer` the state in `folder`. Raises RunError when it belongs to other parameters, or is not whole."""
     state: dict[str, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
+    for key, value in read_parts(folder, stem).items():
         kind, _, name = key.partition("/")
         state.setdefault(name, {})[kind] = value
-    moments = {n: s["exp_avg"] for n, s in state.items() if "exp_avg" in s}
     if state:
-        fill({n: torch.empty(p.shape) for n, p in parameters.items()}, moments, path)
+        moments = {n: s["exp_avg"] for n, s in state.items() if "exp_avg" in s}
+        shapes = {name: parameter.shape for name, parameter in parameters.items()}
+        _compare(shapes, moments, folder / f"{stem}-*.safetensors")
     optimizer.state.clear()
     for name, entries in state.items():
         parameter = parameters[name]

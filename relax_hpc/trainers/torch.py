@@ -94,20 +94,20 @@ class _Learners(_Models, Updating):
         for other in self._gather(states)[1:]:
             states |= other
         if self.rank == 0:
-            for file, tensors in self._models().items():
-                state_files.write(folder / file, tensors)
-            for file, learning in self._optimizers().items():
+            files = {**self._models(), state_files.RNG: states}
+            for stem, learning in self._optimizers().items():
                 moments = state_files.optimizer_tensors(learning.optimizer, learning.parameters)
-                state_files.write(folder / file, moments)
-            state_files.write(folder / state_files.RNG, states)
+                files |= state_files.in_parts(stem, moments)
+            state_files.write_all(folder, files)
         if self.world > 1:
             dist.barrier()
 
     def _models(self) -> dict[str, dict[str, Tensor]]:
-        """The weights that change, by the file that they are kept in."""
+        """The weights that a checkpoint holds, by their file."""
         return {state_files.CRITIC: self._critic.state_dict()} if "critic" in self.learning else {}
 
     def _optimizers(self) -> dict[str, Learning]:
+        """By the stem of their files."""
         files: dict[Learner, str] = {"policy": state_files.OPTIMIZER, "critic": state_files.CRITIC_OPTIMIZER}
         return {files[learner]: learning for learner, learning in self.learning.items()}
 
@@ -190,9 +190,9 @@ class TorchTrainer(_Learners, PolicyUpdating):
         for path, tensors in ((folder / file, tensors) for file, tensors in self._models().items()):
             if path.exists():
                 state_files.fill(tensors, state_files.read(path), path)
-        for path, learning in ((folder / file, learning) for file, learning in self._optimizers().items()):
-            if path.exists() or path.name == state_files.OPTIMIZER:
-                state_files.fill_optimizer(learning.optimizer, learning.parameters, state_files.read(path), path)
+        for stem, learning in self._optimizers().items():
+            if stem == state_files.OPTIMIZER or (folder / state_files.part_names(stem)[0]).exists():
+                state_files.fill_optimizer(learning.optimizer, learning.parameters, folder, stem)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
     def _held(self) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
@@ -238,13 +238,9 @@ class TorchCritic(_Learners, CriticUpdating):
         self.learning["critic"] = Learning(Critic(body).to(self.device).eval(), recipe.trainer)
 
     def load(self, folder: Path) -> None:
-        learning, model, moments = (
-            self.learning["critic"],
-            folder / state_files.CRITIC,
-            folder / state_files.CRITIC_OPTIMIZER,
-        )
+        learning, model = self.learning["critic"], folder / state_files.CRITIC
         state_files.fill(self._critic.state_dict(), state_files.read(model), model)
-        state_files.fill_optimizer(learning.optimizer, learning.parameters, state_files.read(moments), moments)
+        state_files.fill_optimizer(learning.optimizer, learning.parameters, folder, state_files.CRITIC_OPTIMIZER)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
     def _column(

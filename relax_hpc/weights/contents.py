@@ -11,20 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
 
+from relax_hpc.tensor_files import DTYPES, NAMES, as_bytes
 from relax_hpc.weights.base import DamagedWeights
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
-    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "BOOL": torch.bool,
-}  # fmt: skip
-"""By the names that safetensors gives them."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +33,6 @@ class Entry:
 
 Contents = dict[str, Entry]
 """By the tensors' names."""
-
-
-def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
-    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return flat
 
 
 def entry(tensor: Tensor) -> Entry:

@@ -17,11 +17,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import relax_hpc.weights.delta as delta
+from relax_hpc import tensor_files
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.watch import FolderWatch
 from relax_hpc.weights.base import Export, Fetched, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry
-from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name, write_part
+from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name
 from relax_hpc.weights.stored import NodeCopies, bases, chain, files, read
 from relax_hpc.weights.versions import Manifest, Versions, expected, latest, name_of, number_of, tensors_path
 
@@ -122,10 +123,10 @@ class FilePublisher:
             staged.contents.update({key: entry(tensor) for key, tensor in part})
             out = part if held is None else [c for key, t in part for c in delta.encode(key, held.get(key), t)]
             if out:
-                sizes[name] = write_part(staged.folder / name, out, durable=True)
+                sizes[name] = tensor_files.write(staged.folder / name, out, durable=True)
             if staged.copy:
                 with contextlib.suppress(OSError):  # no room in memory: the copy lacks a part, and gets no name
-                    copied[name] = write_part(staged.copy / name, part, durable=False)
+                    copied[name] = tensor_files.write(staged.copy / name, part, durable=False)
 
         try:
             parts = len(in_threads(export(), work, self._bucket_bytes, progress))

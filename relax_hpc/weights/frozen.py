@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from relax_hpc import tensor_files
 from relax_hpc.run_dir import RunDir, read_json, sync_folder, write_file
 from relax_hpc.weights.base import DamagedWeights, Export, Progress, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry, from_plain, to_plain
@@ -30,7 +31,6 @@ from relax_hpc.weights.parts import (
     read_index,
     read_parts,
     verify,
-    write_part,
 )
 
 CONTENTS = "contents.json"
@@ -45,7 +45,7 @@ def keep(run: RunDir, via: Path, export: Export, progress: Progress = lambda: No
 
     def work(number: int, part: Named) -> int:
         contents.update({name: entry(tensor) for name, tensor in part})
-        return write_part(staged / part_name(number), part, durable=True)
+        return tensor_files.write(staged / part_name(number), part, durable=True)
 
     try:
         sizes = in_threads(export(), work, BUCKET_BYTES, progress)

@@ -32,7 +32,7 @@ import numpy as np
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
-from relax_hpc.weights.contents import as_bytes
+from relax_hpc.tensor_files import as_bytes
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
 from relax_hpc.weights.mpi_process import MESSAGE_BYTES, SLOT_BYTES, SLOTS
 from relax_hpc.weights.wire import IDLE_S, GroupError

@@ -6,10 +6,7 @@ FOLDER/index.json                 the version's checksum, the parts with their s
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import struct
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -18,14 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from relax_hpc import tensor_files
 from relax_hpc.run_dir import read_json, sync_folder, to_json, write_file
 from relax_hpc.weights.base import DamagedWeights, Progress, WeightsError
-from relax_hpc.weights.contents import DTYPES, NAMES, Contents, Entry, as_bytes, buckets, compare, entry
+from relax_hpc.weights.contents import Contents, Entry, buckets, compare, entry
 
 THREADS = 4
 BUCKET_BYTES = 256 << 20
-ALIGNMENT = 8
-"""Of the data in a safetensors file, by its specification."""
 PROGRESS_S = 1.0
 
 Named = list[tuple[str, Tensor]]
@@ -75,22 +71,6 @@ def part_name(number: int) -> str:
     return f"part-{number:04d}.safetensors"
 
 
-def write_part(path: Path, tensors: Named, *, durable: bool) -> int:
-    """Write a safetensors file straight from the tensors' memory; its bytes."""
-    # Wide types first: every tensor is aligned to its own width then.
-    arranged = sorted(tensors, key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
-    header: dict[str, Any] = {}
-    begin = 0
-    for name, tensor in arranged:
-        end = begin + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
-    write_file(path, [struct.pack("<Q", len(text)) + text, *(as_bytes(t).data for _, t in arranged)], durable=durable)
-    return 8 + len(text) + begin
-
-
 def read_part(path: Path, size: int) -> dict[str, Tensor]:
     """The tensors of a part, mapped privately. Raises DamagedWeights where it is no such file."""
     try:
@@ -99,20 +79,11 @@ def read_part(path: Path, size: int) -> dict[str, Tensor]:
             raise DamagedWeights(
                 f"'{path}' has {there} bytes, {size} were written (a checksum of it cannot be right): refused"
             )
-        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        (length,) = struct.unpack("<Q", bytes(data[:8].tolist()))
-        header = json.loads(as_bytes(data[8 : 8 + length]).tobytes())
-        found = {}
-        for name, about in header.items():
-            dtype, (begin, end) = DTYPES[about["dtype"]], about["data_offsets"]
-            if end - begin != math.prod(about["shape"]) * dtype.itemsize:
-                raise ValueError(f"tensor '{name}'")
-            found[name] = data[8 + length + begin : 8 + length + end].view(dtype).reshape(about["shape"])
-    except (ValueError, KeyError, TypeError, RuntimeError, IndexError, struct.error) as error:
+        return tensor_files.views(torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8))
+    except (ValueError, RuntimeError) as error:
         raise DamagedWeights(
             f"'{path}' is no safetensors file ({error}); its checksum cannot be right: refused"
         ) from error
-    return found
 
 
 def finish(

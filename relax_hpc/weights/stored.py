@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 import relax_hpc.weights.delta as delta
+from relax_hpc import tensor_files
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.spool.front import of_run
 from relax_hpc.weights.base import DamagedWeights, Progress, Version, WeightsError
@@ -31,7 +32,6 @@ from relax_hpc.weights.parts import (
     read_index,
     read_parts,
     verify,
-    write_part,
 )
 from relax_hpc.weights.versions import expected, name_of, number_of, tensors_path
 
@@ -199,7 +199,7 @@ class NodeCopies:
         """Copy a version here; the copy, verified. Raises OSError where there is no room."""
         staged = self.stage()
         try:
-            work = lambda number, part: write_part(staged / part_name(number), part, durable=False)
+            work = lambda number, part: tensor_files.write(staged / part_name(number), part, durable=False)
             sizes = in_threads(tensors.items(), work, BUCKET_BYTES, progress)
             finish(staged, {part_name(i): size for i, size in enumerate(sizes)}, version.checksum, durable=False)
             copy = read_parts(staged, read_index(staged, version.checksum))  # a mapping outlives the name

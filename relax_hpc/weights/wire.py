@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from relax_hpc.tensor_files import DTYPES, NAMES, as_bytes
 from relax_hpc.weights.base import Export, Progress
-from relax_hpc.weights.contents import DTYPES, NAMES, Contents, Entry, as_bytes, entry
+from relax_hpc.weights.contents import Contents, Entry, entry
 from relax_hpc.weights.parts import Named, in_threads
 
 SEGMENT_BYTES = 2 << 20

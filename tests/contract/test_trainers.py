@@ -534,7 +534,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_one_without_reference_or_critic(tmp_
     assert identical(weights(trainer), weights(forked))
     metrics = forked.step(rollouts, algorithm, 1)
     assert metrics["reference_kl"] < 1e-9 and metrics["value_mean"] == 0 and metrics["skipped"] == 0
-    (saved / "optimizer.safetensors").unlink()
+    (saved / "optimizer-2.safetensors").unlink()
     with pytest.raises(RunError, match="incomplete"):
         forked.load(saved)
 

@@ -16,8 +16,8 @@ import relax_hpc
 PACKAGE = Path(relax_hpc.__file__).parent
 ROOT = PACKAGE.parent
 FLOORS = [
-    {"recipe", "run_dir", "records", "registry", "telemetry"},
-    {"algorithms", "spool", "data", "huggingface"},
+    {"recipe", "run_dir", "records", "registry", "telemetry", "read_ahead"},
+    {"algorithms", "spool", "data", "huggingface", "tensor_files"},
     {"engines", "trainers", "weights", "rewards", "environments", "checkpoint", "analysis", "tracking"},
     {"roles"},
     {"launch", "cli"},

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, read_json, replace, to_json
+from relax_hpc.tensor_files import as_bytes
 from relax_hpc.weights import DamagedWeights, FilePublisher, FileReceiver, Version, delta
-from relax_hpc.weights.contents import as_bytes, checksum
+from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.parts import digest, in_threads
 from relax_hpc.weights.versions import tensors_path
 

@@ -48,11 +48,13 @@ signal_lead_s = 30
 max_jobs = 10000
 [slurm.trainer]
 partition = "low"
+exclude = "r1,r2"
 [slurm.rollout]
 partition = "rollout"
 """
 SETS = ("run.checkpoint_every=10", "supervision.agent_silent_s=4.0", "supervision.leader_silent_s=6.0")
 PREEMPT = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep 1"
+"""Over the whole node of the trainer, which it does not share with rollout workers: they go on."""
 RECOVERY_S = 180.0
 CHAIN = ("preempted", "supervisor killed")
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, replace
+from relax_hpc.tensor_files import as_bytes
 from relax_hpc.weights import (
     MEETINGS,
     CollectivePublisher,
@@ -28,7 +29,6 @@ from relax_hpc.weights import (
     Receiver,
     WeightsError,
 )
-from relax_hpc.weights.contents import as_bytes
 from relax_hpc.weights.gloo import GlooGroup
 from relax_hpc.weights.mpi_process import begin
 
