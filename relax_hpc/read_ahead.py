@@ -6,18 +6,21 @@ begin(paths) ──threads──► memory ──contents(path)──► whoever
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 THREADS = 4
+NICE = 10
+"""What imports goes first."""
 
 _ahead: dict[Path, Future[mmap.mmap]] = {}
 
 
 def begin(paths: Collection[Path]) -> None:
     """Read these files; nothing else that was begun is kept."""
-    with_threads = ThreadPoolExecutor(THREADS, "read-ahead")
+    with_threads = ThreadPoolExecutor(THREADS, "read-ahead", lambda: os.setpriority(os.PRIO_PROCESS, 0, NICE))
     _ahead.clear()
     _ahead.update({path: with_threads.submit(_read, path) for path in paths})
     with_threads.shutdown(wait=False)

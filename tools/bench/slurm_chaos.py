@@ -229,11 +229,11 @@ def percentiles(values: Sequence[float], prefix: str) -> dict[str, float]:
     return {f"{prefix}_p{q}": round(float(np.percentile(values, q)), 2) for q in (50, 95)} if values else {}
 
 
-def schedule(count: int, seed: int) -> list[str]:
-    """`count` faults, each kind at least once where there are enough."""
+def schedule(count: int, kinds: Sequence[str], seed: int) -> list[str]:
+    """`count` faults of these kinds, each at least once where there are enough."""
     chosen = random.Random(seed)
-    every = list(FAULTS)[:count]
-    faults = every + chosen.choices(list(FAULTS), list(FAULTS.values()), k=count - len(every))
+    every = kinds[:count]
+    faults = [*every, *chosen.choices(kinds, [FAULTS[kind] for kind in kinds], k=count - len(every))]
     chosen.shuffle(faults)
     return faults
 
@@ -251,7 +251,7 @@ def calm(cluster: SlurmCluster, steps: int, *sets: str) -> RunDir:
 def part_faults(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:
     sets = ("async.max_staleness=0", "run.steps=1000000", *given.set)
     target = submit(cluster, "faults", *sets)
-    steps = hurt(target, schedule(given.faults, given.seed), given.gap, done)
+    steps = hurt(target, schedule(given.faults, given.kinds, given.seed), given.gap, done)
     found, bits = audit(target.run.root), final_weights(target.run, steps)
     seen = restarts(target)
     by_kind = {
@@ -337,6 +337,7 @@ def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=["faults", "requeue", "stall"])
     arguments.add_argument("--faults", type=int, default=100)
+    arguments.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults: only these")
     arguments.add_argument("--requeues", type=int, default=5)
     arguments.add_argument("--stalls", type=int, default=5)
     arguments.add_argument("--gap", type=int, default=12, help="steps from a recovery to the next fault")
