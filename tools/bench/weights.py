@@ -5,7 +5,8 @@
     file         trainer writes, worker reads, on a disk          raw: the same bytes into one file, fsync, read back
 
 Ours ends when the worker can give the version to its engine, every checksum compared; it is made of 217 tensors with a language
-model's proportions. The page cache is warm. ratio: raw seconds over ours, the lower of the two sizes. stall_s: how long the
+model's proportions. The page cache is warm. ratio: raw seconds over ours, the lower of the two sizes. of_verified: the same, where
+both sides also make the checksum of the bytes that came raw, at the same time: what a version needs that is compared. stall_s: how long the
 trainer is held up by a version of the larger size. peak_buckets: memory over the resident model while it is published.
 delta_time_ratio: a whole version's seconds over those of one in which 0.5 % of the weights changed, both with copies in
 memory. delta_bytes_fraction (with --run): bytes of a change over those of a whole version, the median over the steps of a
@@ -89,20 +90,20 @@ class Pair:
         self.stalls.append(free - began)
         return float(self.worker.receive()) - began
 
-    def raw_broadcast(self) -> float:
-        self.worker.send("raw_broadcast")
-        began, _ = self.trainer.call("raw_broadcast")
+    def raw_broadcast(self, verified: bool) -> float:
+        self.worker.send("raw_broadcast", verified=verified)
+        began, _ = self.trainer.call("raw_broadcast", verified=verified)
         return float(self.worker.receive()[1]) - began
 
-    def raw_file(self) -> float:
+    def raw_file(self, verified: bool) -> float:
         path = str(self.root / "raw")
-        began, written = self.trainer.call("raw_write", path=path)
-        asked = self.worker.call("raw_read", path=path)
+        began, _ = self.trainer.call("raw_write", path=path, verified=verified)
+        asked = self.worker.call("raw_read", path=path, verified=verified)
         return float(asked) - began
 
 
-def compare(pair: Pair, transport: str, rounds: int, done: Any) -> tuple[Ratio, float, float]:
-    """Ours against raw, round by round and the quickest of each, and the trainer's stall."""
+def compare(pair: Pair, transport: str, rounds: int, done: Any) -> tuple[Ratio, Ratio, float]:
+    """Ours against raw, and against raw with checksums, round by round; and the trainer's stall."""
     pair.open(transport)
     raw = pair.raw_file if transport == "file" else pair.raw_broadcast
     if transport != "file":
@@ -110,10 +111,11 @@ def compare(pair: Pair, transport: str, rounds: int, done: Any) -> tuple[Ratio, 
         pair.worker.send(method, rank=1, store=store)
         pair.trainer.call(method, rank=0, store=store)
         pair.worker.receive()
-    seen = interleave({"ours": lambda _: pair.ours(), "raw": lambda _: raw()}, rounds, 1, done)
+    sides = {"ours": lambda _: pair.ours(), "raw": lambda _: raw(False), "verified": lambda _: raw(True)}
+    seen = interleave(sides, rounds, 1, done)
     stall = statistics.median(pair.stalls[1:])
     pair.close()
-    return ratio(seen["ours"], seen["raw"]), min(seen["raw"]) / min(seen["ours"]), stall
+    return ratio(seen["ours"], seen["raw"]), ratio(seen["ours"], seen["verified"]), stall
 
 
 def changes(pair: Pair, rounds: int, done: Any) -> Ratio:
@@ -161,7 +163,8 @@ def main() -> None:
     root = disk_directory("weights")
     shutil.rmtree(root)
     root.mkdir()
-    found: dict[str, dict[int, Ratio]] = {name: {} for name in TRANSPORTS}
+    found: dict[str, list[Ratio]] = {name: [] for name in TRANSPORTS}
+    of_verified: dict[str, list[Ratio]] = {name: [] for name in TRANSPORTS}
     stall_s: dict[str, float] = {}
     try:
         with progress("weights: rounds", len(SIZES_MB) * len(TRANSPORTS) * (given.rounds + 1) + 2) as done:
@@ -169,9 +172,11 @@ def main() -> None:
                 with ExitStack() as stack:
                     pair = Pair(stack, root, megabytes)
                     for name in TRANSPORTS:
-                        found[name][megabytes], best, stall_s[name] = compare(pair, name, given.rounds, done)
+                        of_raw, verified, stall_s[name] = compare(pair, name, given.rounds, done)
+                        found[name].append(of_raw)
+                        of_verified[name].append(verified)
                         console.print(
-                            f"{name}, {megabytes} MB: {found[name][megabytes]} of raw ({best:.2f} by the quickest rounds), stall {stall_s[name]:.3f} s"
+                            f"{name}, {megabytes} MB: {of_raw} of raw, {verified} with checksums, stall {stall_s[name]:.3f} s"
                         )
                     if megabytes == SIZES_MB[-1]:
                         delta = changes(pair, given.rounds, done)
@@ -184,7 +189,8 @@ def main() -> None:
         shutil.rmtree(root, ignore_errors=True)
     finish(
         {
-            "ratio": {name: round(min(r.median for r in each.values()), 3) for name, each in found.items()},
+            "ratio": {name: round(min(r.median for r in each), 3) for name, each in found.items()},
+            "of_verified": {name: round(min(r.median for r in each), 3) for name, each in of_verified.items()},
             "stall_s": {name: round(value, 3) for name, value in stall_s.items()},
             "peak_buckets": round(peak, 2),
             "delta_time_ratio": round(delta.median, 2),

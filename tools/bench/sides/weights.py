@@ -15,6 +15,7 @@ import child
 import psutil
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, replace
@@ -146,15 +147,21 @@ class Side:
             peer = mpi.COMM_SELF.Connect(port.read_text())
         self.raw = RawMpi(peer, mpi, rank == 0, job)
 
-    def raw_broadcast(self) -> tuple[float, float]:
+    def raw_broadcast(self, verified: bool) -> tuple[float, float]:
         """The same bytes, flat already, in one call."""
         began = time.perf_counter()
         self.raw.broadcast([self.flat])
+        self._verify(verified)
         return began, time.perf_counter()
 
-    def raw_write(self, path: str) -> tuple[float, float]:
+    def _verify(self, verified: bool) -> None:
+        if verified:
+            xxhash.xxh3_128_digest(as_bytes(self.flat).data)
+
+    def raw_write(self, path: str, verified: bool) -> tuple[float, float]:
         """The same bytes, flat already, into one file, and onto the disk."""
         began = time.perf_counter()
+        self._verify(verified)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         view = memoryview(as_bytes(self.flat).data)
         while view:
@@ -163,12 +170,13 @@ class Side:
         os.close(handle)
         return began, time.perf_counter()
 
-    def raw_read(self, path: str) -> float:
+    def raw_read(self, path: str, verified: bool) -> float:
         with open(path, "rb", buffering=0) as file:
             view = memoryview(as_bytes(self.flat).data)
             while view and (count := file.readinto(view)):
                 view = view[count:]
         os.unlink(path)
+        self._verify(verified)
         return time.perf_counter()
 
     def peak_bytes(self, number: int) -> int:
