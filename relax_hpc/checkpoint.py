@@ -59,11 +59,11 @@ def newest(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
     return folder, json.loads((folder / "state.json").read_bytes())
 
 
-def begin_reading(run: RunDir) -> None:
-    """Read the newest checkpoint's optimizers in threads, for a process that is still importing what will load them."""
+def begin_reading(run: RunDir, optimizer: str) -> None:
+    """Read this optimizer of the newest checkpoint in threads, for a process that is still importing what will load it."""
     done = run.checkpoint_steps()
     if done:
-        read_ahead.begin(list(run.checkpoint(done[-1]).glob("*optimizer-*.safetensors")))
+        read_ahead.begin(list(run.checkpoint(done[-1]).glob(f"{optimizer}-*.safetensors")))
 
 
 def rotate(run: RunDir, via: Path, keep: int) -> int:

@@ -20,7 +20,7 @@ _ahead: dict[Path, Future[mmap.mmap]] = {}
 
 def begin(paths: Collection[Path]) -> None:
     """Read these files; nothing else that was begun is kept."""
-    with_threads = ThreadPoolExecutor(THREADS, "read-ahead", lambda: os.setpriority(os.PRIO_PROCESS, 0, NICE))
+    with_threads = ThreadPoolExecutor(THREADS, "read-ahead", lambda: os.nice(NICE))
     _ahead.clear()
     _ahead.update({path: with_threads.submit(_read, path) for path in paths})
     with_threads.shutdown(wait=False)
@@ -36,7 +36,7 @@ def contents(path: Path) -> mmap.mmap:
 
 def _read(path: Path) -> mmap.mmap:
     with path.open("rb", buffering=0) as file:
-        memory = mmap.mmap(-1, max(path.stat().st_size, 1))
+        memory = mmap.mmap(-1, max(path.stat().st_size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         rest = memoryview(memory)
         while count := file.readinto(rest):
             rest = rest[count:]

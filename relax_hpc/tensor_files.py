@@ -37,7 +37,7 @@ def write(path: Path, tensors: Sequence[tuple[str, Tensor]], *, durable: bool) -
     """Write the file, which must not exist; its bytes."""
     # Wide types first: every tensor is aligned to its own width then.
     arranged = sorted(tensors, key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     begin = 0
     for name, tensor in arranged:
         end = begin + tensor.nbytes

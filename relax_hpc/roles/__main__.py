@@ -6,10 +6,12 @@ The environment is prepared before torch is imported, so the role's module is im
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -21,8 +23,9 @@ from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
 ROLES = ("trainer", "rollout", "scorer", "critic")
-LEARNS = ("trainer", "critic")
-"""Roles that have checkpoints."""
+OPTIMIZERS = {"trainer": "optimizer", "critic": "critic_optimizer"}
+"""What roles that learn call theirs in a checkpoint."""
+GPUS = ("/dev/nvidiactl", "/dev/kfd")
 PIPE_BYTES = 4096
 """What a pipe takes whole, without anybody reading."""
 
@@ -70,9 +73,9 @@ def run(process: RoleProcess, role: str) -> Exit:
     # For libraries that are not asked by torch.set_num_threads.
     os.environ["OMP_NUM_THREADS"] = str(getattr(process.recipe, role).threads)
     process.caches.warm()
-    if role in LEARNS:
-        checkpoint.begin_reading(process.run if role == "trainer" else RunDir(process.run.critic))
     try:
+        if role in OPTIMIZERS:
+            read_ahead(process, role)
         gc.disable()  # see launch/nursery.py
         module = importlib.import_module(f"relax_hpc.roles.{role}")
         gc.freeze()
@@ -92,6 +95,19 @@ def run(process: RoleProcess, role: str) -> Exit:
         process.log.exception("unexpected error")
         say_last_words(process, "crashed", f"{type(error).__name__}: {error}")
         return Exit.CRASHED
+
+
+def read_ahead(process: RoleProcess, role: str) -> None:
+    """Begin to read the newest checkpoint's optimizer, where this process is about to import torch, and will keep it on the CPU.
+
+    To a GPU it goes tensor by tensor: the host may not have room for that of every process.
+    """
+    device = getattr(process.recipe, role).device
+    on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPUS)))
+    if on_cpu and "torch" not in sys.modules:
+        run = process.run if role == "trainer" else RunDir(process.run.critic)
+        with contextlib.suppress(OSError):  # whoever loads it will say what is wrong
+            checkpoint.begin_reading(run, OPTIMIZERS[role])
 
 
 def say_last_words(process: RoleProcess, state: str, error: str) -> None:

@@ -77,7 +77,7 @@ def _storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.Untyp
     """Each one once, and once only for the same `seen`."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        # memory that is mapped from a file, on a CPU, cannot be resized, and need not be: the kernel takes it when it must
+        # memory that is not torch's own cannot be resized: a file that is mapped, an optimizer that was read, both on a CPU
         if storage._cdata not in seen and storage.nbytes() and storage.resizable():
             seen.add(storage._cdata)
             yield storage

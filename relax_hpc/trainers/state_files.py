@@ -9,7 +9,6 @@ rng.safetensors          "RANK/cpu" and "RANK/cuda": random states, uint8
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -31,20 +30,14 @@ PARTS = 4
 SHOWN = 3
 """Differences that an error names."""
 
-T = TypeVar("T")
+A, T = TypeVar("A"), TypeVar("T")
 INCOMPLETE = "checkpoint has no '{}': it is incomplete or of another trainer backend"
 UNREADABLE = "'{}' cannot be read: {}; go back to an older checkpoint"
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` to `path` and onto the disk."""
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors makes it private, unlike every other file of a run
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    """Write `tensors` to `path`, which must not exist, and onto the disk."""
+    tensor_files.write(path, list(tensors.items()), durable=True)
 
 
 def write_all(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -63,6 +56,11 @@ def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Te
     return dict(zip(part_names(stem), parts, strict=True))
 
 
+def has(folder: Path, stem: str) -> bool:
+    """Whether a checkpoint holds this optimizer."""
+    return any(folder.glob(f"{stem}[.-]*"))
+
+
 def part_names(stem: str) -> list[str]:
     return [f"{stem}-{number}.safetensors" for number in range(PARTS)]
 
@@ -77,10 +75,12 @@ def read(path: Path) -> dict[str, Tensor]:
         raise RunError(UNREADABLE.format(path, error)) from error
 
 
-def read_parts(folder: Path, stem: str) -> dict[str, Tensor]:
-    """The tensors of all files of `stem`, in memory that is ours to keep and to change. Raises RunError like `read`."""
+def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
+    """The tensors of all files of `stem`; `keep`: in memory that is ours to keep and to change. Raises RunError like `read`."""
+    whole = folder / f"{stem}.safetensors"  # as checkpoints had it before they were written by threads
+    paths = [whole] if whole.exists() else [folder / name for name in part_names(stem)]
     found: dict[str, Tensor] = {}
-    for part in _in_threads(lambda name: _in_memory(folder / name), part_names(stem)):
+    for part in _in_threads(_in_memory if keep else read, paths):
         found |= part
     return found
 
@@ -91,7 +91,7 @@ def _in_memory(path: Path) -> dict[str, Tensor]:
         return tensor_files.views(torch.frombuffer(read_ahead.contents(path), dtype=torch.uint8))
     except FileNotFoundError:
         raise RunError(INCOMPLETE.format(path)) from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise RunError(UNREADABLE.format(path, error)) from error
 
 
@@ -114,10 +114,10 @@ def _compare(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], pa
         raise RunError(f"'{path}' is of another model: {shown(differences)}")
 
 
-def _in_threads(work: Callable[[str], T], names: Iterable[str]) -> list[T]:
-    """`work` for each name, without gradients, which each thread has to say for itself."""
+def _in_threads(work: Callable[[A], T], items: Iterable[A]) -> list[T]:
+    """`work` for each item, without gradients, which each thread has to say for itself."""
     with ThreadPoolExecutor(PARTS, "checkpoint") as pool:
-        return list(pool.map(torch.no_grad()(work), names))
+        return list(pool.map(torch.no_grad()(work), items))
 
 
 def shown(differences: list[str]) -> str:
@@ -135,7 +135,8 @@ def fill_optimizer(
 ) -> None:
     """Give `optimizer` the state in `folder`. Raises RunError when it belongs to other parameters, or is not whole."""
     state: dict[str, dict[str, Tensor]] = {}
-    for key, value in read_parts(folder, stem).items():
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
+    for key, value in read_parts(folder, stem, keep=on_cpu).items():
         kind, _, name = key.partition("/")
         state.setdefault(name, {})[kind] = value
     if state:

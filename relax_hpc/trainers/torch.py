@@ -191,7 +191,7 @@ class TorchTrainer(_Learners, PolicyUpdating):
             if path.exists():
                 state_files.fill(tensors, state_files.read(path), path)
         for stem, learning in self._optimizers().items():
-            if stem == state_files.OPTIMIZER or (folder / state_files.part_names(stem)[0]).exists():
+            if stem == state_files.OPTIMIZER or state_files.has(folder, stem):
                 state_files.fill_optimizer(learning.optimizer, learning.parameters, folder, stem)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 

@@ -54,7 +54,7 @@ partition = "rollout"
 """
 SETS = ("run.checkpoint_every=10", "supervision.agent_silent_s=4.0", "supervision.leader_silent_s=6.0")
 PREEMPT = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep 1"
-"""Over the whole node of the trainer, which it does not share with rollout workers: they go on."""
+"""Over the whole node of the trainer; on which, but in ettr, there are no rollout workers: they go on."""
 RECOVERY_S = 180.0
 CHAIN = ("preempted", "supervisor killed")
 

@@ -6,7 +6,7 @@
 
 Ours ends when the worker can give the version to its engine, every checksum compared; it is made of 217 tensors with a language
 model's proportions. The page cache is warm. ratio: raw seconds over ours, the lower of the two sizes. of_verified: the same, where
-both sides also make the checksum of the bytes that came raw, at the same time: what a version needs that is compared. stall_s: how long the
+both sides also make the checksum of the raw bytes (file: one after the other): what a version needs that is compared. stall_s: how long the
 trainer is held up by a version of the larger size. peak_buckets: memory over the resident model while it is published.
 delta_time_ratio: a whole version's seconds over those of one in which 0.5 % of the weights changed, both with copies in
 memory. delta_bytes_fraction (with --run): bytes of a change over those of a whole version, the median over the steps of a

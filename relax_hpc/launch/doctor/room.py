@@ -22,7 +22,8 @@ TOKEN_BYTES = 16
 """Of a token in a shard, all columns together, rounded up."""
 PROMPT_TOKENS = 512
 """Taken for a prompt, whose length the recipe does not say."""
-CHECKPOINT_FILES, VERSION_FILES = 6, 2
+CHECKPOINT_FILES, VERSION_FILES = 15, 2
+"""With a reference and a critic; that many at most."""
 SPARSE_VERSIONS = 3
 """That are there at a time, where only some are published."""
 
