@@ -583,10 +583,11 @@ def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, name
 def test_a_checkpoint_before_the_first_step_loads(backend: str, tmp_path: Path) -> None:
     recipe = tiny.recipe(trainer={"backend": backend})
     trainer = trainer_of(recipe, tmp_path)
-    trainer.save(tmp_path)
+    (saved := tmp_path / "saved").mkdir()
+    trainer.save(saved)
     used = trainer_of(recipe, tmp_path)
     used.step(tiny.random_rollouts(4), make_algorithm(recipe.algorithm), 0)
-    used.load(tmp_path)
+    used.load(saved)
     rollouts = tiny.random_rollouts(8, seed=5)
     assert used.step(rollouts, make_algorithm(recipe.algorithm), 0) == trainer.step(
         rollouts, make_algorithm(recipe.algorithm), 0

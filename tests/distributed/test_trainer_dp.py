@@ -52,14 +52,14 @@ CRITIC = tiny.recipe(
 def work(
     rank: int, world: int, where: Path, out: Path, kl_coef: float, first: int, last: int, samples: int, results: Any
 ) -> None:
-    """One process: steps first … last - 1, from a checkpoint in `out` where first > 0; saves there at the end."""
+    """One process: steps first … last - 1, from its checkpoint in `out` where first > 0; saves one at the end."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{out}/meet-{first}-{last}", rank=rank, world_size=world)
     recipe = recipe_of(kl_coef)
     trainer, algorithm = make_trainer(recipe, where, rank, world), make_algorithm(recipe.algorithm)
     if first:
-        trainer.load(out)
+        trainer.load(out / f"step-{first}")
     metrics = []
     for step in range(first, last):
         metrics.append(trainer.step(tiny.random_rollouts(samples, seed=step), algorithm, step))
@@ -69,7 +69,8 @@ def work(
         if last == STEPS
         else 0.0
     )
-    trainer.save(out)
+    (saved := out / f"step-{last}").mkdir(exist_ok=True)
+    trainer.save(saved)
     if last == STEPS:
         trainer = make_trainer(CRITIC, where, rank, world)
         algorithm = make_algorithm(CRITIC.algorithm)
@@ -138,8 +139,8 @@ def test_a_resumed_group_goes_on_to_the_bit(tmp_path: Path) -> None:
         assert a[0][2:] == b[0]
         assert a[1:] == b[1:], "warm-up loss or random state differ"
     assert straight[0][2] != straight[1][2], "ranks draw the same random numbers"
-    for name, tensor in load_file(tmp_path / "straight" / "model.safetensors").items():
-        assert torch.equal(tensor, load_file(tmp_path / "cut" / "model.safetensors")[name]), name
+    for name, tensor in load_file(tmp_path / "straight" / f"step-{STEPS}" / "model.safetensors").items():
+        assert torch.equal(tensor, load_file(tmp_path / "cut" / f"step-{STEPS}" / "model.safetensors")[name]), name
 
 
 def test_more_processes_than_samples(tmp_path: Path) -> None:
