@@ -113,6 +113,11 @@ def pid_of(run: RunDir, role: str) -> int | None:
     return None if beat is None or beat.get("state") == "starting" else int(beat["pid"])
 
 
+def state_of(run: RunDir, role: str) -> str | None:
+    """What a role's heartbeat says that it does."""
+    return (read_beat(run, role) or {}).get("state")
+
+
 def outcome(run: RunDir) -> dict[str, Any]:
     value: dict[str, Any] = read_json(run.outcome)
     return value

@@ -25,6 +25,7 @@ from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, ou
 from relax_hpc.launch.slurm.submit import preview, refuse_local_root, submit
 from relax_hpc.recipe import RecipeError, dump_recipe, load_recipe
 from relax_hpc.run_dir import RunDir, RunError, write_file
+from tests.runs import wait_for
 
 RECIPE = (
     '[run]\nname = "toy"\nroot = "/lustre/runs"\n[model]\nname = "tiny"\n[rollout]\nmax_new_tokens = 8\n'
@@ -369,7 +370,8 @@ def test_a_job_gives_the_runs_outcome_and_not_one_from_before(run: RunDir, bin_f
     run.outcome.write_text(json.dumps({**failed, "suspect": "n1"}))
     assert job.outcome() is None, "its successor tries other nodes"
     program(bin_folder, "squeue", "echo '91|FAILED|NonZeroExitCode'")
-    assert job.done(force_check=True) and "no disk" in str(job.exception())
+    wait_for(lambda: job.done(force_check=True))  # within a millisecond submitit looks once, however it is asked
+    assert "no disk" in str(job.exception())
 
 
 def test_the_plain_function_can_be_sent_by_reference() -> None:
