@@ -11,7 +11,6 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-THREADS = 4
 NICE = 10
 """What imports goes first."""
 
@@ -19,11 +18,13 @@ _ahead: dict[Path, Future[mmap.mmap]] = {}
 
 
 def begin(paths: Collection[Path]) -> None:
-    """Read these files; nothing else that was begun is kept."""
-    with_threads = ThreadPoolExecutor(THREADS, "read-ahead", lambda: os.nice(NICE))
+    """Read these few files, each in a thread; nothing else that was begun is kept."""
     _ahead.clear()
-    _ahead.update({path: with_threads.submit(_read, path) for path in paths})
-    with_threads.shutdown(wait=False)
+    if not paths:
+        return
+    threads = ThreadPoolExecutor(len(paths), "read-ahead", lambda: os.nice(NICE))
+    _ahead.update({path: threads.submit(_read, path) for path in paths})
+    threads.shutdown(wait=False)
 
 
 def contents(path: Path) -> mmap.mmap:

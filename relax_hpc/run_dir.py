@@ -46,6 +46,8 @@ ORDERS_PER_FOLDER = 64
 """Training steps whose shards share a folder: hundreds of entries a directory, not tens of thousands."""
 STEPS_PER_FOLDER = 1000
 STALE_TRIES = 10
+OPTIMIZERS = {"trainer": "optimizer", "critic": "critic_optimizer"}
+"""What roles that learn call theirs in a checkpoint."""
 SMALL_BYTES = 1 << 16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
     return flat
 
 
-def write(path: Path, tensors: Sequence[tuple[str, Tensor]], *, durable: bool) -> int:
+def write(path: Path, tensors: Iterable[tuple[str, Tensor]], *, durable: bool) -> int:
     """Write the file, which must not exist; its bytes."""
     # Wide types first: every tensor is aligned to its own width then.
     arranged = sorted(tensors, key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))

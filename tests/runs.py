@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.analysis.audit import Audit, audit
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 
@@ -111,6 +112,13 @@ def pid_of(run: RunDir, role: str) -> int | None:
     """The process of a role that has begun to work."""
     beat = read_beat(run, role)
     return None if beat is None or beat.get("state") == "starting" else int(beat["pid"])
+
+
+def audited(run: RunDir) -> Audit:
+    """The audit of a run, which finds nothing wrong."""
+    found = audit(run.root)
+    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], []), found
+    return found
 
 
 def state_of(run: RunDir, role: str) -> str | None:

@@ -19,12 +19,10 @@ from relax_hpc import checkpoint
 from relax_hpc.recipe import RecipeError
 from relax_hpc.registry import RegistryError
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.run_dir import OPTIMIZERS, RunDir, RunError
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
 ROLES = ("trainer", "rollout", "scorer", "critic")
-OPTIMIZERS = {"trainer": "optimizer", "critic": "critic_optimizer"}
-"""What roles that learn call theirs in a checkpoint."""
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 PIPE_BYTES = 4096
 """What a pipe takes whole, without anybody reading."""

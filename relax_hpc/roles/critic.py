@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from relax_hpc import checkpoint
+from relax_hpc import checkpoint, tensor_files
 from relax_hpc.algorithms import ActorCritic, make_algorithm
 from relax_hpc.algorithms.base import VALUES
 from relax_hpc.recipe.schema import CRITIC_KEY
@@ -168,7 +167,7 @@ class Critic:
         staged.mkdir()
         for path in (path for pattern in SMALL_FILES for path in self.run.model.glob(pattern)):
             shutil.copyfile(path, staged / path.name)
-        save_file({n: tensor.contiguous() for n, tensor in tensors.items()}, staged / "model.safetensors")
+        tensor_files.write(staged / "model.safetensors", tensors.items(), durable=False)
         os.rename(staged, folder)
 
     def wait(self, pause_s: float = 0.0) -> None:

@@ -21,20 +21,19 @@ def check(recipe: Recipe, model_dir: Path) -> None:
     if recipe.trainer.backend != "megatron":
         return
     need_megatron()
+    trainer, scorer = recipe.trainer, recipe.scorer
     held = {"": model_dir, **recipe.models_held}
-    if recipe.scores_together and "teacher" in recipe.scored:
-        held[TEACHER_KEY] = recipe.models_beside[TEACHER_KEY]
-    for key, folder in held.items():
+    models = [(key, folder, "trainer", trainer.processes) for key, folder in held.items()]
+    if scorer is not None and "teacher" in scorer.scores:
+        models.append((TEACHER_KEY, recipe.models_beside[TEACHER_KEY], "scorer", scorer.processes))
+    for key, folder, role, processes in models:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         about = f"{key} = '{folder}': " if key else ""
         try:
             refuse_foreign(hf)
         except RunError as error:
             raise RunError(about + str(error)) from error
-        role, processes = "trainer", recipe.trainer.processes
-        if recipe.scorer is not None and key and key not in recipe.models_held:
-            role, processes = "scorer", recipe.scorer.processes
-        wrong = misfit(recipe.trainer.parallel, processes, sizes(hf), role)
+        wrong = misfit(trainer.parallel, processes, sizes(hf), role)
         if wrong:
             raise RunError(about + wrong)
 

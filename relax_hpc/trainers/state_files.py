@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from relax_hpc import read_ahead, tensor_files
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import OPTIMIZERS, RunError
 
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
-OPTIMIZER, CRITIC_OPTIMIZER = "optimizer", "critic_optimizer"
+OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
 PARTS = 4
 """Files of an optimizer, and threads that read and write: memory that is touched for the first time costs more than what is copied there."""
 SHOWN = 3
@@ -35,14 +35,9 @@ INCOMPLETE = "checkpoint has no '{}': it is incomplete or of another trainer bac
 UNREADABLE = "'{}' cannot be read: {}; go back to an older checkpoint"
 
 
-def write(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` to `path`, which must not exist, and onto the disk."""
-    tensor_files.write(path, list(tensors.items()), durable=True)
-
-
-def write_all(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write these files into `folder` and onto the disk, several at once."""
-    _in_threads(lambda name: write(folder / name, files[name]), files)
+def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write these files, which must not exist, into `folder` and onto the disk, several at once."""
+    _in_threads(lambda name: tensor_files.write(folder / name, files[name].items(), durable=True), files)
 
 
 def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -53,16 +48,17 @@ def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Te
         least = sizes.index(min(sizes))
         parts[least][name] = tensor
         sizes[least] += tensor.nbytes
-    return dict(zip(part_names(stem), parts, strict=True))
+    return {f"{stem}-{number}.safetensors": part for number, part in enumerate(parts)}
 
 
 def has(folder: Path, stem: str) -> bool:
     """Whether a checkpoint holds this optimizer."""
-    return any(folder.glob(f"{stem}[.-]*"))
+    return any(path.exists() for path in _paths(folder, stem))
 
 
-def part_names(stem: str) -> list[str]:
-    return [f"{stem}-{number}.safetensors" for number in range(PARTS)]
+def _paths(folder: Path, stem: str) -> list[Path]:
+    whole = folder / f"{stem}.safetensors"  # as checkpoints had it before they were written by threads
+    return [whole] if whole.exists() else [folder / name for name in in_parts(stem, {})]
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -77,10 +73,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
 def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
     """The tensors of all files of `stem`; `keep`: in memory that is ours to keep and to change. Raises RunError like `read`."""
-    whole = folder / f"{stem}.safetensors"  # as checkpoints had it before they were written by threads
-    paths = [whole] if whole.exists() else [folder / name for name in part_names(stem)]
     found: dict[str, Tensor] = {}
-    for part in _in_threads(_in_memory if keep else read, paths):
+    for part in _in_threads(_in_memory if keep else read, _paths(folder, stem)):
         found |= part
     return found
 

@@ -98,7 +98,7 @@ class _Learners(_Models, Updating):
             for stem, learning in self._optimizers().items():
                 moments = state_files.optimizer_tensors(learning.optimizer, learning.parameters)
                 files |= state_files.in_parts(stem, moments)
-            state_files.write_all(folder, files)
+            state_files.write(folder, files)
         if self.world > 1:
             dist.barrier()
 

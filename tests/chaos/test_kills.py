@@ -30,15 +30,10 @@ from relax_hpc.spool.ledger import Ledger
 from relax_hpc.telemetry import read_metrics
 from relax_hpc.trainers import make_trainer
 from tests import metric_lists
-from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+from tests.runs import SMALL, audited, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 from tools.bench.chaos import final_weights, monkey
 
 KILLS, STEPS = 6, 48
-
-
-def sound(run: RunDir) -> None:
-    found = audit(run.root)
-    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
 
 
 def incarnations(run: RunDir) -> list[int]:
@@ -56,8 +51,7 @@ def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp
     killed = monkey(tmp_path, "killed", STEPS, 1, roles, lambda: None, *sets)
     killed.play(KILLS, STEPS)
     assert len(killed.kills) == KILLS
-    sound(killed.run)
-    assert audit(killed.run.root).trained == audit(calm.run.root).trained
+    assert audited(killed.run).trained == audit(calm.run.root).trained
     assert final_weights(killed.run, STEPS) == final_weights(calm.run, STEPS)
 
 
@@ -70,7 +64,7 @@ def test_two_trainer_processes_and_a_worker_on_their_devices_survive_the_loss_of
     roles = ["trainer-0", "trainer-1", "rollout-0"]
     killed = monkey(tmp_path, "killed", 24, 2, roles, lambda: None, *sets, "run.placement=colocate")
     killed.play(3, 24)
-    sound(killed.run)
+    audited(killed.run)
     assert final_weights(killed.run, 24) == final_weights(calm.run, 24)
 
 
@@ -83,7 +77,7 @@ def test_a_critic_in_processes_of_its_own_killed_anywhere_leaves_both_models_wit
     calm.play(0, steps)
     killed = monkey(tmp_path, "killed", steps, 6, ["critic-0", "critic-1", "trainer-0"], lambda: None, *sets)
     killed.play(4, steps)
-    sound(killed.run)
+    audited(killed.run)
     assert final_weights(killed.run, steps) == final_weights(calm.run, steps)
     critics = [RunDir(monkey.run.critic).checkpoint(steps) / "critic.safetensors" for monkey in (calm, killed)]
     first, second = (path.read_bytes() for path in critics)
@@ -98,7 +92,7 @@ def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path,
     sets = ("async.max_staleness=2", f"async.late={late}", "rollout.workers=2")
     killed = monkey(tmp_path, "killed", 40, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
     killed.play(4, 40)
-    sound(killed.run)
+    audited(killed.run)
     assert max(s["age_max"] for s in steps_of(killed.run)) <= 2
 
 
@@ -110,7 +104,7 @@ def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_sa
     roles = ["rollout-0", "rollout-1", "trainer-0"]
     killed = monkey(tmp_path, "killed", 24, 4, roles, lambda: None, *sets, "weights.transport=collective")
     killed.play(3, 24)
-    sound(killed.run)
+    audited(killed.run)
     assert final_weights(killed.run, 24) == final_weights(calm.run, 24)
     logs = "".join(path.read_text() for path in killed.run.logs.glob("trainer-0.*.log"))
     assert "weights are broadcast to ['rollout-" in logs
@@ -124,8 +118,7 @@ def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs
     killed = monkey(tmp_path, "killed", steps, 5, ["trainer-0"], lambda: None, "algorithm={name='sft'}")
     killed.play(2, steps)
     run = killed.run
-    sound(run)
-    assert audit(run.root).trained == steps * 8
+    assert audited(run).trained == steps * 8
     assert {path.stem for path in run.heartbeats.iterdir()} == {"trainer-0"} and not list(run.weights.iterdir())
     recipe = load_recipe(run.recipe)
     trainer, algorithm = make_trainer(recipe, run.model, 0, 1), make_algorithm(recipe.algorithm)
@@ -199,7 +192,7 @@ def test_a_trainer_that_wakes_up_after_its_successor_began_commits_nothing(endle
     relax_hpc("stop", run.root)
     processes[1].wait(120)
     assert incarnations(run) == sorted(incarnations(run)), "the superseded trainer committed after its successor"
-    sound(run)
+    audited(run)
 
 
 def test_a_second_run_of_a_live_one_is_refused_and_a_dead_supervisor_is_followed(endless):
@@ -213,7 +206,7 @@ def test_a_second_run_of_a_live_one_is_refused_and_a_dead_supervisor_is_followed
     wait_for(lambda: incarnations(run)[-1] > before)
     relax_hpc("stop", run.root)
     assert processes[1].wait(120) == 0
-    sound(run)
+    audited(run)
 
 
 def test_a_zombie_that_publishes_an_order_long_consumed_and_removed_changes_nothing(tmp_path):

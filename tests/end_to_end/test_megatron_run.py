@@ -8,11 +8,10 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
-from relax_hpc.analysis.audit import audit
 from relax_hpc.launch.evaluate import evaluate
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat
-from tests.runs import SMALL, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+from tests.runs import SMALL, audited, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 EXPERTS = SMALL.replace("kv_heads = 1", "kv_heads = 2\nexperts = 4\nmoe_intermediate_size = 32").replace(
     "[trainer]", '[trainer]\nbackend = "megatron"\nprocesses = 2'
@@ -29,8 +28,7 @@ def test_a_run_goes_on_under_another_plan_and_its_checkpoint_is_exported(tmp_pat
     relax_hpc("run", run.root, "--set", "run.steps=5", *sets)
     assert outcome(run)["outcome"] == "done"
     assert [s["step"] for s in steps_of(run)] == [0, 1, 2, 3, 4]
-    found = audit(run.root)
-    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+    audited(run)
     relax_hpc("export", run.root, tmp_path / "model")
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -52,8 +50,7 @@ def test_scorers_that_are_one_group_are_started_again_together(tmp_path: Path) -
     os.kill(wait_for(lambda: pid_of(run, "scorer-1")), signal.SIGKILL)
     process.wait(300)
     assert outcome(run)["outcome"] == "done"
-    found = audit(run.root)
-    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+    audited(run)
     assert {read_beat(run, f"scorer-{rank}")["attempt"] for rank in range(2)} == {1}
     for entry in (read_json(path) for path in run.ledger.rglob("*.json")):
         for taken in entry["take"]:

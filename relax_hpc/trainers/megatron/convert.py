@@ -78,14 +78,14 @@ def _write(tensors: Any, output: Path) -> None:
     number = size = total = 0
     for name, tensor in tensors:
         if part and size + tensor.nbytes > FILE_BYTES:
-            state_files.write(output / _part(number), part)
+            state_files.write(output, {_part(number): part})
             part, number, size = {}, number + 1, 0
         part[name], files[name] = tensor, _part(number)
         size, total = size + tensor.nbytes, total + tensor.nbytes
     if not number:
-        state_files.write(output / state_files.MODEL, part)
+        state_files.write(output, {state_files.MODEL: part})
         return
-    state_files.write(output / _part(number), part)
+    state_files.write(output, {_part(number): part})
     write_file(output / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": files}))
 
 

@@ -70,7 +70,7 @@ class Learners(Split, Updating):
             everything[kept.steps] = learning.steps
         saving = state.Saving(folder, everything)
         if self.rank == 0:
-            state_files.write(folder / state_files.RNG, states)
+            state_files.write(folder, {state_files.RNG: states})
         return saving
 
     @supported
