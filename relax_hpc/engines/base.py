@@ -72,7 +72,8 @@ class Engine(Protocol):
         progress: Callable[[], None] = lambda: None,
         files: Sequence[Path] = (),
     ) -> None:
-        """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ.
+        """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ,
+        EngineRestarted, EngineError.
 
         `files`: safetensors files with just these tensors, for an engine that reads such itself.
         `progress` is called in what lasts longer than the loading itself, such as starting again an engine that was lost.

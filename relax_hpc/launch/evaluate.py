@@ -247,6 +247,10 @@ def load(player: Player, folder: Path, version: int, recipe: Recipe) -> None:
         player.engine.load(version, tensors(folder, getattr(torch, recipe.trainer.dtype)))
     except (ValueError, SafetensorError, FileNotFoundError) as error:
         raise RunError(f"the weights in '{folder}' do not fit its config.json, or are damaged: {error}") from error
+    except EngineError as error:
+        raise RunError(
+            f"the engine was lost while it took the weights in '{folder}': {error}; the same command goes on from there"
+        ) from error
 
 
 def tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

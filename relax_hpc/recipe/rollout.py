@@ -15,7 +15,7 @@ class Rollout(Table):
 
     engine: Literal["torch", "sglang"] = Key(
         "torch",
-        "`torch`: batched generation with transformers in the worker's process. `sglang`: SGLang's server, one for each worker.",
+        "`torch`: batched generation with transformers in the worker's process. `sglang`: SGLang's server, each worker's own.",
     )
     sglang: Sglang = Sglang()
     workers: PositiveInt = Key(1, "Worker processes, over all nodes; each plays one order at a time.", resume=True)
@@ -55,7 +55,7 @@ class Rollout(Table):
     @property
     def devices_each(self) -> int:
         """Devices of one worker: the GPUs of its server, or the one that it computes on itself."""
-        return self.sglang.tensor_parallel * self.sglang.data_parallel if self.engine == "sglang" else 1
+        return self.sglang.devices if self.engine == "sglang" else 1
 
     @model_validator(mode="after")
     def _spreads(self) -> Rollout:
@@ -65,6 +65,11 @@ class Rollout(Table):
         if self.engine != "sglang" and self.routed_experts:
             raise conflict(
                 f"rollout.routed_experts = true is for rollout.engine = 'sglang'; the engine '{self.engine}' does not tell them"
+            )
+        if self.routed_experts and self.sglang.servers > 1:
+            raise conflict(
+                f"rollout.routed_experts = true, but rollout.sglang.servers = {self.sglang.servers}: sglang-router does not pass on "
+                "which experts a token was routed to; use rollout.sglang.servers = 1 and more rollout.workers"
             )
         if self.sglang.address and self.workers > 1:
             raise conflict(

@@ -9,12 +9,20 @@ from pydantic import PositiveInt, model_validator
 
 from relax_hpc.recipe.table import Key, Table, conflict
 
-OURS = ("api-key", "host", "load-format", "model-path", "port")
+OURS = ("api-key", "base-gpu-id", "host", "load-format", "model-path", "port")
 """Arguments that the engine itself gives the server: what it does depends on them."""
+OURS_OF_ROUTER = ("api-key", "host", "port", "prometheus-host", "prometheus-port", "worker-urls")
+"""The same of the router."""
 
 
 class Sglang(Table):
-    """SGLang's server, for `rollout.engine = "sglang"`: each worker has one of its own, on the GPUs that it sees."""
+    """SGLang's server, for `rollout.engine = "sglang"`: each worker has one of its own, or several, on the GPUs that it sees."""
+
+    servers: PositiveInt = Key(
+        1,
+        "Servers of one worker, each on GPUs of its own, behind one address: sglang-router gives each request to one of them.",
+        resume=True,
+    )
 
     tensor_parallel: PositiveInt = Key(1, "GPUs that share one copy of the weights.", resume=True)
     data_parallel: PositiveInt = Key(
@@ -48,6 +56,21 @@ class Sglang(Table):
         'More of the server\'s own arguments, such as {attention-backend = "triton"}; they replace what is given here.',
         resume=True,
     )
+    router: dict[str, Any] = Key(
+        {},
+        'With `servers` above 1: arguments of sglang-router, such as {policy = "round_robin"}; they replace what is given here.',
+        resume=True,
+    )
+
+    @property
+    def devices(self) -> int:
+        """GPUs of one worker."""
+        return self.tensor_parallel * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Of the weights, in one worker's servers."""
+        return self.data_parallel * self.servers
 
     @model_validator(mode="after")
     def _fits(self) -> Sglang:
@@ -61,7 +84,16 @@ class Sglang(Table):
                 "rollout.sglang.address and rollout.sglang.folder belong together: an outside server reads new weights from "
                 f"the folder; address = {self.address!r}, folder = {None if self.folder is None else str(self.folder)!r}"
             )
-        taken = sorted(name for name in self.args if name.replace("_", "-") in OURS)
-        if taken:
-            raise conflict(f"rollout.sglang.args may not have {taken}: the engine gives the server {list(OURS)} itself")
+        if self.address and self.servers > 1:
+            raise conflict(
+                f"rollout.sglang.address names one server that is there already, but rollout.sglang.servers = {self.servers}: use 1"
+            )
+        if self.router and self.servers == 1:
+            raise conflict(
+                f"rollout.sglang.router = {self.router} is for several servers behind one address, but rollout.sglang.servers = 1"
+            )
+        for key, given, ours in (("args", self.args, OURS), ("router", self.router, OURS_OF_ROUTER)):
+            taken = sorted(name for name in given if name.replace("_", "-") in ours)
+            if taken:
+                raise conflict(f"rollout.sglang.{key} may not have {taken}: the engine gives {list(ours)} itself")
         return self

@@ -5,9 +5,7 @@ Judge ──(source, prompt, answer)──► child: reward(prompt, answer) ─�
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -18,13 +16,13 @@ from typing import Any
 
 from pebble import ProcessPool
 
+from relax_hpc.parent import end_with
 from relax_hpc.recipe.source import AnyPrompts
 from relax_hpc.records import Prompt
 from relax_hpc.rewards.load import LoadedReward, make_rewards
 
 Outcome = tuple[float, dict[str, float]] | str
 """(reward, extras), or what went wrong: text, because an exception of the user's own may not unpickle."""
-_PR_SET_PDEATHSIG = 1
 _main_module = threading.Lock()
 _rewards: list[LoadedReward] = []
 """In a child: the rewards of all sources."""
@@ -52,9 +50,7 @@ def judge(reward: LoadedReward, prompt: Prompt, answer: str) -> Outcome:
 
 def _begin_child(sources: Sequence[AnyPrompts], parent: int) -> None:
     # A reward in an endless loop never notices that its parent was killed; the kernel does.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
+    end_with(parent)
     _rewards[:] = make_rewards(sources)
 
 

@@ -149,11 +149,19 @@ class RolloutWorker:
     def wait_for_newest(self) -> None:
         """Hold the newest weights, when they can be had. Raises Stop when asked to stop."""
         for pause_s in backoff():
-            if self.take_turn() and self.take_newest():
+            if self.take_turn() and self.take_newest_or_again():
                 return
             self.give_turn()  # the trainer may have to publish them once more
             self.progress("syncing")
             time.sleep(pause_s)
+
+    def take_newest_or_again(self) -> bool:
+        """The same as take_newest, once more when the engine was lost and came back."""
+        try:
+            return self.take_newest()
+        except EngineRestarted as error:
+            self.report_restart(error)
+            return self.take_newest()
 
     def take_newest(self) -> bool:
         """Load the newest version unless it is held: verified whole before any of it is served. Whether it is held now."""
@@ -265,11 +273,15 @@ class RolloutWorker:
         try:
             return self.episodes(claim, prompts, part)
         except EngineRestarted as error:
-            self.process.log.warning("order %s is played again: %s", claim.order.id, error)
-            self.process.telemetry.metrics(kind="engine_restart", order=claim.order.id, reason=str(error))
-            self.held = None
+            self.report_restart(error, order=claim.order.id)
             self.wait_for_newest()
             return self.episodes(claim, prompts, part)
+
+    def report_restart(self, error: EngineRestarted, **about: str) -> None:
+        """Say that the engine was lost, with whose order; its weights are gone."""
+        self.held = None
+        self.process.log.warning("%s", error)
+        self.process.telemetry.metrics(kind="engine_restart", **about, reason=str(error))
 
     def progress(self, state: str) -> None:
         """The heartbeat in everything that lasts; also where a stop is noticed, and that an order is to be given back."""

@@ -22,7 +22,7 @@ from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import EngineRefused
 from relax_hpc.engines.sglang.engine import KEY_VARIABLE
-from relax_hpc.engines.sglang.server import _free_port
+from relax_hpc.engines.sglang.server import free_port
 from relax_hpc.run_dir import RunError
 from tests import tiny
 
@@ -151,7 +151,7 @@ def test_a_version_comes_through_a_group_of_processes(setup: Setup) -> None:
     what = list(weights), ["float32"] * len(weights), [list(tensor.shape) for tensor in weights.values()], "g"
     with pytest.raises(EngineRefused, match="begin_weight_update"):
         client.receive(*what, flattened=False)
-    port = _free_port()
+    port = free_port()
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(client.join_group, "127.0.0.1", port, 1, 3, "g", "gloo")
         group = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=3, rank=0, group_name="g")

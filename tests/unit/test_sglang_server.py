@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from relax_hpc.engines import EngineError
 from relax_hpc.engines.sglang import client as module
 from relax_hpc.engines.sglang.client import ATTEMPTS, Client, EngineRefused
+from relax_hpc.engines.sglang.fleet import Fleet
 from relax_hpc.engines.sglang.server import Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
+from relax_hpc.run_dir import RunError
 from tests import tiny
 
 
@@ -32,6 +35,35 @@ def test_the_command_line_says_what_the_recipe_asks_and_its_own_arguments_come_l
         "--expert-parallel-size", "2", "--mem-fraction-static", "0.8", "--watchdog-timeout", "120.0",
         "--attention-backend", "triton", "--enable-mixed-chunk", "--x", "1", "2",
     ]  # fmt: skip
+
+
+def test_each_of_several_servers_has_gpus_of_its_own() -> None:
+    rollout = {"engine": "sglang", "device": "cuda", "sglang": {"tensor_parallel": 2, "data_parallel": 2, "servers": 3}}
+    recipe = tiny.recipe(rollout=rollout)
+    assert recipe.rollout.devices_each == 12
+    last = Server(recipe, Path("/model"), 64, place=2).arguments(30000)
+    assert last[last.index("--base-gpu-id") + 1] == "8"
+
+
+def test_the_router_is_told_what_the_recipe_asks() -> None:
+    asked = {"servers": 2, "router": {"policy": "round_robin", "balance-abs-threshold": 8}}
+    fleet = Fleet(tiny.recipe(rollout={"engine": "sglang", "device": "cpu", "sglang": asked}), Path("/model"), 64)
+    for server in fleet._servers:
+        server.client = Client(f"http://127.0.0.1:{fleet._servers.index(server)}")
+    told = fleet.arguments(30000, 30001, "k")
+    assert (
+        told["policy"] == "round_robin" and told["balance_abs_threshold"] == 8 and told["balance_rel_threshold"] == 1.1
+    )
+    assert told["worker_urls"] == ["http://127.0.0.1:0", "http://127.0.0.1:1"]
+
+
+def test_a_router_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    with pytest.raises(RunError, match=r"servers = 2, but sglang-router is not installed.*sglang-router==0\.3\.2"):
+        Fleet(tiny.recipe(rollout={"engine": "sglang", "sglang": {"servers": 2}}), Path("/model"), 64)
 
 
 def test_the_platform_without_a_gpu_is_chosen_only_there() -> None:

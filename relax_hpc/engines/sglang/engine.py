@@ -1,6 +1,6 @@
 """The SGLang engine: a server of this worker's own, or one at an address, spoken to over HTTP.
 
-    prompts ──one request each, its copies together──► server ──► tokens, logprobs, the version of each token
+    prompts ──one request each, its copies together──► server (or several: fleet.py) ──► tokens, logprobs, the version of each token
     a newer version in mid-generation: pause ► load ► resume; requests go on with the new weights, spans say where
 
 A server that is lost is started again in place, without weights: EngineRestarted says that they are to be loaded again.
@@ -29,6 +29,7 @@ from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Eno
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.experts import Experts
+from relax_hpc.engines.sglang.fleet import Fleet
 from relax_hpc.engines.sglang.server import CONTEXT_MARGIN, Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.engines.stops import straddling
@@ -77,7 +78,7 @@ class SglangEngine:
             self._sharing, self._copies = int(about["tp_size"]), int(about["dp_size"])
         else:
             self._sharing, self._copies = self._settings.tensor_parallel, self._settings.data_parallel
-            self._server = Server(recipe, model_dir, self.context)
+            self._server = (Fleet if self._settings.servers > 1 else Server)(recipe, model_dir, self.context)
             self._server.start(lambda: None)
 
     @property
@@ -100,11 +101,8 @@ class SglangEngine:
             self.version = -1
             try:
                 self._take(str(served.folder), version)
-            except EngineError:
-                if self._server is None:
-                    raise
-                self._restart(progress)
-                self._take(str(served.folder), version)
+            except EngineError as error:
+                raise self._restarted(error, progress) from error
         self.version = version
 
     def begin_update(self) -> None:
@@ -153,19 +151,18 @@ class SglangEngine:
         if self.version < 0:
             raise EngineError("no version was loaded yet: there is nothing to generate with")
         contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
+        together = 1 if self._settings.servers > 1 else copies
         bodies = [
-            self._body(prompt, [_seed(seed, i * copies + k) for k in range(copies)], sampling, room)
+            self._body(prompt, [_seed(seed, row) for row in range(first, first + together)], sampling, room)
             for i, (prompt, room) in enumerate(zip(contexts, rooms, strict=True))
+            for first in range(i * copies, (i + 1) * copies, together)
         ]
-        asked = self.client
         try:
             answers, enough = self._ask(bodies, progress)
+        except EngineRestarted:  # by `load`, called from `progress`
+            raise
         except EngineError as error:
-            if self._server is None:
-                raise
-            if self.client is asked:  # else `load` found it lost already
-                self._restart(functools.partial(_say, progress))
-            raise EngineRestarted(f"{error}; SGLang was started again") from error
+            raise self._restarted(error, functools.partial(_say, progress)) from error
         done = [self._completion(answer, enough) for answer in answers]
         if begun:  # the server does not look for stop strings in what it was given
             done = [self._stopped(c, answer, sampling.stop) for c, answer in zip(done, begun, strict=True)]
@@ -198,7 +195,9 @@ class SglangEngine:
 
         Raises EngineError when it does not answer one, or makes no tokens any more.
         """
-        threads = ThreadPoolExecutor(min(len(bodies), MOST_REQUESTS) + 1, thread_name_prefix="sglang")
+        threads = ThreadPoolExecutor(
+            min(len(bodies), MOST_REQUESTS * self._settings.servers) + 1, thread_name_prefix="sglang"
+        )
         futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
         waiting: set[Future[Any]] = set(futures)
         done, pulse, heard, enough = 0, None, time.monotonic(), False
@@ -245,6 +244,13 @@ class SglangEngine:
     def _lost(self) -> bool:
         """Whether our own server's process is gone."""
         return self._server is not None and not self._server.alive
+
+    def _restarted(self, error: EngineError, progress: Callable[[], None]) -> EngineError:
+        """Start our server again after this error, and say so; the error itself where the server is not ours."""
+        if self._server is None:
+            return error
+        self._restart(progress)
+        return EngineRestarted(f"{error}; SGLang was started again")
 
     def _restart(self, progress: Callable[[], None]) -> None:
         """End what there is of our server, which may answer some calls still, and start it again; it has no weights then."""

@@ -6,20 +6,16 @@ however that ends.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
 import sys
 
-PR_SET_PDEATHSIG = 1
+from relax_hpc.parent import end_with
 
 
 def main() -> None:
     key, worker = sys.stdin.readline().split()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(worker):
-        sys.exit("the worker that started this server is gone")
+    end_with(int(worker))
     gc.disable()  # while a million objects are made that stay
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins

@@ -36,28 +36,33 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Server:
-    """SGLang for one worker, on the GPUs that the worker sees."""
+    """SGLang for one worker, on the GPUs that the worker sees; one of `place` and up, where it has several."""
 
-    def __init__(self, recipe: Recipe, model_dir: Path, context: int) -> None:
-        self._recipe, self._model_dir, self._context = recipe, model_dir, context
+    def __init__(self, recipe: Recipe, model_dir: Path, context: int, place: int = 0) -> None:
+        self._recipe, self._model_dir, self._context, self._place = recipe, model_dir, context, place
         self._process: subprocess.Popen[bytes] | None = None
+        self._key = ""
         self.client: Client
 
     def start(self, progress: Callable[[], None]) -> None:
         """Start it, and wait until it answers. Raises RunError when it does not."""
-        check_installed()
-        while True:
-            port, key = _free_port(), secrets.token_urlsafe(32)
-            self._launch(port, key)
-            self.client = Client(f"http://127.0.0.1:{port}", key)
-            if self._wait(progress):
-                return
-            self.stop()
-            if not _taken(port):
-                raise RunError(f"SGLang ended before it answered: see this worker's log; {versions_in_words()}")
+        self.launch(secrets.token_urlsafe(32))
+        self.wait(progress)
 
-    def _launch(self, port: int, key: str) -> None:
-        command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(port)]
+    def wait(self, progress: Callable[[], None]) -> None:
+        """Until it answers, after `launch`. Raises RunError when it does not."""
+        while not self._answers(progress):
+            self.stop()
+            if not taken(self._port):
+                raise RunError(f"SGLang ended before it answered: see this worker's log; {versions_in_words()}")
+            self.launch(self._key)
+
+    def launch(self, key: str) -> None:
+        """Begin to start it. key: what it asks of whoever asks it anything."""
+        check_installed()
+        self._port, self._key = free_port(), key
+        self.client = Client(f"http://127.0.0.1:{self._port}", key)
+        command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(self._port)]
         self._scratch = tempfile.TemporaryDirectory(prefix="relax-hpc-sglang-")
         self._process = subprocess.Popen(
             command,
@@ -70,7 +75,7 @@ class Server:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(f"{key} {os.getpid()}\n".encode())
 
-    def _wait(self, progress: Callable[[], None]) -> bool:
+    def _answers(self, progress: Callable[[], None]) -> bool:
         """Whether it answers, some day; False when it ended."""
         limit_s = START_SHARE * self._recipe.supervision.start_s
         began = time.monotonic()
@@ -122,8 +127,11 @@ class Server:
                 "max-total-tokens": max(CPU_TOKENS, self._context + CONTEXT_MARGIN),
                 "mem-fraction-static": asked.mem_fraction or 0.1,
             }  # fmt: skip
-        elif self._recipe.run.placement == "colocate":
-            values |= {"enable-memory-saver": True}
+        else:
+            if self._recipe.run.placement == "colocate":
+                values |= {"enable-memory-saver": True}
+            if self._place:
+                values |= {"base-gpu-id": self._place * asked.tensor_parallel * asked.data_parallel}
         values |= {name.replace("_", "-"): value for name, value in asked.args.items()}
         return [word for name, value in values.items() for word in _words(name, value)]
 
@@ -143,7 +151,8 @@ class Server:
         """Which CPUs each of the server's ranks is for, as SGLang wants it said; by itself it takes a NUMA node each."""
         asked, cpus = self._recipe.rollout.sglang, sorted(os.sched_getaffinity(0))
         ranks = asked.tensor_parallel * asked.data_parallel
-        shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
+        ours = range(self._place * ranks, (self._place + 1) * ranks)
+        shares = [cpus[rank :: asked.devices] or [cpus[rank % len(cpus)]] for rank in ours]
         return "|".join(",".join(map(str, share)) for share in shares)
 
     @property
@@ -161,13 +170,13 @@ def _words(name: str, value: Any) -> list[str]:
     return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _taken(port: int) -> bool:
+def taken(port: int) -> bool:
     """Whether somebody took the port between our look at it and the server's."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what our own server left does not count

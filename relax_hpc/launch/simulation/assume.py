@@ -114,7 +114,7 @@ def _train_s(recipe: Recipe, shape: Shape, tokens: float) -> float:
 def _token_s(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> float:
     """What a device reads for the next token of all answers of an order: its weights, and the cache half-way."""
     ours, asked = recipe.rollout.engine == "torch", recipe.rollout.sglang
-    tensor, copies = (1, 1) if ours else (asked.tensor_parallel, asked.data_parallel)
+    tensor, copies = (1, 1) if ours else (asked.tensor_parallel, asked.copies)
     weights = engine_memory(recipe, shape, 0.0, prompt, answer).weights
     samples = recipe.rollout.groups_per_order * recipe.algorithm.group_size / copies
     cache = samples * (prompt + answer / 2) * shape.kv_bytes(ELEMENT[recipe.trainer.dtype], tensor)

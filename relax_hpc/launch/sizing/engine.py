@@ -58,12 +58,12 @@ def engine_memory(recipe: Recipe, shape: Shape, device_bytes: float, prompt: int
         cache = (asked.mem_fraction or MEM_FRACTION) * device_bytes - weights
     arrives = 0 if isinstance(recipe.weights, FileWeights) else whole  # a broadcast is received whole
     return EngineMemory(
-        devices=1 if ours else tensor * asked.data_parallel,
+        devices=recipe.rollout.devices_each,
         parameters=count.all,
         weights=weights,
         cache=cache,
         token=token,
-        wanted=-(-samples // (1 if ours else asked.data_parallel)) * longest,
+        wanted=-(-samples // (1 if ours else asked.copies)) * longest,
         longest=longest,
         host=float(arrives + (0 if ours else whole)),  # SGLang reads files that memory holds
     )

@@ -194,7 +194,7 @@ def _misfits(recipe: Recipe, shape: Shape, asked: Asked) -> Iterator[tuple[Role,
     if 0 < group.given < group.devices:
         yield (
             "rollout",
-            f"{group.processes} workers of {group.devices_each} GPUs each (rollout.sglang.tensor_parallel x data_parallel) take "
+            f"{group.processes} workers of {group.devices_each} GPUs each (rollout.sglang.tensor_parallel x data_parallel x servers) take "
             f"{group.devices}, [slurm] gives {group.given} on {group.nodes} nodes",
         )
 

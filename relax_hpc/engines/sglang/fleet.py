@@ -1,0 +1,159 @@
+"""Several servers of one worker behind sglang-router, and a client that asks them as one.
+
+    requests ──► router ──► one of the servers each
+    pause, load, resume, abort … ──► every server: all have one version, or none is asked anything
+
+A server or a router that is lost takes the others with it: all are started again in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.engines.base import EngineError
+from relax_hpc.engines.sglang.client import LOOK_S, Client
+from relax_hpc.engines.sglang.server import LOOK_EVERY_S, Server, free_port, taken
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.run_dir import RunError
+
+PROGRAM = Path(__file__).with_name("route.py")
+KNOWN_GOOD = "0.3.2"
+BALANCED = {"balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
+"""The router sends what begins alike to one server as long as it has no more than so many requests, and no greater share, above
+the others. By default it is 64 and 1.5: a whole order of many copies would go to one server."""
+UNLIMITED_S = 10 * 24 * 3600
+"""An answer takes as long as it takes."""
+START_S = 60.0
+"""For the router, when the servers answer."""
+
+
+class FleetClient(Client):
+    """Asks the router to generate, and every server for everything else."""
+
+    def __init__(self, address: str, key: str, servers: Sequence[Client]) -> None:
+        super().__init__(address, key)
+        self._servers = servers
+        self._threads = ThreadPoolExecutor(2 * len(servers), "fleet")
+
+    def generate(self, body: Mapping[str, Any], lost: Callable[[], bool] = lambda: False) -> Any:
+        """`body`: of one sequence, since the router takes no lists of sampling parameters."""
+        (prompt,), (sampling,) = body["input_ids"], body["sampling_params"]
+        return [super().generate({**body, "input_ids": prompt, "sampling_params": sampling}, lost)]
+
+    def wait_for_ranks(self, copies: int) -> None:
+        list(self._threads.map(lambda server: server.wait_for_ranks(copies), self._servers))
+
+    def ready(self) -> bool:
+        """Whether the router knows all servers."""
+        try:
+            said = super()._request("GET", "/readiness", None, LOOK_S)
+        except EngineError:
+            return False
+        return bool(said["healthy_workers"] == len(self._servers))
+
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+        """The first server's answer, when all have answered."""
+        if path == "/generate":
+            return super()._request(method, path, body, timeout_s)
+        return next(iter(list(self._threads.map(lambda s: s._request(method, path, body, timeout_s), self._servers))))
+
+
+class Fleet:
+    """Does for several servers what Server does for one."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path, context: int) -> None:
+        """Raises RunError when there is no router."""
+        self._recipe = recipe
+        self._servers = [Server(recipe, model_dir, context, place) for place in range(recipe.rollout.sglang.servers)]
+        self._router: subprocess.Popen[bytes] | None = None
+        self.client: FleetClient
+        check_installed(len(self._servers))
+
+    def start(self, progress: Callable[[], None]) -> None:
+        """Start all, and wait until they answer. Raises RunError when one does not."""
+        key = secrets.token_urlsafe(32)
+        try:
+            for server in self._servers:
+                server.launch(key)
+            for server in self._servers:
+                server.wait(progress)
+            while not self._routes(key, progress):
+                pass
+        except BaseException:
+            self.stop()
+            raise
+
+    def _routes(self, key: str, progress: Callable[[], None]) -> bool:
+        """Whether the router came up; False where somebody took a port of its meanwhile."""
+        port, counters = free_port(), free_port()
+        self.client = FleetClient(f"http://127.0.0.1:{port}", key, [server.client for server in self._servers])
+        self._router = subprocess.Popen(
+            [sys.executable, "-P", str(PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=sys.stderr.fileno(),
+            start_new_session=True,
+        )
+        said = {"worker": os.getpid(), "arguments": self.arguments(port, counters, key)}
+        assert self._router.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._router.stdin as pipe:
+            pipe.write(json.dumps(said).encode() + b"\n")
+        began = time.monotonic()
+        while self._router.poll() is None:
+            if self.client.ready():
+                return True
+            if time.monotonic() - began > START_S:
+                raise RunError(
+                    f"sglang-router did not find its {len(self._servers)} servers within {START_S:.0f} s: see this worker's log"
+                )
+            progress()
+            time.sleep(LOOK_EVERY_S)
+        if not taken(port) and not taken(counters):
+            raise RunError("sglang-router ended before it answered: see this worker's log")
+        return False
+
+    def arguments(self, port: int, counters: int, key: str) -> dict[str, Any]:
+        """The router's. What the recipe gives as `router` replaces ours; we ask again ourselves, and look after the servers."""
+        given = {name.replace("-", "_"): value for name, value in self._recipe.rollout.sglang.router.items()}
+        return {
+            "host": "127.0.0.1", "port": port, "api_key": key, "prometheus_host": "127.0.0.1", "prometheus_port": counters,
+            "worker_urls": [server.client.address for server in self._servers], "worker_startup_check_interval": 1,
+            "disable_retries": True, "disable_circuit_breaker": True, "request_timeout_secs": UNLIMITED_S, "log_level": "error",
+            **BALANCED, **given,
+        }  # fmt: skip
+
+    @property
+    def alive(self) -> bool:
+        """Whether nothing of it is lost."""
+        routes = self._router is not None and self._router.poll() is None
+        return routes and all(server.alive for server in self._servers)
+
+    def stop(self) -> None:
+        """End all of it at once."""
+        if self._router is not None:
+            self._router.kill()
+            self._router.wait()
+            self._router = None
+        for server in self._servers:
+            server.stop()
+
+
+def check_installed(servers: int) -> None:
+    """Raises RunError where there is no sglang-router."""
+    try:
+        metadata.version("sglang-router")
+    except metadata.PackageNotFoundError:
+        raise RunError(
+            f"rollout.sglang.servers = {servers}, but sglang-router is not installed in {sys.prefix}: "
+            f"pip install sglang-router=={KNOWN_GOOD}, or use rollout.sglang.servers = 1 and more rollout.workers"
+        ) from None
