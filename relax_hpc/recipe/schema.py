@@ -24,7 +24,7 @@ from relax_hpc.recipe.staleness import Async
 from relax_hpc.recipe.table import Key, Table, conflict
 from relax_hpc.recipe.tracking import AnyTracking, Notify
 from relax_hpc.recipe.trainer import Trainer
-from relax_hpc.recipe.weights import AnyWeights, FileWeights
+from relax_hpc.recipe.weights import AnyWeights, CollectiveWeights, FileWeights
 
 CRITIC_KEY, TEACHER_KEY = "algorithm.critic.model", "algorithm.teacher"
 
@@ -331,6 +331,12 @@ class Recipe(Table):
                 f"slurm.shape = 'single' puts both groups on the same nodes, but trainer.nodes = {self.trainer.nodes} "
                 f"and rollout.nodes = {self.rollout.nodes}: make them equal, or use slurm.shape = 'split'"
             )
+        if isinstance(self.weights, CollectiveWeights) and self.weights.backend == "nccl":
+            for key, device in (("trainer.device", self.trainer.device), ("rollout.device", self.rollout.device)):
+                if device == "cpu":
+                    raise conflict(
+                        f"weights.backend = 'nccl' goes from GPU to GPU, but {key} = 'cpu': use weights.backend = 'gloo'"
+                    )
         if self.run.placement == "colocate":
             self._colocates()
 

@@ -42,12 +42,23 @@ class FileWeights(Weights):
 
 
 class CollectiveWeights(Weights):
-    """Broadcast in a group of the trainer and the workers (gloo on CPUs); what misses it is read from files."""
+    """Broadcast in a group of the trainer and the workers; what misses it is read from files."""
 
     transport: Literal["collective"] = Key("collective", "A group of torch.distributed.")
+    backend: Literal["gloo", "nccl"] = Key(
+        "gloo",
+        "`gloo`: from host memory to host memory. `nccl`: from GPU to GPU, each worker on GPUs of its own; the trainer's and the "
+        "worker's first GPU then hold 32 MB and NCCL's own buffers besides.",
+        resume=True,
+    )
     timeout_s: PositiveFloat = Key(
         30.0, "A worker that does not take part for so long is left out, and the group formed again.", resume=True
     )
+
+    @property
+    def speaks(self) -> str:
+        """What the members of the group speak."""
+        return self.backend
 
 
 class MpiWeights(Weights):
@@ -59,6 +70,11 @@ class MpiWeights(Weights):
     timeout_s: PositiveFloat = Key(
         30.0, "A worker that does not take part for so long is left out, and the group formed again.", resume=True
     )
+
+    @property
+    def speaks(self) -> str:
+        """What the members of the group speak."""
+        return "mpi"
 
 
 AnyWeights = Annotated[

@@ -13,6 +13,7 @@ from relax_hpc.weights.collective import CollectivePublisher, CollectiveReceiver
 from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.gloo import GlooMeeting
 from relax_hpc.weights.mpi import MpiMeeting
+from relax_hpc.weights.nccl import NcclMeeting
 
 __all__ = [
     "MEETINGS",
@@ -24,6 +25,7 @@ __all__ = [
     "FileReceiver",
     "GlooMeeting",
     "MpiMeeting",
+    "NcclMeeting",
     "Publisher",
     "Receiver",
     "Version",
@@ -32,7 +34,7 @@ __all__ = [
     "make_receiver",
 ]
 
-MEETINGS: dict[str, Callable[..., Meeting]] = {"collective": GlooMeeting, "mpi": MpiMeeting}
+MEETINGS: dict[str, Callable[..., Meeting]] = {"gloo": GlooMeeting, "mpi": MpiMeeting, "nccl": NcclMeeting}
 
 
 def make_publisher(recipe: Recipe, run: RunDir, via: Path, incarnation: int) -> Publisher:
@@ -40,7 +42,7 @@ def make_publisher(recipe: Recipe, run: RunDir, via: Path, incarnation: int) -> 
     w, bucket_bytes = recipe.weights, recipe.weights.bucket_mb << 20
     if isinstance(w, CollectiveWeights | MpiWeights):
         return CollectivePublisher(
-            run, via, incarnation, MEETINGS[w.transport](run, w.timeout_s, via), bucket_bytes=bucket_bytes
+            run, via, incarnation, MEETINGS[w.speaks](run, w.timeout_s, via), bucket_bytes=bucket_bytes
         )
     return FilePublisher(run, via, incarnation, bucket_bytes=bucket_bytes, front=w.front, full_every=w.full_every)
 
@@ -50,5 +52,5 @@ def make_receiver(recipe: Recipe, run: RunDir, name: str, copies: bool = True) -
     the recipe says so."""
     w = recipe.weights
     if isinstance(w, CollectiveWeights | MpiWeights):
-        return CollectiveReceiver(run, name, MEETINGS[w.transport](run, w.timeout_s))
+        return CollectiveReceiver(run, name, MEETINGS[w.speaks](run, w.timeout_s))
     return FileReceiver(run, w.front if copies else None)

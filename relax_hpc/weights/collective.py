@@ -156,7 +156,7 @@ class CollectiveReceiver(FileReceiver):
 
     def _take_part(self, called_group: Called) -> None:
         """Receive what this group sends, until it breaks or is given up."""
-        joined = False
+        group: Group | None = None
 
         def outdated() -> bool:
             now = called(self._run)
@@ -164,18 +164,19 @@ class CollectiveReceiver(FileReceiver):
 
         try:
             group = self._meeting.join(called_group, self._name, outdated)
-            self.sessions, joined = self.sessions + 1, True
+            self.sessions += 1
             while (received := receive(group, self._room, self._begun)) is not None:
                 unread, self._received = self._received, {checksum(received.contents): received}
                 self._on_its_way = False
                 for old in unread.values():
                     self._room.give_back(old.segments)
-            group.close()
         except (GroupError, OSError) as error:
             log.warning("left the group: %s", error)
         finally:
             self._on_its_way = False
-            self.sessions -= joined
+            if group is not None:
+                self.sessions -= 1
+                group.close()
 
     def _begun(self) -> None:
         self._on_its_way = True

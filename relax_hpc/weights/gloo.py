@@ -23,7 +23,7 @@ from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
-from relax_hpc.weights.wire import GroupError
+from relax_hpc.weights.wire import Group, GroupError
 
 POLL_S = 0.02
 IN_FLIGHT = 8
@@ -68,15 +68,15 @@ class GlooMeeting:
     def __init__(self, run: RunDir, timeout_s: float, via: Path | None = None) -> None:
         self._run, self._timeout_s, self._via = run, timeout_s, via
 
-    def form(self, names: frozenset[str]) -> tuple[GlooGroup, frozenset[str]]:
+    def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
         with _as_group_errors():
             return self._form(names)
 
-    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> GlooGroup:
+    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
         with _as_group_errors():
             return self._join(group, name, given_up)
 
-    def _form(self, names: frozenset[str]) -> tuple[GlooGroup, frozenset[str]]:
+    def _form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
         assert self._via is not None
         group_id = uuid.uuid4().hex
         store = self._store(group_id)
@@ -96,7 +96,7 @@ class GlooMeeting:
             raise GroupError(f"nobody answered within {CHECK_IN_S:.0f} s")
         return self._connected(store, 0, len(order), group), here
 
-    def _join(self, group: Called, name: str, given_up: Callable[[], bool]) -> GlooGroup:
+    def _join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
         store = self._store(group.id)
         store.set(f"here/{name}", "")
         while not store.check(["go"]):
@@ -108,7 +108,10 @@ class GlooMeeting:
             raise GroupError("answered too late, and was left out")
         return self._connected(store, 1 + order.index(name), len(order), group)
 
-    def _connected(self, store: Any, rank: int, workers: int, group: Called) -> GlooGroup:
+    def _connected(self, store: Any, rank: int, workers: int, group: Called) -> Group:
+        return self._by_gloo(store, rank, workers, group)
+
+    def _by_gloo(self, store: Any, rank: int, workers: int, group: Called) -> GlooGroup:
         return GlooGroup(dist.PrefixStore("gloo", store), rank, 1 + workers, self._timeout_s, group.local)
 
     def _store(self, group_id: str) -> Any:

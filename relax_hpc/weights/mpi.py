@@ -11,121 +11,41 @@ group has a child of its own. One whose group was given up in good order is used
 from __future__ import annotations
 
 import contextlib
-import json
-import mmap
-import os
-import select
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
-from relax_hpc.tensor_files import as_bytes
+from relax_hpc.weights.child import START_S, Child
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
-from relax_hpc.weights.mpi_process import MESSAGE_BYTES, SLOT_BYTES, SLOTS
 from relax_hpc.weights.wire import IDLE_S, GroupError
 
 POLL_S = 0.02
-LOOK_S = 0.5
-"""Between two looks whether another group was called, while nothing comes."""
-START_S = 60.0
 PROGRAM = Path(__file__).with_name("mpi_process.py")
 
 _lock = threading.Lock()
-_ready: list[MpiProcess] = []
+_ready: list[Child] = []
 """Not in a group."""
 
 
-class MpiProcess:
-    """The child, as its parent sees it. Raises GroupError where the child does not do what it is asked to."""
-
-    def __init__(self) -> None:
-        """Raises RunError when there is no MPI to speak."""
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        memory = os.memfd_create("relax_hpc-mpi")
-        os.ftruncate(memory, SLOTS * SLOT_BYTES)
-        mapped = mmap.mmap(memory, SLOTS * SLOT_BYTES)
-        self.slots = [np.frombuffer(mapped, np.uint8, SLOT_BYTES, i * SLOT_BYTES) for i in range(SLOTS)]
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", str(PROGRAM), str(theirs.fileno()), str(memory), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), memory),
-            )
-        os.close(memory)
-        try:
-            self.hear(START_S)
-        except GroupError as error:
-            self.kill()
-            raise RunError(str(error)) from error
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-    def kill(self) -> None:
-        """With all that MPI holds, and all that waits there for the dead."""
-        self.process.kill()
-        self.process.wait()
-        self._channel.close()
-
-    def call(self, what: str, limit_s: float, given_up: Callable[[], bool] = lambda: False, **arguments: Any) -> Any:
-        self.say(what, **arguments)
-        return self.hear(limit_s, given_up)
-
-    def say(self, what: str, **arguments: Any) -> None:
-        with contextlib.suppress(OSError):  # it died: that is heard
-            self._channel.send(json.dumps({"call": what, **arguments}).encode())
-
-    def hear(self, limit_s: float, given_up: Callable[[], bool] = lambda: False) -> Any:
-        """The next answer. A child that gives none within the limit, or before it is `given_up`, is killed."""
-        began = time.monotonic()
-        while not select.select([self._channel], [], [], min(LOOK_S, limit_s))[0]:
-            waited_s = time.monotonic() - began
-            if waited_s > limit_s or given_up():
-                self.kill()
-                raise GroupError(f"MPI did not end what it was asked to within {waited_s:.1f} s")
-        try:
-            data = self._channel.recv(MESSAGE_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            self.process.wait()
-            self.kill()
-            code = self.process.returncode
-            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            raise GroupError(f"the process that speaks MPI was ended by {how}")
-        said = json.loads(data)
-        if "error" in said:
-            raise GroupError(said["error"])
-        return said["value"]
-
-
-def take_process() -> MpiProcess:
+def take_process() -> Child:
     """One that is in no group. Raises RunError when MPI does not work here."""
     while True:
         with _lock:
             process = _ready.pop() if _ready else None
         if process is None:
-            return MpiProcess()
+            return Child("MPI", PROGRAM)
         with contextlib.suppress(GroupError):  # it died meanwhile
             process.call("begin", START_S)
             return process
 
 
-def give_back(process: MpiProcess) -> None:
+def give_back(process: Child) -> None:
     with _lock:
         _ready.append(process)
 
@@ -133,45 +53,15 @@ def give_back(process: MpiProcess) -> None:
 class MpiGroup:
     """The sender's connections to all receivers, or a receiver's to the sender. See relax_hpc.weights.wire.Group."""
 
-    def __init__(self, process: MpiProcess, sends: bool, timeout_s: float, given_up: Callable[[], bool]) -> None:
-        self.process, self._sends, self._timeout_s, self._given_up = process, sends, timeout_s, given_up
+    def __init__(self, process: Child, sends: bool, timeout_s: float, given_up: Callable[[], bool]) -> None:
+        self.child, self._sends, self._timeout_s, self._given_up = process, sends, timeout_s, given_up
 
     def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
-        limit_s = timeout_s or self._timeout_s
-        deadline = time.monotonic() + limit_s
-        pieces = [piece for tensor in tensors for piece in _pieces(as_bytes(tensor))]
-        under_way: deque[int] = deque()
-
-        def end_one() -> None:
-            self.process.hear(max(0.0, deadline - time.monotonic()), self._given_up)
-            number = under_way.popleft()
-            if not self._sends:
-                pieces[number][:] = self.process.slots[number % SLOTS][: len(pieces[number])]
-
-        try:
-            for number, piece in enumerate(pieces):
-                if len(under_way) == SLOTS:
-                    end_one()
-                if self._sends:
-                    self.process.slots[number % SLOTS][: len(piece)] = piece
-                self.process.say(
-                    "move", slot=number % SLOTS, size=len(piece), sends=self._sends, idle=limit_s == IDLE_S
-                )
-                under_way.append(number)
-            while under_way:
-                end_one()
-        except GroupError:
-            self.process.kill()  # it may hold requests that never end
-            raise
+        self.child.move(tensors, self._sends, timeout_s or self._timeout_s, self._given_up)
 
     def close(self) -> None:
-        if self.process.alive:
-            give_back(self.process)
-
-
-def _pieces(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """No longer than a slot; the same on both sides."""
-    return [data[begin : begin + SLOT_BYTES] for begin in range(0, len(data), SLOT_BYTES)]
+        if self.child.alive:
+            give_back(self.child)
 
 
 class MpiMeeting:
@@ -215,7 +105,7 @@ class MpiMeeting:
             raise GroupError(f"nobody answered within {waited_s:.0f} s")
         return ports
 
-    def _connect(self, process: MpiProcess, ports: dict[str, str]) -> frozenset[str]:
+    def _connect(self, process: Child, ports: dict[str, str]) -> frozenset[str]:
         connected = set()
         for name, port in ports.items():
             try:
@@ -251,7 +141,7 @@ class MpiMeeting:
         return self._run.weights / f"group-{group_id}"
 
 
-def _process() -> MpiProcess:
+def _process() -> Child:
     """MPI worked here when the meeting was made: what is wrong now may pass."""
     try:
         return take_process()

@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,26 +88,30 @@ def _unlink_memory() -> None:
 class Speaker:
     """Carries out what its parent asks for: calls one by one, moves as many at a time as there are slots."""
 
-    def __init__(self, channel: socket.socket, memory: mmap.mmap, mpi: Any) -> None:
-        self._channel, self._mpi, self._memory = channel, mpi, memory
-        self._peers: list[Any] = []
-        self._moves: deque[list[Any]] = deque()
-        """MPI's requests of each move that was begun, in order."""
-        self._port = ""
+    failures: type[Exception]
+    """What is told to the parent, and is no end of this process."""
+
+    def __init__(self, channel: socket.socket, memory: mmap.mmap) -> None:
+        self._channel, self.memory = channel, memory
+        self.moves: deque[Any] = deque()
+        """Those that were begun, in order."""
+
+    def done(self, move: Any) -> bool:
+        raise NotImplementedError
 
     def serve(self) -> None:
         """Until the parent is gone."""
         idle, waited_since = False, 0.0
         while True:
-            if select.select([self._channel], [], [], 0 if self._moves else None)[0]:
+            if select.select([self._channel], [], [], 0 if self.moves else None)[0]:
                 data = self._channel.recv(MESSAGE_BYTES)
                 if not data:
                     return
                 asked = json.loads(data)
                 idle, waited_since = asked.pop("idle", False), time.monotonic()
                 self._answer(asked)
-            elif self._mpi.Request.Testall(self._moves[0]):
-                self._moves.popleft()
+            elif self.done(self.moves[0]):
+                self.moves.popleft()
                 self._say(value=None)
             elif idle and time.monotonic() - waited_since > SPIN_S:
                 time.sleep(IDLE_POLL_S)
@@ -118,7 +123,7 @@ class Speaker:
         try:
             call = asked.pop("call")
             value = getattr(self, call)(**asked)
-        except self._mpi.Exception as error:
+        except self.failures as error:
             self._say(error=str(error))
         else:
             if call != "move":
@@ -126,6 +131,21 @@ class Speaker:
 
     def _say(self, **answer: Any) -> None:
         self._channel.send(json.dumps(answer).encode())
+
+
+class MpiSpeaker(Speaker):
+    """Connections to the others of a group."""
+
+    def __init__(self, channel: socket.socket, memory: mmap.mmap) -> None:
+        """Raises RuntimeError when there is no MPI to speak."""
+        super().__init__(channel, memory)
+        self._mpi, self._job = begin()
+        self.failures = self._mpi.Exception
+        self._peers: list[Any] = []
+        self._port = ""
+
+    def done(self, move: list[Any]) -> bool:
+        return bool(self._mpi.Request.Testall(move))
 
     def begin(self) -> None:
         """A new group. The connections of the one before stay: to free one waits for the other side."""
@@ -156,34 +176,35 @@ class Speaker:
     def move(self, slot: int, size: int, sends: bool) -> None:
         """A slot's bytes to every peer, or into it from the one there is."""
         begin = slot * SLOT_BYTES
-        buffer = [memoryview(self._memory)[begin : begin + size], self._mpi.BYTE]
+        buffer = [memoryview(self.memory)[begin : begin + size], self._mpi.BYTE]
         # Synchronous: what is done has been taken, and a sender that leaves then takes nothing with it.
-        self._moves.append([(peer.Issend if sends else peer.Irecv)(buffer, 0, 0) for peer in self._peers])
+        self.moves.append([(peer.Issend if sends else peer.Irecv)(buffer, 0, 0) for peer in self._peers])
 
 
 def _leave_with(parent: int) -> None:
-    """MPI may be waiting for somebody when the parent dies."""
+    """We may be waiting for somebody when the parent dies."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)
 
 
-def main() -> None:
-    descriptor, memory, parent = map(int, sys.argv[1:])
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash of MPI is nothing unheard of
+def run(make: Callable[[socket.socket, mmap.mmap], Speaker]) -> None:
+    """What is asked for by our parent, who gave us a socket and memory; until it is gone."""
+    descriptor, memory, parent = map(int, sys.argv[1:4])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash in here is nothing unheard of
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()
     channel = socket.socket(fileno=descriptor)
     try:
-        mpi, _job = begin()
+        speaker = make(channel, mmap.mmap(memory, SLOTS * SLOT_BYTES))
     except RuntimeError as error:
         channel.send(json.dumps({"error": str(error)}).encode())
         sys.exit(1)
     channel.send(json.dumps({"value": None}).encode())
     try:
-        Speaker(channel, mmap.mmap(memory, SLOTS * SLOT_BYTES), mpi).serve()
+        speaker.serve()
     finally:
-        os._exit(0)  # nothing of MPI is to be waited for
+        os._exit(0)  # nothing of a group is to be waited for
 
 
 if __name__ == "__main__":
-    main()
+    run(MpiSpeaker)

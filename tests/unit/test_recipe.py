@@ -177,6 +177,14 @@ def test_a_wrong_key_or_value_says_what_would_be_right(tiny: Path, override: str
     assert not [part for part in parts if part not in message], message
 
 
+@pytest.mark.parametrize("key", ["trainer.device", "rollout.device"])
+def test_nccl_is_for_gpus(tiny: Path, key: str) -> None:
+    by_nccl = "weights={transport='collective', backend='nccl'}"
+    assert load_recipe(tiny, [by_nccl]).weights.speaks == "nccl"  # type: ignore[union-attr]
+    with pytest.raises(RecipeError, match=f"weights.backend = 'nccl' goes from GPU to GPU, but {key} = 'cpu'"):
+        load_recipe(tiny, [by_nccl, f"{key}=cpu"])
+
+
 @pytest.mark.parametrize(
     ("override", "parts"),
     [

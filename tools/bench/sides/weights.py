@@ -38,6 +38,7 @@ LAYERS, EMBEDDING = 24, 0.2
 """A language model's proportions: so many layers of seven matrices and two vectors, and the embedding's share of the bytes."""
 VECTOR = 1024
 POLL_S = 0.002
+SPEAKS = {"collective": "gloo", "mpi": "mpi"}
 
 
 def model(megabytes: float, seed: int) -> dict[str, Tensor]:
@@ -82,8 +83,8 @@ class Side:
     def open_trainer(self, transport: str, options: dict[str, Any]) -> None:
         (via := self.run.root / f"via-{transport}").mkdir(exist_ok=True)
         front = Path(options.pop("front")) if "front" in options else None
-        if transport in MEETINGS:
-            meeting = MEETINGS[transport](self.run, LIMIT_S, via)
+        if transport in SPEAKS:
+            meeting = MEETINGS[SPEAKS[transport]](self.run, LIMIT_S, via)
             publisher = CollectivePublisher(self.run, via, 1, meeting, **options)
             while publisher.group is None:
                 publisher.wanted()
@@ -93,8 +94,8 @@ class Side:
             self.publisher = FilePublisher(self.run, via, 1, front=front, **options)
 
     def open_worker(self, transport: str, front: str | None = None) -> None:
-        if transport in MEETINGS:
-            self.receiver = CollectiveReceiver(self.run, self.name, MEETINGS[transport](self.run, LIMIT_S))
+        if transport in SPEAKS:
+            self.receiver = CollectiveReceiver(self.run, self.name, MEETINGS[SPEAKS[transport]](self.run, LIMIT_S))
         else:
             self.receiver = FileReceiver(self.run, Path(front) if front else None)
 

@@ -1,0 +1,135 @@
+"""A child process that moves bytes for its parent, so that what it speaks (MPI, NCCL) may crash or hang: then it is killed.
+
+    parent ──{"call": …}──► socket ──► child ──► {"value": …} or {"error": …} ──► parent
+    bytes ──► slots of memory that both have mapped ──► the group ──► slots ──► bytes
+
+The other side of this is Speaker in mpi_process.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from relax_hpc.run_dir import RunError
+from relax_hpc.tensor_files import as_bytes
+from relax_hpc.weights.mpi_process import MESSAGE_BYTES, SLOT_BYTES, SLOTS
+from relax_hpc.weights.wire import IDLE_S, GroupError
+
+LOOK_S = 0.5
+"""Between two looks whether another group was called, while nothing comes."""
+START_S = 60.0
+
+
+class Child:
+    """As its parent sees it. Raises GroupError where the child does not do what it is asked to."""
+
+    def __init__(self, speaks: str, program: Path, *arguments: str) -> None:
+        """`speaks`: for messages. Raises RunError when the program finds nothing to speak it with."""
+        self._speaks = speaks
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        memory = os.memfd_create(f"relax_hpc-{speaks}")
+        os.ftruncate(memory, SLOTS * SLOT_BYTES)
+        mapped = mmap.mmap(memory, SLOTS * SLOT_BYTES)
+        self.slots = [np.frombuffer(mapped, np.uint8, SLOT_BYTES, i * SLOT_BYTES) for i in range(SLOTS)]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(program), str(theirs.fileno()), str(memory), str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), memory),
+            )
+        os.close(memory)
+        try:
+            self.hear(START_S)
+        except GroupError as error:
+            self.kill()
+            raise RunError(str(error)) from error
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """With all that it holds, and all that waits there for the dead."""
+        self.process.kill()
+        self.process.wait()
+        self._channel.close()
+
+    def call(self, what: str, limit_s: float, given_up: Callable[[], bool] = lambda: False, **arguments: Any) -> Any:
+        self.say(what, **arguments)
+        return self.hear(limit_s, given_up)
+
+    def say(self, what: str, **arguments: Any) -> None:
+        with contextlib.suppress(OSError):  # it died: that is heard
+            self._channel.send(json.dumps({"call": what, **arguments}).encode())
+
+    def hear(self, limit_s: float, given_up: Callable[[], bool] = lambda: False) -> Any:
+        """The next answer. A child that gives none within the limit, or before it is `given_up`, is killed."""
+        began = time.monotonic()
+        while not select.select([self._channel], [], [], min(LOOK_S, limit_s))[0]:
+            waited_s = time.monotonic() - began
+            if waited_s > limit_s or given_up():
+                self.kill()
+                raise GroupError(f"{self._speaks} did not end what it was asked to within {waited_s:.1f} s")
+        try:
+            data = self._channel.recv(MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            self.process.wait()
+            self.kill()
+            code = self.process.returncode
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise GroupError(f"the process that speaks {self._speaks} was ended by {how}")
+        said = json.loads(data)
+        if "error" in said:
+            raise GroupError(said["error"])
+        return said["value"]
+
+    def move(
+        self, tensors: Sequence[Tensor], sends: bool, limit_s: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Send these bytes to the group, or receive into them, through the slots. Where that fails, the child is killed."""
+        deadline = time.monotonic() + limit_s
+        pieces = [piece for tensor in tensors for piece in _pieces(as_bytes(tensor))]
+        under_way: deque[int] = deque()
+
+        def end_one() -> None:
+            self.hear(max(0.0, deadline - time.monotonic()), given_up)
+            number = under_way.popleft()
+            if not sends:
+                pieces[number][:] = self.slots[number % SLOTS][: len(pieces[number])]
+
+        try:
+            for number, piece in enumerate(pieces):
+                if len(under_way) == SLOTS:
+                    end_one()
+                if sends:
+                    self.slots[number % SLOTS][: len(piece)] = piece
+                self.say("move", slot=number % SLOTS, size=len(piece), sends=sends, idle=limit_s == IDLE_S)
+                under_way.append(number)
+            while under_way:
+                end_one()
+        except GroupError:
+            self.kill()  # it may hold requests that never end
+            raise
+
+
+def _pieces(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
+    """No longer than a slot; the same on both sides."""
+    return [data[begin : begin + SLOT_BYTES] for begin in range(0, len(data), SLOT_BYTES)]

@@ -1,0 +1,75 @@
+"""A group over NCCL: weights go from GPU to GPU, by a child on each side (nccl_process.py); gloo says what comes.
+
+    trainer ──gloo──► sizes, names, small tensors ──► worker          nobody's GPU waits while there is nothing to receive
+    trainer ──slots──► child ──NCCL──► child ──slots──► worker        the bytes
+
+A child is of one group, and killed with it: what a member that died or hangs leaves on a GPU ends with the child. NCCL opens ports
+without authentication, on the interface that NCCL_SOCKET_IFNAME names; for what comes of it see gloo.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.weights.child import START_S, Child
+from relax_hpc.weights.gloo import GlooGroup, GlooMeeting
+from relax_hpc.weights.meeting import Called
+from relax_hpc.weights.wire import Group, GroupError
+
+PROGRAM = Path(__file__).with_name("nccl_process.py")
+SMALL_BYTES = 64 << 10
+"""Of a tensor that goes by gloo, together with what is said of the others."""
+
+
+class NcclGroup:
+    """Rank 0 sends. See relax_hpc.weights.wire.Group."""
+
+    def __init__(self, control: GlooGroup, child: Child, sends: bool, timeout_s: float) -> None:
+        self._control, self.child, self._sends, self._timeout_s = control, child, sends, timeout_s
+
+    def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
+        self._control.broadcast([tensor for tensor in tensors if tensor.nbytes <= SMALL_BYTES], timeout_s)
+        large = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
+        self.child.move(large, self._sends, timeout_s or self._timeout_s)
+
+    def close(self) -> None:
+        self._control.close()
+        self.child.kill()
+
+
+class NcclMeeting(GlooMeeting):
+    """See relax_hpc.weights.collective.Meeting. backend: of torch.distributed, for the children."""
+
+    def __init__(self, run: RunDir, timeout_s: float, via: Path | None = None, backend: str = "nccl") -> None:
+        """Raises RunError when there is no GPU here."""
+        super().__init__(run, timeout_s, via)
+        self._backend, self._lock = backend, threading.Lock()
+        self._spare: Child | None = self._child()
+        """That there is a GPU is found now, and the first group is quick."""
+
+    def _child(self) -> Child:
+        return Child("NCCL", PROGRAM, self._backend)
+
+    def _connected(self, store: Any, rank: int, workers: int, group: Called) -> Group:
+        control = self._by_gloo(store, rank, workers, group)
+        with self._lock:
+            child, self._spare = self._spare, None
+        try:
+            if child is None or not child.alive:
+                child = self._child()
+        except RunError as error:  # there was a GPU when the meeting was made: what is wrong now may pass
+            raise GroupError(str(error)) from error
+        limit_s = self._timeout_s + START_S
+        try:
+            path = str(self._run.weights / f"group-{group.id}")
+            child.call("join", limit_s, store=path, rank=rank, world=1 + workers, timeout_s=limit_s)
+        except GroupError:
+            child.kill()
+            raise
+        return NcclGroup(control, child, rank == 0, self._timeout_s)
