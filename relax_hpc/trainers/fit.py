@@ -12,6 +12,8 @@ from relax_hpc.recipe.parallel import Sizes, misfit
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.run_dir import RunError
 
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Model types."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron-core's scaling of rotary frequencies has built in."""
 
@@ -70,14 +72,16 @@ def refuse_foreign(hf: Any) -> None:
     wrong = None
     rope = getattr(hf, "rope_parameters", None) or {}
     scaling = {key: rope.get(key) for key in LLAMA3_ROPE}
-    if hf.model_type not in ("qwen3", "qwen3_moe", "qwen2", "llama"):
-        wrong = f"model_type '{hf.model_type}': qwen3, qwen3_moe, qwen2 and llama are known"
+    if hf.model_type not in KNOWN:
+        wrong = f"model_type '{hf.model_type}': {', '.join(KNOWN)} are known"
     elif rope.get("rope_type") not in ("default", "llama3") or (
         rope["rope_type"] == "llama3" and scaling != LLAMA3_ROPE
     ):
         wrong = f"rope_parameters {rope}: the default ones, or llama3's with {LLAMA3_ROPE}, are known"
     elif float(rope["rope_theta"]) != int(rope["rope_theta"]):
         wrong = f"rope_theta {rope['rope_theta']}: a whole number is expected"
+    elif hf.model_type == "mistral" and hf.sliding_window is not None:
+        wrong = f"sliding_window {hf.sliding_window}: none is expected"
     elif set(getattr(hf, "layer_types", None) or []) - {"full_attention"}:
         wrong = "layers without full attention"
     elif hf.hidden_act != "silu":

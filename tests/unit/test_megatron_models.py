@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -50,6 +51,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
     "experts": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=8, tie_word_embeddings=False),
     "experts in some layers": lambda: Qwen3MoeConfig(**SHAPE, **(EXPERTS | {"norm_topk_prob": False}), mlp_only_layers=[0]),
     "qwen2": lambda: Qwen2Config(**SHAPE),
+    "mistral": lambda: MistralConfig(**SHAPE, head_dim=12, sliding_window=None),
     "llama": lambda: LlamaConfig(
         **SHAPE, rope_parameters={**ROPE, "original_max_position_embeddings": 8192}, rms_norm_eps=1e-5
     ),
@@ -175,17 +177,18 @@ def test_what_a_run_saved_is_converted_with_its_master_weights(tmp_path: Path) -
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}}, "rope_parameters"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"attention_bias": True}, "biases"),
+        ({"sliding_window": 32}, "sliding_window 32"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "full attention"),
     ],
 )
 def test_a_model_that_would_be_computed_differently_is_refused(change: dict[str, Any], said: str) -> None:
     from relax_hpc.trainers.fit import refuse_foreign
 
-    config = MODELS["qwen3"]()
+    config = MODELS["mistral" if "sliding_window" in change else "qwen3"]()
     for key, value in change.items():
         setattr(type(config) if key == "model_type" else config, key, value)
     try:
         with pytest.raises(RunError, match=f"{said}.*torch backend"):
             refuse_foreign(config)
     finally:
-        type(config).model_type = "qwen3"
+        Qwen3Config.model_type = "qwen3"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from relax_hpc.algorithms import make_algorithm
@@ -44,6 +44,7 @@ CONFIGS = {
     "experts in some layers": Qwen3MoeConfig(**SHAPE, **EXPERTS, mlp_only_layers=[0], decoder_sparse_step=2),
     "qwen2": Qwen2Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE, head_dim=8),
+    "mistral": MistralConfig(**SHAPE, head_dim=12),
 }
 
 

@@ -12,7 +12,7 @@ from relax_hpc.recipe.model import PathModel, TinyModel
 from relax_hpc.recipe.parallel import Parallel, Sizes
 from relax_hpc.run_dir import RunError
 
-KNOWN = ("llama", "qwen2", "qwen3", "qwen3_moe")
+KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 SPECIAL_TOKENS = 3
 """What the tokenizer of a tiny model has beside its alphabet."""
 HEAD_DIM = {"qwen3": 128}
