@@ -49,7 +49,10 @@ class Sglang(Table):
         resume=True,
     )
     folder: Path | None = Key(
-        None, "With `address`: a folder that this worker and the server see; new weights pass through it.", resume=True
+        None,
+        "With `address`: a folder that this worker and the server see, for new weights; absent: they are broadcast to the server, "
+        "by gloo from the address by which the worker reaches it.",
+        resume=True,
     )
     args: dict[str, Any] = Key(
         {},
@@ -79,10 +82,10 @@ class Sglang(Table):
                 f"rollout.sglang.expert_parallel = {self.expert_parallel} must divide tensor_parallel = "
                 f"{self.tensor_parallel}: experts are shared among the GPUs of one copy"
             )
-        if (self.address is None) != (self.folder is None):
+        if self.folder is not None and self.address is None:
             raise conflict(
-                "rollout.sglang.address and rollout.sglang.folder belong together: an outside server reads new weights from "
-                f"the folder; address = {self.address!r}, folder = {None if self.folder is None else str(self.folder)!r}"
+                f"rollout.sglang.folder = '{self.folder}' is for a server that is there already: set rollout.sglang.address, or leave "
+                "it out"
             )
         if self.address and self.servers > 1:
             raise conflict(

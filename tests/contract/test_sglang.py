@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 from relax_hpc.engines import Completion, EngineError, Enough, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
-from relax_hpc.engines.sglang.client import EngineRefused
+from relax_hpc.engines.sglang.client import Client, EngineRefused
 from relax_hpc.engines.sglang.engine import KEY_VARIABLE
-from relax_hpc.engines.sglang.server import free_port
 from relax_hpc.run_dir import RunError
 from tests import tiny
 
@@ -142,29 +140,38 @@ def test_what_was_aborted_goes_on_with_newer_weights(setup: Setup) -> None:
     assert load["num_running_reqs"] == load["num_waiting_reqs"] == 0
 
 
-def test_a_version_comes_through_a_group_of_processes(setup: Setup) -> None:
+def test_an_outside_server_without_a_folder_gets_its_weights_in_a_group_of_processes(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """We are rank 0, the server's two processes are 1 and 2; what is not announced is refused before anything is sent."""
-    from sglang.srt.utils.common import init_custom_process_group
-
-    setup.load(3)
-    client, weights = setup.engine.client, weights_of(setup.models[4])
-    what = list(weights), ["float32"] * len(weights), [list(tensor.shape) for tensor in weights.values()], "g"
+    client = setup.engine.client
     with pytest.raises(EngineRefused, match="begin_weight_update"):
-        client.receive(*what, flattened=False)
-    port = free_port()
-    with ThreadPoolExecutor(1) as threads:
-        joined = threads.submit(client.join_group, "127.0.0.1", port, 1, 3, "g", "gloo")
-        group = init_custom_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=3, rank=0, group_name="g")
-        joined.result()
-        setup.engine.begin_update()
-        received = threads.submit(client.receive, *what, flattened=False)
-        for tensor in weights.values():
-            torch.distributed.broadcast(tensor.contiguous(), src=0, group=group)
-        received.result()
-        setup.engine.end_update(4)
-        client.leave_group("g")
-    done = setup.engine.generate(PROMPTS, 2, LONG, 0)
-    assert check(setup, done, 2) == {1} and {version for c in done for _, version in c.spans} == {4}
+        client.receive(["x"], ["float32"], [[1]], "nobody's")
+    rollout = {"engine": "sglang", "device": "cpu", "sglang": {"address": client.address}}
+    monkeypatch.setenv(KEY_VARIABLE, client._headers["Authorization"].split()[1])
+    monkeypatch.setattr("relax_hpc.engines.sglang.group.BUCKET_BYTES", 4096)
+    outside = SglangEngine(tiny.recipe(model=MODEL, rollout=rollout), setup.folder)
+    client.begin_update()  # somebody was killed there
+    for version in (3, 4):
+        setup.load(version, outside)
+        done = outside.generate(PROMPTS, 2, LONG, 0)
+        assert check(setup, done, 2) == {1} and {v for c in done for _, v in c.spans} == {version}
+    here = psutil.Process().net_connections()
+    assert {c.laddr.ip for c in here if c.status == psutil.CONN_LISTEN} <= {"127.0.0.1"}
+
+    # It refuses what comes: an error at once, not a broadcast that nobody takes; the next one finds it ready.
+    receive = Client.receive
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Client, "receive", lambda c, names, dtypes, shapes, group: receive(c, names, dtypes, shapes, "other")
+        )
+        with pytest.raises(EngineError, match="answered 400 to /update_weights_from_distributed"):
+            setup.load(3, outside)
+    assert outside.version == -1
+    setup.load(3, outside)
+    assert check(setup, outside.generate(PROMPTS, 2, LONG, 0), 2) == {1}
+    outside.close()
+    setup.load(4)
 
 
 def test_the_server_listens_on_loopback_and_wants_its_key_which_nobody_sees(setup: Setup) -> None:

@@ -114,7 +114,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("rollout.sglang={servers=2, address='http://a:1', folder='/x'}", ["one server", "servers = 2"]),
         ("rollout={engine='sglang', routed_experts=true, sglang={servers=2}}", ["servers = 2", "more rollout.workers"]),
         ("rollout.sglang.address=node7:30000", ["address", "https?"]),
-        ("rollout.sglang.address=http://node7:30000", ["belong together", "folder = None"]),
+        ("rollout.sglang.folder=/x", ["rollout.sglang.folder = '/x'", "set rollout.sglang.address"]),
         ("algorithm.clip=[0.1]", ["algorithm.clip.1", "[number, number]"]),
         ("model.name=tny", ["model.name = 'tny'", "did you mean 'tiny'", "['path', 'tiny']"]),
         ("source.0.name=fil", ["source.0.name = 'fil'", "['file', 'reasoning_gym']"]),

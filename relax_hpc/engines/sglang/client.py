@@ -2,7 +2,7 @@
 
     generate                                       tokens in, tokens out; asked again where the server did not answer
     pause ► update_from_disk ► resume              a version from a folder
-    pause ► begin_update ► receive … ► end_update ► resume      a version through a torch.distributed group (join_group)
+    pause ► begin_update ► receive … ► end_update ► resume      a version through a torch.distributed group (see group.py)
 
 Between pause and resume requests stay where they are; what was computed of them is thrown away, and computed again with
 the weights there are then, so that every token's logprob is of the version that it is said to be of.
@@ -10,6 +10,7 @@ the weights there are then, so that every token's logprob is of the version that
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -125,27 +126,19 @@ class Client:
 
     def begin_update(self) -> None:
         """Must have succeeded before anything is broadcast: a server that refused does not receive, and the sender hangs."""
+        with contextlib.suppress(EngineRefused):  # who was killed in an update before us left it open
+            self._request("POST", "/end_weight_update", {}, CONTROL_S)
         self._request("POST", "/begin_weight_update", {}, CONTROL_S)
 
-    def receive(
-        self,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        group: str,
-        *,
-        flattened: bool,
-    ) -> None:
-        """Receive tensors broadcast from rank 0 of `group`, in this order; dtypes such as "bfloat16".
+    def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> None:
+        """Receive tensors broadcast from rank 0 of `group`, their bytes one after the other; dtypes such as "bfloat16".
 
-        flattened: they come as one tensor of bytes (SGLang's FlattenedTensorBucket). Returns when they are loaded.
+        Returns when they are loaded.
         """
         body = {
             "names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes], "group_name": group,
-            "flush_cache": False,
+            "load_format": "flattened_bucket", "flush_cache": False,
         }  # fmt: skip
-        if flattened:
-            body["load_format"] = "flattened_bucket"
         self._request("POST", "/update_weights_from_distributed", body, CONTROL_S)
 
     def end_update(self, version: str) -> None:

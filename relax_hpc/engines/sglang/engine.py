@@ -30,6 +30,7 @@ from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.fleet import Fleet
+from relax_hpc.engines.sglang.group import UpdateGroup
 from relax_hpc.engines.sglang.server import CONTEXT_MARGIN, Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.engines.stops import straddling
@@ -66,15 +67,18 @@ class SglangEngine:
         self._expected = {name: tensor.shape for name, tensor in weights_of(model).items()}
         self._aliases = aliases(model)
         self._heads = _own_heads(model, self._aliases)
+        self._left_out = self._aliases - set(self._heads.values())
+        """Names that the server does not know."""
         self._tokenizer, self._ends = tokenizer, end_tokens(model_dir, config, tokenizer)
         self._settings = recipe.rollout.sglang
         self._experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
         self.context = context_of(config)
         self.version = -1
+        self._group: UpdateGroup | None = None
         if self._settings.address:
             self._server = None
             self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""))
-            about = _about_outside(self._outside, self.context)
+            about = _about_outside(self._outside, self.context, self._settings.folder)
             self._sharing, self._copies = int(about["tp_size"]), int(about["dp_size"])
         else:
             self._sharing, self._copies = self._settings.tensor_parallel, self._settings.data_parallel
@@ -83,7 +87,6 @@ class SglangEngine:
 
     @property
     def client(self) -> Client:
-        """The server's control calls, for a transport that brings weights past `load`."""
         return self._server.client if self._server else self._outside
 
     def load(
@@ -93,10 +96,13 @@ class SglangEngine:
         progress: Callable[[], None] = lambda: None,
         files: Sequence[Path] = (),
     ) -> None:
+        if self._server is None and self._settings.folder is None:
+            self._send(version, tensors)
+            return
         with WeightsFiles(self._settings.folder) as served:
             given = list(tensors) if files else tensors  # mapped: to look at a name reads nothing
             if not (files and self._reads(given) and served.link(files, given)):
-                served.write(self._with_heads(given), leave_out=self._aliases - set(self._heads.values()))
+                served.write(self._with_heads(given), leave_out=self._left_out)
             check_whole(version, served.shapes, self._expected, self._aliases)
             self.version = -1
             try:
@@ -105,17 +111,28 @@ class SglangEngine:
                 raise self._restarted(error, progress) from error
         self.version = version
 
-    def begin_update(self) -> None:
-        """For a transport that brings weights past `load`, by `client.receive`: nothing is generated until `end_update`."""
+    def _send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Broadcast a version to an outside server that shares no folder with us."""
+        given = dict(self._with_heads(tensors))
+        check_whole(version, {name: t.shape for name, t in given.items()}, self._expected, self._aliases)
         self.version = -1
-        self.client.pause()
-        self.client.begin_update()
-
-    def end_update(self, version: int) -> None:
-        """What came since `begin_update` is the whole of `version`."""
-        self.client.end_update(str(version))
-        self.client.resume()
+        try:
+            if self._group is None:
+                self._group = UpdateGroup(self.client, self._sharing)
+            self.client.pause()
+            self.client.begin_update()
+            self._group.send({name: t for name, t in given.items() if name not in self._left_out})
+            self.client.end_update(str(version))
+            self.client.resume()
+        except EngineError:
+            self._leave_group()
+            raise
         self.version = version
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     def _take(self, folder: str, version: int) -> None:
         self.client.pause()
@@ -184,6 +201,7 @@ class SglangEngine:
             self.client.take_memory()
 
     def close(self) -> None:
+        self._leave_group()
         if self._server is not None:
             self._server.stop()
 
@@ -341,8 +359,9 @@ def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
         )
 
 
-def _about_outside(client: Client, context: int) -> dict[str, Any]:
-    """What the outside server says of itself. Raises RunError unless it answers, and has room for the model's context."""
+def _about_outside(client: Client, context: int, folder: Path | None) -> dict[str, Any]:
+    """What the outside server says of itself. Raises RunError unless it answers, has room for the model's context, and can take
+    weights from `folder`, or without one."""
     try:
         about = client.about()
     except EngineError as error:
@@ -352,5 +371,10 @@ def _about_outside(client: Client, context: int) -> dict[str, Any]:
         raise RunError(
             f"SGLang at {client.address} has room for {room} tokens a sequence, this model's context of {context} needs "
             f"{context + CONTEXT_MARGIN}: start it with --context-length {context + CONTEXT_MARGIN}"
+        )
+    if folder is None and about["dp_size"] > 1:
+        raise RunError(
+            f"SGLang at {client.address} has {about['dp_size']} data-parallel copies, which take no broadcast: set "
+            "rollout.sglang.folder to one that this worker and the server see"
         )
     return about
