@@ -130,8 +130,8 @@ def test_a_request_that_is_wrong_and_control_calls_are_sent_once(answers: Answer
     with pytest.raises(EngineRefused, match="answered 400"):
         client.generate({})
     answers.statuses = [500]
-    with pytest.raises(EngineError, match="/begin_weight_update"):
-        client.begin_update()
+    with pytest.raises(EngineError, match="/pause_generation"):
+        client.pause()
     assert answers.asked == 2
     answers.shutdown()
     answers.server_close()
