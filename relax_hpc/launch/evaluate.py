@@ -216,11 +216,7 @@ def play(place: RunDir, subject: Subject, recipe: Recipe, orders: list[Order], a
         load(player, folder, subject.step, recipe)
         for order in orders:
             began = time.perf_counter()
-            try:
-                groups = groups_of(player, order)
-            except EngineRestarted:
-                load(player, folder, subject.step, recipe)
-                groups = groups_of(player, order)
+            groups = groups_of(player, order, lambda: load(player, folder, subject.step, recipe))
             meta = {
                 "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": order.seed,
                 "copies": order.copies, "created": time.time(), "generate_s": time.perf_counter() - began,
@@ -229,12 +225,15 @@ def play(place: RunDir, subject: Subject, recipe: Recipe, orders: list[Order], a
             advance()
 
 
-def groups_of(player: Player, order: Order) -> list[Group]:
-    """The order's groups. Raises EngineRestarted, and RunError for an engine that is lost."""
+def groups_of(player: Player, order: Order, load_again: Callable[[], None]) -> list[Group]:
+    """The order's groups, once more where the engine was lost and came back. Raises RunError for one that is lost."""
+    prompts = player.prompts(order)
     try:
-        return player.groups(order, player.prompts(order), lambda state: None)
-    except EngineRestarted:
-        raise
+        try:
+            return player.groups(order, prompts, lambda state: None)
+        except EngineRestarted:
+            load_again()
+            return player.groups(order, prompts, lambda state: None)
     except EngineError as error:
         raise RunError(
             f"the engine was lost while it played {order.id}: {error}; the same command goes on from there"
@@ -243,8 +242,12 @@ def groups_of(player: Player, order: Order) -> list[Group]:
 
 def load(player: Player, folder: Path, version: int, recipe: Recipe) -> None:
     """Give the engine the weights in `folder`. Raises RunError for those of another model, or damaged ones."""
+    dtype = getattr(torch, recipe.trainer.dtype)
     try:
-        player.engine.load(version, tensors(folder, getattr(torch, recipe.trainer.dtype)))
+        try:
+            player.engine.load(version, tensors(folder, dtype))
+        except EngineRestarted:
+            player.engine.load(version, tensors(folder, dtype))
     except (ValueError, SafetensorError, FileNotFoundError) as error:
         raise RunError(f"the weights in '{folder}' do not fit its config.json, or are damaged: {error}") from error
     except EngineError as error:

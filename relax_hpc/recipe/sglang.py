@@ -9,8 +9,13 @@ from pydantic import PositiveInt, model_validator
 
 from relax_hpc.recipe.table import Key, Table, conflict
 
-OURS = ("api-key", "base-gpu-id", "host", "load-format", "model-path", "port")
+OURS = ("api-key", "host", "load-format", "model-path", "port")
 """Arguments that the engine itself gives the server: what it does depends on them."""
+OURS_OF_SEVERAL = (
+    "base-gpu-id", "data-parallel-size", "dp", "dp-size", "gpu-id-step", "pipeline-parallel-size", "pp-size", "tensor-parallel-size",
+    "tp", "tp-size",
+)  # fmt: skip
+"""With several servers these too: which GPUs are each one's."""
 OURS_OF_ROUTER = ("api-key", "host", "port", "prometheus-host", "prometheus-port", "worker-urls")
 """The same of the router."""
 
@@ -95,7 +100,8 @@ class Sglang(Table):
             raise conflict(
                 f"rollout.sglang.router = {self.router} is for several servers behind one address, but rollout.sglang.servers = 1"
             )
-        for key, given, ours in (("args", self.args, OURS), ("router", self.router, OURS_OF_ROUTER)):
+        of_server = OURS + OURS_OF_SEVERAL if self.servers > 1 else OURS
+        for key, given, ours in (("args", self.args, of_server), ("router", self.router, OURS_OF_ROUTER)):
             taken = sorted(name for name in given if name.replace("_", "-") in ours)
             if taken:
                 raise conflict(f"rollout.sglang.{key} may not have {taken}: the engine gives {list(ours)} itself")

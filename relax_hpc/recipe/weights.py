@@ -47,8 +47,8 @@ class CollectiveWeights(Weights):
     transport: Literal["collective"] = Key("collective", "A group of torch.distributed.")
     backend: Literal["gloo", "nccl"] = Key(
         "gloo",
-        "`gloo`: from host memory to host memory. `nccl`: from GPU to GPU, each worker on GPUs of its own; the trainer's and the "
-        "worker's first GPU then hold 32 MB and NCCL's own buffers besides.",
+        "`gloo`: from host memory to host memory. `nccl`: from GPU to GPU, trainer and workers on GPUs of their own; the first "
+        "one of each then has a process besides, of some hundred MB.",
         resume=True,
     )
     timeout_s: PositiveFloat = Key(

@@ -116,7 +116,7 @@ class RolloutWorker:
             self.progress("idle" if self.held or self.turn else "syncing")
             self.report_published()
             if self.held is None and self.turn is None:
-                self.take_newest()
+                self.take_newest_or_again()
             elif not self.lookout.looks():
                 if not self.lookout.called.wait(SHARED_PAUSE_S):  # nor is there anything open: who looks had left
                     self.give_turn()

@@ -39,7 +39,7 @@ START_S = 60.0
 class Child:
     """As its parent sees it. Raises GroupError where the child does not do what it is asked to."""
 
-    def __init__(self, speaks: str, program: Path, *arguments: str) -> None:
+    def __init__(self, speaks: str, program: Path, *arguments: str, start_s: float = START_S) -> None:
         """`speaks`: for messages. Raises RunError when the program finds nothing to speak it with."""
         self._speaks = speaks
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -55,7 +55,7 @@ class Child:
             )
         os.close(memory)
         try:
-            self.hear(START_S)
+            self.hear(start_s)
         except GroupError as error:
             self.kill()
             raise RunError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Versions broadcast from the trainer to all workers at once, while they are exported: what gloo and MPI have in common.
+"""Versions broadcast from the trainer to all workers at once, while they are exported: what gloo, NCCL and MPI have in common.
 
     trainer: export ──► parts ──► threads: checksums; broadcast, one after the other ──► manifest ──► latest
     worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
@@ -34,6 +34,8 @@ POLL_S = 0.02
 GRACE_S = 1.0
 """How long a version that was just named may still be on its way to a member of the group."""
 ANNOUNCE_EVERY_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+"""Between two tries to form a group of the same members: each costs all of them something."""
 
 
 class Meeting(Protocol):
@@ -61,6 +63,9 @@ class CollectivePublisher(FilePublisher):
         self._room = Room()
         self._forming: threading.Thread | None = None
         self._formed: tuple[Group, frozenset[str]] | None = None
+        self._failed: frozenset[str] = frozenset()
+        """Of whom there was no group; they are called again at `_again_at`, others at once."""
+        self._again_at = self._pause_s = 0.0
 
     def wanted(self) -> bool:
         self._look_after_group()
@@ -93,15 +98,19 @@ class CollectivePublisher(FilePublisher):
                 (self.group, self.joined), self._formed = self._formed, None
                 log.info("weights are broadcast to %s", sorted(self.joined))
         names = self._members.names()
-        if self._forming is None and names and names != self.joined:
+        again = names != self._failed or time.monotonic() >= self._again_at
+        if self._forming is None and names and names != self.joined and again:
             self._forming = threading.Thread(target=self._form, args=(names,), daemon=True)
             self._forming.start()
 
     def _form(self, names: frozenset[str]) -> None:
         try:
             self._formed = self._meeting.form(names)
+            self._failed = frozenset()
         except (GroupError, OSError) as error:
             log.warning("no group of %s: %s; versions go by files until there is one", sorted(names), error)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S) if names == self._failed else FIRST_PAUSE_S
+            self._failed, self._again_at = names, time.monotonic() + self._pause_s
 
 
 class CollectiveReceiver(FileReceiver):

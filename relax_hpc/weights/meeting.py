@@ -1,4 +1,4 @@
-"""Where the members of a group find each other: in the run directory. The same for gloo and MPI.
+"""Where the members of a group find each other: in the run directory. The same for gloo, NCCL and MPI.
 
     worker:  weights/members/NAME             "I am here" ──► the trainer sees a name that its group lacks
     trainer: weights/group.json {id, names} ──► every worker named there answers ──► those who did are connected

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -200,10 +201,13 @@ def run(make: Callable[[socket.socket, mmap.mmap], Speaker]) -> None:
         channel.send(json.dumps({"error": str(error)}).encode())
         sys.exit(1)
     channel.send(json.dumps({"value": None}).encode())
+    code = 1
     try:
         speaker.serve()
-    finally:
-        os._exit(0)  # nothing of a group is to be waited for
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)  # nothing of a group is to be waited for
 
 
 if __name__ == "__main__":

@@ -17,12 +17,14 @@ from typing import Any
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, RunError
-from relax_hpc.weights.child import START_S, Child
+from relax_hpc.weights.child import Child
 from relax_hpc.weights.gloo import GlooGroup, GlooMeeting
 from relax_hpc.weights.meeting import Called
 from relax_hpc.weights.wire import Group, GroupError
 
 PROGRAM = Path(__file__).with_name("nccl_process.py")
+START_S = 300.0
+"""For a child to import torch, from whatever file system, and to reach its GPU."""
 SMALL_BYTES = 64 << 10
 """Of a tensor that goes by gloo, together with what is said of the others."""
 
@@ -54,7 +56,7 @@ class NcclMeeting(GlooMeeting):
         """That there is a GPU is found now, and the first group is quick."""
 
     def _child(self) -> Child:
-        return Child("NCCL", PROGRAM, self._backend)
+        return Child("NCCL", PROGRAM, self._backend, start_s=START_S)
 
     def _connected(self, store: Any, rank: int, workers: int, group: Called) -> Group:
         control = self._by_gloo(store, rank, workers, group)
@@ -68,7 +70,7 @@ class NcclMeeting(GlooMeeting):
         limit_s = self._timeout_s + START_S
         try:
             path = str(self._run.weights / f"group-{group.id}")
-            child.call("join", limit_s, store=path, rank=rank, world=1 + workers, timeout_s=limit_s)
+            child.call("join", limit_s, store=path, rank=rank, world=1 + workers, timeout_s=limit_s, local=group.local)
         except GroupError:
             child.kill()
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import functools
 import mmap
+import os
 import socket
 import sys
 from typing import Any
@@ -28,7 +29,7 @@ dist: Any = torch.distributed
 class NcclSpeaker(Speaker):
     """One group, of which rank 0 sends."""
 
-    failures = RuntimeError
+    failures = Exception
 
     def __init__(self, channel: socket.socket, memory: mmap.mmap, backend: str) -> None:
         """Raises RuntimeError when there is no GPU, or no NCCL."""
@@ -46,16 +47,21 @@ class NcclSpeaker(Speaker):
             self._staged = torch.empty_like(whole, device="cuda").split(SLOT_BYTES)
             self._streams = [cuda.Stream() for _ in range(SLOTS)]
 
-    def join(self, store: str, rank: int, world: int, timeout_s: float) -> None:
-        """Meet the others by way of a file."""
+    def join(self, store: str, rank: int, world: int, timeout_s: float, local: bool) -> None:
+        """Meet the others by way of a file, and connect. local: all are on this host."""
+        if local:
+            os.environ.setdefault(f"{self._backend.upper()}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             self._backend,
             store=dist.PrefixStore("data", dist.FileStore(store)),
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=timeout_s),
-            device_id=torch.device("cuda", 0) if self._backend == "nccl" else None,  # connects now
         )
+        # NCCL connects in the first broadcast, which shall not be a version's
+        dist.broadcast(self._slots[0][:1] if self._backend != "nccl" else self._staged[0][:1], 0)
+        if self._backend == "nccl":
+            cuda.synchronize()
 
     def move(self, slot: int, size: int, sends: bool) -> None:
         """A slot's bytes to all others, or into it from rank 0."""
@@ -68,7 +74,7 @@ class NcclSpeaker(Speaker):
             if sends:
                 staged.copy_(host, non_blocking=True)
             work = dist.broadcast(staged, 0, async_op=True)
-            work.wait()  # the stream does, not we
+            work.wait()  # returns at once: it is the stream that waits
             if not sends:
                 host.copy_(staged, non_blocking=True)
             (copied := cuda.Event()).record()
@@ -79,8 +85,7 @@ class NcclSpeaker(Speaker):
         work, copied = move
         if not work.is_completed():
             return False
-        if copied is None:
-            work.wait()
+        work.wait()
         return copied is None or copied.query()
 
 

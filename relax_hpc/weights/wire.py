@@ -154,7 +154,8 @@ def _packed(part: Named, room: Room) -> tuple[list[Tensor], list[Tensor]]:
 def _send_part(group: Group, part: Named, segments: list[Tensor]) -> None:
     about = json.dumps([[name, NAMES[t.dtype], list(t.shape)] for name, t in part]).encode()
     group.broadcast([torch.tensor([len(about)])])
-    group.broadcast([torch.frombuffer(bytearray(about), dtype=torch.uint8), *segments])
+    group.broadcast([torch.frombuffer(bytearray(about), dtype=torch.uint8)])
+    group.broadcast(segments)
 
 
 def _receive_part(group: Group, about_size: int, room: Room, kept: list[Tensor]) -> Named:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
-from relax_hpc.weights import CollectivePublisher, Version
+from relax_hpc.weights import CollectivePublisher, CollectiveReceiver, Version
 from relax_hpc.weights.versions import latest, tensors_path
 from relax_hpc.weights.wire import GroupError
 from tests.meetings import MEETINGS
@@ -243,3 +243,18 @@ def test_nobody_answers(run: RunDir, transport: str) -> None:
     with pytest.raises(GroupError, match="nobody answered"):
         MEETINGS[transport](run, LIMIT_S, trainer.via).form(frozenset({"dead"}))
     assert not os.listdir(run.weights / "members")
+
+
+def test_tensors_of_all_sizes_and_a_long_description_of_them(run: RunDir, transport: str) -> None:
+    """3000 names need more than goes by gloo beside NCCL; what is sent small and large on one side is so on the other."""
+    receiver, trainer = CollectiveReceiver(run, "a", MEETINGS[transport](run, LIMIT_S)), Trainer(run, 1, transport)
+    sizes = {f"layer.{i}.router": 64 for i in range(3000)} | {"embedding": 500_000, "norm": 3, "nothing": 0}
+    given = {name: torch.randn(size) for name, size in sizes.items()}
+    trainer.gather({"a"})
+    version = trainer.publisher.publish(0, given.items)
+    assert trainer.publisher.group is not None, "the group broke"
+    with receiver.fetch(version) as read:
+        got = dict(read)
+        assert got.keys() == given.keys() and all(torch.equal(got[name], given[name]) for name in given)
+    trainer.publisher.close()
+    receiver.close()

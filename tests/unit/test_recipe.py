@@ -111,6 +111,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("rollout.sglang.args={api_key = 'x'}", ["may not have ['api_key']"]),
         ("rollout.sglang.router={policy = 'random'}", ["router = {'policy': 'random'}", "servers = 1"]),
         ("rollout.sglang={servers=2, router={worker-urls=['x']}}", ["router may not have ['worker-urls']"]),
+        ("rollout.sglang={servers=2, args={tp_size=4}}", ["args may not have ['tp_size']"]),
         ("rollout.sglang={servers=2, address='http://a:1', folder='/x'}", ["one server", "servers = 2"]),
         ("rollout={engine='sglang', routed_experts=true, sglang={servers=2}}", ["servers = 2", "more rollout.workers"]),
         ("rollout.sglang.address=node7:30000", ["address", "https?"]),

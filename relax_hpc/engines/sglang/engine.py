@@ -108,6 +108,8 @@ class SglangEngine:
             try:
                 self._take(str(served.folder), version)
             except EngineError as error:
+                if self._server is None:
+                    raise
                 raise self._restarted(error, progress) from error
         self.version = version
 
@@ -179,6 +181,8 @@ class SglangEngine:
         except EngineRestarted:  # by `load`, called from `progress`
             raise
         except EngineError as error:
+            if self._server is None:
+                raise
             raise self._restarted(error, functools.partial(_say, progress)) from error
         done = [self._completion(answer, enough) for answer in answers]
         if begun:  # the server does not look for stop strings in what it was given
@@ -263,10 +267,8 @@ class SglangEngine:
         """Whether our own server's process is gone."""
         return self._server is not None and not self._server.alive
 
-    def _restarted(self, error: EngineError, progress: Callable[[], None]) -> EngineError:
-        """Start our server again after this error, and say so; the error itself where the server is not ours."""
-        if self._server is None:
-            return error
+    def _restarted(self, error: EngineError, progress: Callable[[], None]) -> EngineRestarted:
+        """Start our server again after this error, and say so."""
         self._restart(progress)
         return EngineRestarted(f"{error}; SGLang was started again")
 

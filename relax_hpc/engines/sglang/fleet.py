@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import Any
 
 from relax_hpc.engines.base import EngineError
 from relax_hpc.engines.sglang.client import LOOK_S, Client
-from relax_hpc.engines.sglang.server import LOOK_EVERY_S, Server, free_port, taken
+from relax_hpc.engines.sglang.server import LOOK_EVERY_S, START_SHARE, Server, free_port, new_key, taken
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunError
 
@@ -34,8 +33,6 @@ BALANCED = {"balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 the others. By default it is 64 and 1.5: a whole order of many copies would go to one server."""
 UNLIMITED_S = 10 * 24 * 3600
 """An answer takes as long as it takes."""
-START_S = 60.0
-"""For the router, when the servers answer."""
 
 
 class FleetClient(Client):
@@ -60,7 +57,7 @@ class FleetClient(Client):
             said = super()._request("GET", "/readiness", None, LOOK_S)
         except EngineError:
             return False
-        return bool(said["healthy_workers"] == len(self._servers))
+        return isinstance(said, dict) and said.get("healthy_workers") == len(self._servers)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         """The first server's answer, when all have answered."""
@@ -82,20 +79,24 @@ class Fleet:
 
     def start(self, progress: Callable[[], None]) -> None:
         """Start all, and wait until they answer. Raises RunError when one does not."""
-        key = secrets.token_urlsafe(32)
+        began = time.monotonic()
         try:
-            for server in self._servers:
-                server.launch(key)
-            for server in self._servers:
-                server.wait(progress)
-            while not self._routes(key, progress):
-                pass
+            while not self._starts(progress, began):
+                self.stop()
         except BaseException:
             self.stop()
             raise
 
-    def _routes(self, key: str, progress: Callable[[], None]) -> bool:
-        """Whether the router came up; False where somebody took a port of its meanwhile."""
+    def _starts(self, progress: Callable[[], None], began: float) -> bool:
+        """Whether all came up; False where somebody took a port, and may know the key that all share."""
+        key = new_key()
+        for server in self._servers:
+            server.launch(key)
+        return all(server.answers(progress, began) for server in self._servers) and self._routes(key, progress, began)
+
+    def _routes(self, key: str, progress: Callable[[], None], began: float) -> bool:
+        """The same of the router."""
+        limit_s = START_SHARE * self._recipe.supervision.start_s
         port, counters = free_port(), free_port()
         self.client = FleetClient(f"http://127.0.0.1:{port}", key, [server.client for server in self._servers])
         self._router = subprocess.Popen(
@@ -108,13 +109,13 @@ class Fleet:
         assert self._router.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._router.stdin as pipe:
             pipe.write(json.dumps(said).encode() + b"\n")
-        began = time.monotonic()
         while self._router.poll() is None:
             if self.client.ready():
                 return True
-            if time.monotonic() - began > START_S:
+            if time.monotonic() - began > limit_s:
                 raise RunError(
-                    f"sglang-router did not find its {len(self._servers)} servers within {START_S:.0f} s: see this worker's log"
+                    f"sglang-router and its {len(self._servers)} servers did not answer within {limit_s:.0f} s: raise "
+                    f"supervision.start_s = {self._recipe.supervision.start_s:.0f}, or see this worker's log"
                 )
             progress()
             time.sleep(LOOK_EVERY_S)
@@ -123,12 +124,16 @@ class Fleet:
         return False
 
     def arguments(self, port: int, counters: int, key: str) -> dict[str, Any]:
-        """The router's. What the recipe gives as `router` replaces ours; we ask again ourselves, and look after the servers."""
+        """The router's. What the recipe gives as `router` replaces ours.
+
+        We ask again ourselves and look after the servers: its own looks would have them make tokens while they rest.
+        """
         given = {name.replace("-", "_"): value for name, value in self._recipe.rollout.sglang.router.items()}
         return {
             "host": "127.0.0.1", "port": port, "api_key": key, "prometheus_host": "127.0.0.1", "prometheus_port": counters,
             "worker_urls": [server.client.address for server in self._servers], "worker_startup_check_interval": 1,
-            "disable_retries": True, "disable_circuit_breaker": True, "request_timeout_secs": UNLIMITED_S, "log_level": "error",
+            "disable_retries": True, "disable_circuit_breaker": True, "disable_health_check": True,
+            "request_timeout_secs": UNLIMITED_S, "log_level": "error",
             **BALANCED, **given,
         }  # fmt: skip
 

@@ -41,26 +41,19 @@ class Server:
     def __init__(self, recipe: Recipe, model_dir: Path, context: int, place: int = 0) -> None:
         self._recipe, self._model_dir, self._context, self._place = recipe, model_dir, context, place
         self._process: subprocess.Popen[bytes] | None = None
-        self._key = ""
         self.client: Client
 
     def start(self, progress: Callable[[], None]) -> None:
         """Start it, and wait until it answers. Raises RunError when it does not."""
-        self.launch(secrets.token_urlsafe(32))
-        self.wait(progress)
-
-    def wait(self, progress: Callable[[], None]) -> None:
-        """Until it answers, after `launch`. Raises RunError when it does not."""
-        while not self._answers(progress):
-            self.stop()
-            if not taken(self._port):
-                raise RunError(f"SGLang ended before it answered: see this worker's log; {versions_in_words()}")
-            self.launch(self._key)
+        began = time.monotonic()
+        self.launch(new_key())
+        while not self.answers(progress, began):
+            self.launch(new_key())
 
     def launch(self, key: str) -> None:
         """Begin to start it. key: what it asks of whoever asks it anything."""
         check_installed()
-        self._port, self._key = free_port(), key
+        self._port = free_port()
         self.client = Client(f"http://127.0.0.1:{self._port}", key)
         command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(self._port)]
         self._scratch = tempfile.TemporaryDirectory(prefix="relax-hpc-sglang-")
@@ -75,10 +68,11 @@ class Server:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(f"{key} {os.getpid()}\n".encode())
 
-    def _answers(self, progress: Callable[[], None]) -> bool:
-        """Whether it answers, some day; False when it ended."""
+    def answers(self, progress: Callable[[], None], began: float) -> bool:
+        """Whether it answers, some day; False where somebody took its port, and may know its key now. `began`: when it was to be
+        started, of time.monotonic(). Raises RunError when it ended, or is not there in time.
+        """
         limit_s = START_SHARE * self._recipe.supervision.start_s
-        began = time.monotonic()
         try:
             while self.alive:
                 if self.client.healthy():
@@ -93,6 +87,9 @@ class Server:
         except BaseException:
             self.stop()
             raise
+        self.stop()
+        if not taken(self._port):
+            raise RunError(f"SGLang ended before it answered: see this worker's log; {versions_in_words()}")
         return False
 
     @property
@@ -168,6 +165,10 @@ def _words(name: str, value: Any) -> list[str]:
     if value is True:
         return [f"--{name}"]
     return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def new_key() -> str:
+    return secrets.token_urlsafe(32)
 
 
 def free_port() -> int:
