@@ -290,7 +290,7 @@ class RolloutWorker:
             raise Enough
         if self.process.stopping:
             raise Stop
-        if self.swapping and state == "generating":
+        if self.swapping and state == "generating" and self.engine.version >= 0:  # else it is being started again
             self.take_newest()
 
     def has_enough(self) -> bool:

@@ -21,7 +21,7 @@ from tests import tiny
 
 PROMPTS = tiny.prompts([3, 9, 1, 5])
 LONG = Sampling(temperature=2.0, max_new_tokens=200)
-COPIES = 8
+COPIES = 24
 
 
 class Setup:

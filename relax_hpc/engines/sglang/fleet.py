@@ -23,6 +23,7 @@ from typing import Any
 from relax_hpc.engines.base import EngineError
 from relax_hpc.engines.sglang.client import LOOK_S, Client
 from relax_hpc.engines.sglang.server import LOOK_EVERY_S, START_SHARE, Server, free_port, new_key, taken
+from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunError
 
@@ -99,7 +100,7 @@ class Fleet:
         limit_s = START_SHARE * self._recipe.supervision.start_s
         port, counters = free_port(), free_port()
         self.client = FleetClient(f"http://127.0.0.1:{port}", key, [server.client for server in self._servers])
-        self._router = subprocess.Popen(
+        self._router = start_child(
             [sys.executable, "-P", str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),

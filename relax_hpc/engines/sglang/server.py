@@ -20,6 +20,7 @@ import torch
 
 import relax_hpc.engines.sglang.cpu_platform as cpu_platform
 from relax_hpc.engines.sglang.client import Client
+from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunError
 
@@ -57,7 +58,7 @@ class Server:
         self.client = Client(f"http://127.0.0.1:{self._port}", key)
         command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(self._port)]
         self._scratch = tempfile.TemporaryDirectory(prefix="relax-hpc-sglang-")
-        self._process = subprocess.Popen(
+        self._process = start_child(
             command,
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),  # the worker's log
