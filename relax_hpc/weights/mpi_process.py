@@ -98,6 +98,7 @@ class Speaker:
         """Those that were begun, in order."""
 
     def done(self, move: Any) -> bool:
+        """Whether it has ended well. Raises one of `failures` where it failed."""
         raise NotImplementedError
 
     def serve(self) -> None:
@@ -111,13 +112,23 @@ class Speaker:
                 asked = json.loads(data)
                 idle, waited_since = asked.pop("idle", False), time.monotonic()
                 self._answer(asked)
-            elif self.done(self.moves[0]):
+            elif self._ended():
                 self.moves.popleft()
-                self._say(value=None)
             elif idle and time.monotonic() - waited_since > SPIN_S:
                 time.sleep(IDLE_POLL_S)
             else:
                 os.sched_yield()
+
+    def _ended(self) -> bool:
+        """Whether the first move is over, and said to be."""
+        try:
+            if not self.done(self.moves[0]):
+                return False
+        except self.failures as error:
+            self._say(error=str(error))
+        else:
+            self._say(value=None)
+        return True
 
     def _answer(self, asked: dict[str, Any]) -> None:
         """A move is answered when it is done."""

@@ -81,7 +81,6 @@ class NcclSpeaker(Speaker):
         self.moves.append((work, copied))
 
     def done(self, move: tuple[Any, Any]) -> bool:
-        """Raises RuntimeError where it failed."""
         work, copied = move
         if not work.is_completed():
             return False

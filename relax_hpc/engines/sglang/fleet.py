@@ -64,7 +64,7 @@ class FleetClient(Client):
         """The first server's answer, when all have answered."""
         if path == "/generate":
             return super()._request(method, path, body, timeout_s)
-        return next(iter(list(self._threads.map(lambda s: s._request(method, path, body, timeout_s), self._servers))))
+        return list(self._threads.map(lambda s: s._request(method, path, body, timeout_s), self._servers))[0]
 
 
 class Fleet:
