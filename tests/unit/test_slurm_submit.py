@@ -291,6 +291,27 @@ def test_who_waits_for_an_earlier_leader_is_no_successor(bin_folder: Path, recip
     assert [job["id"] for job in send.jobs(run)] == ["4", "7", "9", "11"]
 
 
+@pytest.mark.parametrize(
+    ("scontrol", "state", "sends"),
+    [
+        ("exit 0", "COMPLETING", False),
+        ("kill -TERM $$", "COMPLETING", False),  # it is of the job that it requeues, and ends with it
+        ("kill -TERM $$", "RUNNING", True),
+        ("exit 1", "RUNNING", True),
+    ],
+)
+def test_a_new_job_follows_only_where_this_one_is_not_requeued(
+    bin_folder: Path, recipe: Path, run: RunDir, scontrol: str, state: str, sends: bool
+) -> None:
+    slurm = load_recipe(recipe, ["slurm.restart=requeue"]).slurm
+    assert slurm is not None
+    program(bin_folder, "scontrol", scontrol)
+    program(bin_folder, "squeue", f"echo '7|{state}|None'")
+    program(bin_folder, "sbatch", "echo 8")
+    Chain(run, slurm, "7").end({"outcome": "preempted"}, warned=True)
+    assert [job["id"] for job in send.jobs(run)] == (["8"] if sends else [])
+
+
 def test_without_accounting_what_squeue_forgot_is_gone(bin_folder: Path) -> None:
     program(bin_folder, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2", "exit 1")
     program(bin_folder, "sacct", "echo 'Slurm accounting storage is disabled' >&2", "exit 1")

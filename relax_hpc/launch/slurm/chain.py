@@ -139,6 +139,8 @@ class Chain:
     def _requeue(self) -> None:
         """Where scontrol is missing (in a container) or requeueing is disabled, a new job does the same."""
         done = ask(["scontrol", "requeue", self.job])
+        if done is not None and done.returncode < 0 and self.is_ending():
+            return  # it worked: scontrol is a process of the job, and was ended with it
         if done is None or done.returncode:
             reason = "scontrol is not there, or does not answer" if done is None else done.stderr.strip()
             self._telemetry.metrics("refused", role="requeue", reason=reason)
