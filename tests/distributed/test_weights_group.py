@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -131,7 +133,7 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-@pytest.fixture(params=MEETINGS)
+@pytest.fixture(params=["gloo", "mpi"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -187,8 +189,8 @@ def test_a_group_that_loses_members_and_gets_new_ones(
         worker.says("holds 4 4.0")
     assert not on_disk(version)
 
-    # What speaks MPI or NCCL crashes at the trainer: an error of that publish only.
-    if transport != "gloo":
+    # MPI crashes at the trainer: an error of that publish only.
+    if transport == "mpi":
         child = trainer.publisher.group.child
         version, seconds = trainer.publish(5, at_half=lambda: os.kill(child.process.pid, signal.SIGSEGV))
         assert seconds < SLACK_S and not child.alive
@@ -232,6 +234,38 @@ def test_a_group_that_loses_members_and_gets_new_ones(
     assert set(Path("/dev/shm").glob("mpich_shm_*")) <= before, "the dead left memory behind"
 
 
+@pytest.mark.parametrize("transport", ["nccl"], indirect=True)
+def test_what_speaks_nccl_is_killed_on_either_side(run: RunDir, start: Callable[[str], Worker]) -> None:
+    """The rest is as with gloo, by which it is said what comes."""
+    worker, trainer = start("a"), Trainer(run, 1, "nccl")
+    trainer.gather({"a"})
+    version, _ = trainer.publish(0)
+    worker.says("holds 0 0.0")
+    assert not tensors_path(run, version).exists(), "it came by files"
+    for number, pid in enumerate((worker.process.pid, os.getpid()), 1):
+        (child,) = speaking_nccl(pid)
+        version, seconds = trainer.publish(number, at_half=child.kill)
+        assert seconds < LIMIT_S + SLACK_S
+        worker.says(f"holds {number} {float(number)}", trainer.look)
+        assert tensors_path(run, version).exists()
+        trainer.gather({"a"})
+    version, _ = trainer.publish(3)
+    worker.says("holds 3 3.0")
+    assert not tensors_path(run, version).exists()
+    trainer.publisher.close()
+    wait_for(lambda: not speaking_nccl(worker.process.pid) and not speaking_nccl(os.getpid()))
+
+
+def speaking_nccl(pid: int) -> list[psutil.Process]:
+    """The living children of a process that do."""
+    found = []
+    for child in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error):  # it is gone, or nobody took leave of it yet
+            if "nccl_process" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 @pytest.mark.parametrize("transport", ["gloo"], indirect=True)
 def test_nobody_answers(run: RunDir, transport: str) -> None:
     """Names of the dead cost some seconds of a thread, once; the trainer publishes by files meanwhile."""
@@ -245,6 +279,7 @@ def test_nobody_answers(run: RunDir, transport: str) -> None:
     assert not os.listdir(run.weights / "members")
 
 
+@pytest.mark.parametrize("transport", MEETINGS, indirect=True)
 def test_tensors_of_all_sizes_and_a_long_description_of_them(run: RunDir, transport: str) -> None:
     """3000 names need more than goes by gloo beside NCCL; what is sent small and large on one side is so on the other."""
     receiver, trainer = CollectiveReceiver(run, "a", MEETINGS[transport](run, LIMIT_S)), Trainer(run, 1, transport)
