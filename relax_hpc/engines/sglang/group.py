@@ -27,9 +27,8 @@ from relax_hpc.engines.sglang.client import Client
 
 BUCKET_BYTES = 256 << 20
 """Is copied, on both sides, to be sent as one."""
-JOIN_S = 60.0
-SEND_S = 600.0
-"""For one bucket."""
+LIMIT_S = 60.0
+"""For all to join, and for one bucket."""
 POLL_S = 0.002
 dist: Any = torch.distributed
 c10d: Any = torch.distributed.distributed_c10d
@@ -43,15 +42,15 @@ class UpdateGroup:
         """Form it. Raises EngineError."""
         self._client, self._name = client, f"relax_hpc-{uuid.uuid4().hex}"
         self._threads = ThreadPoolExecutor(1, "sglang-group")
-        world, limit = 1 + ranks, datetime.timedelta(seconds=JOIN_S)
+        world, limit = 1 + ranks, datetime.timedelta(seconds=LIMIT_S)
         listener = _listener(client.address)
         host, port = listener.getsockname()[:2]
+        store = dist.TCPStore(host, port, world, True, limit, False, master_listen_fd=listener.detach())
+        joined = self._threads.submit(client.join_group, host, port, 1, world, self._name, "gloo")
         try:
-            store = dist.TCPStore(host, port, world, True, limit, False, master_listen_fd=listener.detach())
-            joined = self._threads.submit(client.join_group, host, port, 1, world, self._name, "gloo")
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = datetime.timedelta(seconds=SEND_S)
+            options._timeout = limit
             self._group, _ = c10d._new_process_group_helper(
                 world, 0, [], dist.Backend("gloo"), dist.PrefixStore(self._name, store), self._name,
                 backend_options=options, timeout=limit,
@@ -59,7 +58,10 @@ class UpdateGroup:
             c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(world)}
             joined.result()
         except RuntimeError as error:
-            raise EngineError(f"SGLang at {client.address} did not join a group at {host}:{port}: {error}") from error
+            said = joined.exception() if joined.done() else None
+            raise EngineError(
+                f"SGLang at {client.address} did not join a group at {host}:{port} within {LIMIT_S:.0f} s: {said or error}"
+            ) from error
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """All of a version, between `begin_update` and `end_update`. Raises EngineError; the group is of no use then."""
