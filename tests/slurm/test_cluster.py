@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -151,6 +152,15 @@ def processes_of(cluster: SlurmCluster) -> set[int]:
     return found
 
 
+def names_of(pids: set[int]) -> list[str]:
+    """Of those that are still there."""
+    names = []
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append((Path("/proc") / str(pid) / "comm").read_text().strip())
+    return names
+
+
 def living(pids: set[int]) -> set[int]:
     return {pid for pid in pids if implementation.processes.identity(pid)}
 
@@ -168,10 +178,10 @@ def test_down_leaves_no_process_no_file_no_interface_no_mount(short_path, mode):
         for options in (["--export=ALL"], ["--export=NONE"]):
             job = second.sbatch(f"echo began; {orphan}", "--partition=low", *options)
             wait_for(lambda job=job: second.output(job))
+        wait_for(lambda: names_of(processes_of(second)).count("sleep") >= 4)
         pids = processes_of(second)
-        names = [(Path("/proc") / str(pid) / "comm").read_text().strip() for pid in pids]
+        names = names_of(pids)
         assert (names.count("slurmctld"), names.count("slurmd")) == (1, 4)
-        assert names.count("sleep") >= 4
     finally:
         second.down()
     assert not living(pids)
