@@ -52,7 +52,7 @@ def recipe(folder: Path, *sets: str) -> Recipe:
 def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
     run: RunDir, tmp_path: Path, python: list[str]
 ) -> None:
-    ours = recipe(tmp_path, "supervision.start_s=0.3", "supervision.agent_silent_s=60.0")
+    ours = recipe(tmp_path, "supervision.start_s=3.0", "supervision.agent_silent_s=60.0")
     core = StepCore(run, ours, python, Telemetry(run, "supervisor", 0))
     agents = Agents(run, ours, Telemetry(run, "supervisor", 0))
     try:
@@ -63,7 +63,7 @@ def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
         agents.read()
         core.look_after(agents)
         assert not core.failure, "it has time to start"
-        wait_for(lambda: core.look_after(agents) or core.failure, 5)
+        wait_for(lambda: core.look_after(agents) or core.failure, 30)
     finally:
         core.end(0)
     assert core.suspect == "n2"
