@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +64,17 @@ def views(data: Tensor) -> dict[str, Tensor]:
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError, struct.error) as error:
         raise ValueError(str(error)) from error
     return found
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in order, in lists of at most `bucket_bytes`, or of one tensor that is larger."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -121,11 +121,6 @@ def audited(run: RunDir) -> Audit:
     return found
 
 
-def state_of(run: RunDir, role: str) -> str | None:
-    """What a role's heartbeat says that it does."""
-    return (read_beat(run, role) or {}).get("state")
-
-
 def outcome(run: RunDir) -> dict[str, Any]:
     value: dict[str, Any] = read_json(run.outcome)
     return value

@@ -6,7 +6,7 @@ depends on nothing else: not on the order of export, buckets, files or transport
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,17 +73,3 @@ def _words(value: Entry | None) -> str:
         if value
         else "nothing of that name, no checksum"
     )
-
-
-def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in order, in lists of at most `bucket_bytes`, or of one tensor that is larger."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

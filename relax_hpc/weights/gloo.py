@@ -109,9 +109,6 @@ class GlooMeeting:
         return self._connected(store, 1 + order.index(name), len(order), group)
 
     def _connected(self, store: Any, rank: int, workers: int, group: Called) -> Group:
-        return self._by_gloo(store, rank, workers, group)
-
-    def _by_gloo(self, store: Any, rank: int, workers: int, group: Called) -> GlooGroup:
         return GlooGroup(dist.PrefixStore("gloo", store), rank, 1 + workers, self._timeout_s, group.local)
 
     def _store(self, group_id: str) -> Any:

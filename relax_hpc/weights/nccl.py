@@ -18,7 +18,7 @@ from torch import Tensor
 
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.weights.child import Child
-from relax_hpc.weights.gloo import GlooGroup, GlooMeeting
+from relax_hpc.weights.gloo import GlooMeeting
 from relax_hpc.weights.meeting import Called
 from relax_hpc.weights.wire import Group, GroupError
 
@@ -32,7 +32,7 @@ SMALL_BYTES = 64 << 10
 class NcclGroup:
     """Rank 0 sends. See relax_hpc.weights.wire.Group."""
 
-    def __init__(self, control: GlooGroup, child: Child, sends: bool, timeout_s: float) -> None:
+    def __init__(self, control: Group, child: Child, sends: bool, timeout_s: float) -> None:
         self._control, self.child, self._sends, self._timeout_s = control, child, sends, timeout_s
 
     def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
@@ -59,7 +59,7 @@ class NcclMeeting(GlooMeeting):
         return Child("NCCL", PROGRAM, self._backend, start_s=START_S)
 
     def _connected(self, store: Any, rank: int, workers: int, group: Called) -> Group:
-        control = self._by_gloo(store, rank, workers, group)
+        control = super()._connected(store, rank, workers, group)
         with self._lock:
             child, self._spare = self._spare, None
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from relax_hpc import tensor_files
 from relax_hpc.run_dir import read_json, sync_folder, to_json, write_file
 from relax_hpc.weights.base import DamagedWeights, Progress, WeightsError
-from relax_hpc.weights.contents import Contents, Entry, buckets, compare, entry
+from relax_hpc.weights.contents import Contents, Entry, compare, entry
 
 THREADS = 4
 BUCKET_BYTES = 256 << 20
@@ -52,7 +52,7 @@ def in_threads(
 
     with ThreadPoolExecutor(threads, "weights") as pool:
         try:
-            for number, part in enumerate(buckets(tensors, part_bytes)):
+            for number, part in enumerate(tensor_files.buckets(tensors, part_bytes)):
                 size = sum(tensor.nbytes for _, tensor in part)
                 room_for(size + 2 * part_bytes)  # this one, the one that is gathered next, and the tensor that ends it
                 future = pool.submit(let_go, number, [part])

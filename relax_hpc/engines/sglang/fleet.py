@@ -22,7 +22,7 @@ from typing import Any
 
 from relax_hpc.engines.base import EngineError
 from relax_hpc.engines.sglang.client import LOOK_S, Client
-from relax_hpc.engines.sglang.server import LOOK_EVERY_S, START_SHARE, Server, free_port, new_key, taken
+from relax_hpc.engines.sglang.server import Server, comes_up, free_port, new_key, taken
 from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunError
@@ -97,29 +97,21 @@ class Fleet:
 
     def _routes(self, key: str, progress: Callable[[], None], began: float) -> bool:
         """The same of the router."""
-        limit_s = START_SHARE * self._recipe.supervision.start_s
         port, counters = free_port(), free_port()
         self.client = FleetClient(f"http://127.0.0.1:{port}", key, [server.client for server in self._servers])
-        self._router = start_child(
+        router = self._router = start_child(
             [sys.executable, "-P", str(PROGRAM)],
             stdin=subprocess.PIPE,
             stdout=sys.stderr.fileno(),
             start_new_session=True,
         )
         said = {"worker": os.getpid(), "arguments": self.arguments(port, counters, key)}
-        assert self._router.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._router.stdin as pipe:
+        assert router.stdin is not None
+        with contextlib.suppress(BrokenPipeError), router.stdin as pipe:
             pipe.write(json.dumps(said).encode() + b"\n")
-        while self._router.poll() is None:
-            if self.client.ready():
-                return True
-            if time.monotonic() - began > limit_s:
-                raise RunError(
-                    f"sglang-router and its {len(self._servers)} servers did not answer within {limit_s:.0f} s: raise "
-                    f"supervision.start_s = {self._recipe.supervision.start_s:.0f}, or see this worker's log"
-                )
-            progress()
-            time.sleep(LOOK_EVERY_S)
+        who, start_s = f"sglang-router with its {len(self._servers)} servers", self._recipe.supervision.start_s
+        if comes_up(who, lambda: router.poll() is None, self.client.ready, progress, began, start_s):
+            return True
         if not taken(port) and not taken(counters):
             raise RunError("sglang-router ended before it answered: see this worker's log")
         return False

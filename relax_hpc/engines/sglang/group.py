@@ -13,10 +13,11 @@ import datetime
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 import urllib3
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from relax_hpc.engines.base import EngineError
 from relax_hpc.engines.sglang.client import Client
+from relax_hpc.tensor_files import as_bytes, buckets
 
 BUCKET_BYTES = 256 << 20
 """Is copied, on both sides, to be sent as one."""
@@ -65,9 +67,9 @@ class UpdateGroup:
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """All of a version, between `begin_update` and `end_update`. Raises EngineError; the group is of no use then."""
-        for bucket in _buckets(tensors.items()):
+        for bucket in buckets(tensors.items(), BUCKET_BYTES):
             names, parts = zip(*bucket, strict=True)
-            flat = torch.cat([part.detach().cpu().contiguous().flatten().view(torch.uint8) for part in parts])
+            flat = torch.from_numpy(np.concatenate([as_bytes(part) for part in parts]))
             dtypes, shapes = [str(part.dtype).removeprefix("torch.") for part in parts], [part.shape for part in parts]
             answer = self._threads.submit(self._client.receive, names, dtypes, shapes, self._name)
             try:
@@ -87,18 +89,6 @@ class UpdateGroup:
             self._client.leave_group(self._name)
         dist.destroy_process_group(self._group)
         self._threads.shutdown(wait=False)
-
-
-def _buckets(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[list[tuple[str, Tensor]]]:
-    """At most BUCKET_BYTES together; a larger tensor alone."""
-    bucket: list[tuple[str, Tensor]] = []
-    for name, tensor in tensors:
-        if bucket and sum(part.nbytes for _, part in bucket) + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append((name, tensor))
-    if bucket:
-        yield bucket
 
 
 def _listener(address: str) -> socket.socket:

@@ -73,18 +73,10 @@ class Server:
         """Whether it answers, some day; False where somebody took its port, and may know its key now. `began`: when it was to be
         started, of time.monotonic(). Raises RunError when it ended, or is not there in time.
         """
-        limit_s = START_SHARE * self._recipe.supervision.start_s
+        start_s = self._recipe.supervision.start_s
         try:
-            while self.alive:
-                if self.client.healthy():
-                    return True
-                if time.monotonic() - began > limit_s:
-                    raise RunError(
-                        f"SGLang did not answer within {limit_s:.0f} s: raise supervision.start_s = "
-                        f"{self._recipe.supervision.start_s:.0f}, or see this worker's log; {versions_in_words()}"
-                    )
-                progress()
-                time.sleep(LOOK_EVERY_S)
+            if comes_up("SGLang", lambda: self.alive, self.client.healthy, progress, began, start_s):
+                return True
         except BaseException:
             self.stop()
             raise
@@ -166,6 +158,29 @@ def _words(name: str, value: Any) -> list[str]:
     if value is True:
         return [f"--{name}"]
     return [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+
+
+def comes_up(
+    who: str,
+    alive: Callable[[], bool],
+    ready: Callable[[], bool],
+    progress: Callable[[], None],
+    began: float,
+    start_s: float,
+) -> bool:
+    """Whether a process is ready, some day; False when it ended. began: of time.monotonic(). Raises RunError when it is not in time."""
+    limit_s = START_SHARE * start_s
+    while alive():
+        if ready():
+            return True
+        if time.monotonic() - began > limit_s:
+            raise RunError(
+                f"{who} did not answer within {limit_s:.0f} s: raise supervision.start_s = {start_s:.0f}, or see this worker's "
+                f"log; {versions_in_words()}"
+            )
+        progress()
+        time.sleep(LOOK_EVERY_S)
+    return False
 
 
 def new_key() -> str:
