@@ -29,7 +29,7 @@ from torch import Tensor
 from relax_hpc.run_dir import RunError
 from relax_hpc.tensor_files import as_bytes
 from relax_hpc.weights.mpi_process import MESSAGE_BYTES, SLOT_BYTES, SLOTS
-from relax_hpc.weights.wire import IDLE_S, GroupError
+from relax_hpc.weights.wire import IDLE_S, Arrived, GroupError
 
 LOOK_S = 0.5
 """Between two looks whether another group was called, while nothing comes."""
@@ -102,21 +102,34 @@ class Child:
         return said["value"]
 
     def move(
-        self, tensors: Sequence[Tensor], sends: bool, limit_s: float, given_up: Callable[[], bool] = lambda: False
+        self,
+        tensors: Sequence[Tensor],
+        sends: bool,
+        limit_s: float,
+        given_up: Callable[[], bool] = lambda: False,
+        arrived: Arrived = lambda _: None,
     ) -> None:
-        """Send these bytes to the group, or receive into them, through the slots. Where that fails, the child is killed."""
-        deadline = time.monotonic() + limit_s
-        pieces = [piece for tensor in tensors for piece in _pieces(as_bytes(tensor))]
+        """Send these bytes to the group, or receive into them, through the slots; `limit_s` for each. Where that fails, the child is killed.
+
+        arrived: see relax_hpc.weights.wire.Group.
+        """
+        pieces = [(place, piece) for place, tensor in enumerate(tensors) for piece in _pieces(as_bytes(tensor))]
         under_way: deque[int] = deque()
 
         def end_one() -> None:
-            self.hear(max(0.0, deadline - time.monotonic()), given_up)
+            self.hear(limit_s, given_up)
             number = under_way.popleft()
+            place, piece = pieces[number]
             if not sends:
-                pieces[number][:] = self.slots[number % SLOTS][: len(pieces[number])]
+                piece[:] = self.slots[number % SLOTS][: len(piece)]
+            if number + 1 == len(pieces) or pieces[number + 1][0] != place:
+                arrived(place)
 
         try:
-            for number, piece in enumerate(pieces):
+            for place, tensor in enumerate(tensors):
+                if not tensor.nbytes:
+                    arrived(place)
+            for number, (_, piece) in enumerate(pieces):
                 if len(under_way) == SLOTS:
                     end_one()
                 if sends:

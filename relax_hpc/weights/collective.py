@@ -27,7 +27,7 @@ from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.meeting import Called, announce, called, members_folder
 from relax_hpc.weights.parts import BUCKET_BYTES
 from relax_hpc.weights.versions import Manifest, expected, tensors_path
-from relax_hpc.weights.wire import Group, GroupError, Received, Room, dismiss, receive, send
+from relax_hpc.weights.wire import Group, GroupError, Incoming, Outgoing, Received, Room
 
 log = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -58,7 +58,7 @@ class CollectivePublisher(FilePublisher):
     ) -> None:
         super().__init__(run, via, incarnation, bucket_bytes=bucket_bytes)
         self._meeting, self._members = meeting, FolderWatch(members_folder(run))
-        self.group: Group | None = None
+        self.line: Outgoing | None = None
         self.joined: frozenset[str] = frozenset()
         self._room = Room()
         self._forming: threading.Thread | None = None
@@ -72,19 +72,19 @@ class CollectivePublisher(FilePublisher):
         return super().wanted()
 
     def close(self) -> None:
-        if self.group is not None:
-            dismiss(self.group)
-            self.group, self._room = None, Room()
+        if self.line is not None:
+            self.line.dismiss()
+            self.line, self._room = None, Room()
 
     def _bring(self, number: int, export: Export, replayed: Manifest | None, progress: Progress) -> Version:
         self._look_after_group()
-        if self.group is None:
+        if self.line is None:
             return super()._bring(number, export, replayed, progress)
-        contents, broken = send(self.group, export, self._bucket_bytes, self._room, progress)
+        contents, broken = self.line.send(export, self._bucket_bytes, progress)
         if broken is not None:
             log.warning("version %d: the group of %s broke: %s", number, sorted(self.joined), broken)
-            self.group.close()
-            self.group, self.joined = None, frozenset()
+            self.line.group.close()
+            self.line, self.joined = None, frozenset()
         version = self._versions.new(number, contents, replayed)
         self._versions.announce(version, contents)
         return version
@@ -95,7 +95,8 @@ class CollectivePublisher(FilePublisher):
             self._forming = None
             if self._formed is not None:
                 self.close()
-                (self.group, self.joined), self._formed = self._formed, None
+                (group, self.joined), self._formed = self._formed, None
+                self.line = Outgoing(group, self._room)
                 log.info("weights are broadcast to %s", sorted(self.joined))
         names = self._members.names()
         again = names != self._failed or time.monotonic() >= self._again_at
@@ -174,7 +175,8 @@ class CollectiveReceiver(FileReceiver):
         try:
             group = self._meeting.join(called_group, self._name, outdated)
             self.sessions += 1
-            while (received := receive(group, self._room, self._begun)) is not None:
+            line = Incoming(group, self._room)
+            while (received := line.receive(self._begun)) is not None:
                 unread, self._received = self._received, {checksum(received.contents): received}
                 self._on_its_way = False
                 for old in unread.values():

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
-from relax_hpc.weights.wire import Group, GroupError
+from relax_hpc.weights.wire import Arrived, Group, GroupError
 
 POLL_S = 0.02
 IN_FLIGHT = 8
@@ -49,13 +49,21 @@ class GlooGroup:
         options._devices = [device]
         self._group = dist.ProcessGroupGloo(store, rank, world, options)
 
-    def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
+    def broadcast(
+        self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
+    ) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
         with _as_group_errors():
-            for work in [self._group.broadcast([tensor], options) for tensor in tensors if tensor.numel()]:
-                work.wait()
+            works = [self._group.broadcast([tensor], options) if tensor.numel() else None for tensor in tensors]
+            for place, work in enumerate(works):
+                if work is not None:
+                    work.wait()
+                arrived(place)
+
+    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
+        self.broadcast([message], timeout_s)
 
     def close(self) -> None:
         """Its connections go with it."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 from relax_hpc.weights.child import START_S, Child
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
-from relax_hpc.weights.wire import IDLE_S, GroupError
+from relax_hpc.weights.wire import IDLE_S, Arrived, GroupError
 
 POLL_S = 0.02
 PROGRAM = Path(__file__).with_name("mpi_process.py")
@@ -56,8 +56,13 @@ class MpiGroup:
     def __init__(self, process: Child, sends: bool, timeout_s: float, given_up: Callable[[], bool]) -> None:
         self.child, self._sends, self._timeout_s, self._given_up = process, sends, timeout_s, given_up
 
-    def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
-        self.child.move(tensors, self._sends, timeout_s or self._timeout_s, self._given_up)
+    def broadcast(
+        self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
+    ) -> None:
+        self.child.move(tensors, self._sends, timeout_s or self._timeout_s, self._given_up, arrived)
+
+    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
+        self.broadcast([message], timeout_s)
 
     def close(self) -> None:
         if self.child.alive:

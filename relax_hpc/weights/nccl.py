@@ -1,6 +1,6 @@
 """A group over NCCL: weights go from GPU to GPU, by a child on each side (nccl_process.py); gloo says what comes.
 
-    trainer ──gloo──► sizes, names, small tensors ──► worker          nobody's GPU waits while there is nothing to receive
+    trainer ──gloo──► what comes ──► worker                           nobody's GPU waits between two versions
     trainer ──slots──► child ──NCCL──► child ──slots──► worker        the bytes
 
 A child is of one group, and killed with it: what a member that died or hangs leaves on a GPU ends with the child. NCCL opens ports
@@ -20,13 +20,11 @@ from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.weights.child import Child
 from relax_hpc.weights.gloo import GlooMeeting
 from relax_hpc.weights.meeting import Called
-from relax_hpc.weights.wire import Group, GroupError
+from relax_hpc.weights.wire import Arrived, Group, GroupError
 
 PROGRAM = Path(__file__).with_name("nccl_process.py")
 START_S = 300.0
 """For a child to import torch, from whatever file system, and to reach its GPU."""
-SMALL_BYTES = 64 << 10
-"""Of a tensor that goes by gloo, together with what is said of the others."""
 
 
 class NcclGroup:
@@ -35,10 +33,13 @@ class NcclGroup:
     def __init__(self, control: Group, child: Child, sends: bool, timeout_s: float) -> None:
         self._control, self.child, self._sends, self._timeout_s = control, child, sends, timeout_s
 
-    def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
-        self._control.broadcast([tensor for tensor in tensors if tensor.nbytes <= SMALL_BYTES], timeout_s)
-        large = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
-        self.child.move(large, self._sends, timeout_s or self._timeout_s)
+    def broadcast(
+        self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
+    ) -> None:
+        self.child.move(tensors, self._sends, timeout_s or self._timeout_s, arrived=arrived)
+
+    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
+        self._control.tell(message, timeout_s)
 
     def close(self) -> None:
         self._control.close()

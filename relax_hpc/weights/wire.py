@@ -1,6 +1,7 @@
 """How a version goes through a group: parts with a description each, checksums on both sides.
 
-size of the description · the description (names, types, shapes) · segments of bytes · … · END
+first version of a group:    size of a description · the description (names, types, shapes) · segments of bytes · … · END
+the others:                  AGAIN, for their tensors are those of the version before · segments of bytes · …
 """
 
 from __future__ import annotations
@@ -10,28 +11,31 @@ import json
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from relax_hpc.tensor_files import DTYPES, NAMES, as_bytes
+from relax_hpc.tensor_files import DTYPES, as_bytes
 from relax_hpc.weights.base import Export, Progress
-from relax_hpc.weights.contents import Contents, Entry, entry
+from relax_hpc.weights.contents import Contents, entry
 from relax_hpc.weights.parts import Named, in_threads
 
 SEGMENT_BYTES = 2 << 20
 """Smaller tensors are put together to so many bytes, since each message costs a fraction of a millisecond; larger ones are sent from where they
 are, and received where they stay."""
-PART_BYTES = 32 << 20
+PART_BYTES = 8 << 20
 """Is described together; while it is on its way, checksums of the next one are made, and its small tensors put together."""
-END, OVER = 0, -1
-"""In place of a size: the version is whole; the group is given up."""
+END, OVER, AGAIN = 0, -1, -2
+"""In place of a size: the version is whole; the group is given up; the parts of the version before, with new bytes."""
 ALIGNMENT = 16
 IDLE_S = 24 * 3600.0
 """Between two versions; a sender that dies is noticed at once, one whose host is lost when a new group is formed."""
+
+Arrived = Callable[[int], None]
+Described = list[tuple[str, str, tuple[int, ...]]]
+"""The tensors of a part: name, type as safetensors calls it, shape."""
 
 
 class GroupError(Exception):
@@ -41,47 +45,20 @@ class GroupError(Exception):
 class Group(Protocol):
     """Connected processes, of which the first one sends."""
 
-    def broadcast(self, tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
-        """Send these bytes, or receive into them; nobody waits longer than `timeout_s` for another. Raises GroupError."""
+    def broadcast(
+        self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
+    ) -> None:
+        """Send these bytes, or receive into them; nobody waits longer than `timeout_s` for another. Raises GroupError.
+
+        arrived: called with the place of every tensor in `tensors`, one after the other, while later ones are on their way.
+        """
+        ...
+
+    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
+        """The same for what says which bytes come, or whether there are any."""
         ...
 
     def close(self) -> None: ...
-
-
-def send(
-    group: Group, export: Export, bucket_bytes: int, room: Room, progress: Progress
-) -> tuple[Contents, GroupError | None]:
-    """Export a version into the group; what it is, and how the group broke, if it did. room: to put small tensors together in."""
-    contents: Contents = {}
-    broken: list[GroupError] = []
-    line = threading.Lock()
-
-    def work(_: int, part: Named) -> None:
-        contents.update({name: entry(tensor) for name, tensor in part})
-        segments, used = _packed(part, room)
-        with line:
-            if not broken:
-                try:
-                    _send_part(group, part, segments)
-                except GroupError as error:
-                    broken.append(error)
-        room.give_back(used)
-
-    # less than the bucket, for what is put together is held besides
-    in_threads(export(), work, min(bucket_bytes * 3 // 4, 4 * PART_BYTES), progress, threads=2)
-    try:
-        if not broken:
-            group.broadcast([torch.tensor([END])])
-    except GroupError as error:
-        broken.append(error)
-    return contents, broken[0] if broken else None
-
-
-def dismiss(group: Group) -> None:
-    """Tell the members that this group sends no more."""
-    with contextlib.suppress(GroupError):  # then they know
-        group.broadcast([torch.tensor([OVER])])
-    group.close()
 
 
 class Room:
@@ -102,6 +79,109 @@ class Room:
             self._spare.setdefault(len(segment), []).append(segment)
 
 
+class Outgoing:
+    """The sender's end of a group. room: to put small tensors together in."""
+
+    def __init__(self, group: Group, room: Room) -> None:
+        self.group, self._room = group, room
+        self._before: list[Described] = []
+        """The parts of the last version."""
+
+    def send(self, export: Export, bucket_bytes: int, progress: Progress) -> tuple[Contents, GroupError | None]:
+        """Export a version into the group; what it is, and how the group broke, if it did: then it is of no more use."""
+        contents: Contents = {}
+        sent: list[Described] = []
+        broken: list[GroupError] = []
+        line = _Line()
+
+        def work(number: int, part: Named) -> None:
+            try:
+                entries, segments, used = self._packed(part)
+                about = [(name, e.dtype, e.shape) for name, e in entries.items()]
+                line.wait_for(number)
+                contents.update(entries)
+                if len(sent) == number and not broken:
+                    try:
+                        self._send_part(number, about, segments)
+                        sent.append(about)
+                    except GroupError as error:
+                        broken.append(error)
+                self._room.give_back(used)
+            finally:
+                line.go_on(number)
+
+        # less than the bucket, for what is put together is held besides
+        in_threads(export(), work, min(bucket_bytes * 3 // 4, 4 * PART_BYTES), progress, threads=2)
+        try:
+            if not broken:
+                self._end(len(sent))
+        except GroupError as error:
+            broken.append(error)
+        self._before = sent
+        return contents, broken[0] if broken else None
+
+    def dismiss(self) -> None:
+        """Tell the members that this group sends no more."""
+        with contextlib.suppress(GroupError):  # then they know
+            self.group.tell(torch.tensor([OVER]))
+        self.group.close()
+
+    def _packed(self, part: Named) -> tuple[Contents, list[Tensor], list[Tensor]]:
+        """What a part is; its bytes, in segments; and those of them that are of our room."""
+        entries: Contents = {}
+        segments, used = [], []
+        for run in _segments([tensor.nbytes for _, tensor in part]):
+            flat = None if len(run) == 1 else self._room.take(sum(_padded(part[i][1].nbytes) for i in run))
+            begin = 0
+            for name, tensor in (part[i] for i in run):
+                entries[name], piece = entry(tensor), as_bytes(tensor)
+                if flat is None:
+                    segments.append(torch.from_numpy(piece))
+                else:  # while it is in the processor's cache
+                    flat.numpy()[begin : begin + len(piece)] = piece
+                    begin += _padded(len(piece))
+            if flat is not None:
+                segments.append(flat)
+                used.append(flat)
+        return entries, segments, used
+
+    def _send_part(self, number: int, about: Described, segments: list[Tensor]) -> None:
+        if self._before:
+            if number >= len(self._before) or self._before[number] != about:
+                raise GroupError("its tensors are not those of the version before")
+            if number == 0:
+                self.group.tell(torch.tensor([AGAIN]))
+        else:
+            text = json.dumps(about).encode()
+            self.group.tell(torch.tensor([len(text)]))
+            self.group.tell(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        self.group.broadcast(segments)
+
+    def _end(self, parts: int) -> None:
+        if not self._before:
+            self.group.tell(torch.tensor([END]))
+        elif parts != len(self._before):
+            raise GroupError("it has fewer tensors than the version before")
+
+
+class _Line:
+    """Threads that go on in the order of their numbers."""
+
+    def __init__(self) -> None:
+        self._next, self._moved = 0, threading.Condition()
+
+    def wait_for(self, number: int) -> None:
+        with self._moved:
+            self._moved.wait_for(lambda: self._next == number)
+
+    def go_on(self, number: int) -> None:
+        """The next one, after this one's turn."""
+        self.wait_for(number)
+        with self._moved:
+            self._next += 1
+            self._moved.notify_all()
+
+
 @dataclass(slots=True)
 class Received:
     """A version that came by broadcast."""
@@ -112,69 +192,56 @@ class Received:
     """The memory of `tensors`."""
 
 
-def receive(group: Group, room: Room, begun: Callable[[], None]) -> Received | None:
-    """The next version; None when the group is given up. `begun`: called when its first part comes. Raises GroupError."""
-    received = Received()
-    size = torch.empty(1, dtype=torch.int64)
-    with ThreadPoolExecutor(1, "checksums") as pool:  # while the next part is on its way
-        entries: dict[str, Future[Entry]] = {}
-        try:
-            while True:
-                group.broadcast([size], None if received.segments else IDLE_S)
-                if int(size) in (END, OVER):
-                    break
-                begun()
-                for name, tensor in _receive_part(group, int(size), room, received.segments):
-                    received.tensors[name], entries[name] = tensor, pool.submit(entry, tensor)
-        except GroupError:
-            pool.shutdown()  # its memory is not used again: something may still arrive there
-            raise
-        received.contents = {name: future.result() for name, future in entries.items()}
-    return received if int(size) == END else None
+class Incoming:
+    """A receiver's end of a group. room: to receive into."""
 
+    def __init__(self, group: Group, room: Room) -> None:
+        self.group, self._room = group, room
+        self._before: list[Described] = []
+        """The parts of the last version."""
 
-def _packed(part: Named, room: Room) -> tuple[list[Tensor], list[Tensor]]:
-    """The bytes of a part, in segments; and those of them that are of `room`."""
-    pieces = [torch.from_numpy(as_bytes(tensor)) for _, tensor in part]
-    segments, used = [], []
-    for run in _segments([len(piece) for piece in pieces]):
-        if len(run) == 1:
-            segments.append(pieces[run[0]])
-            continue
-        flat = room.take(sum(_padded(len(pieces[i])) for i in run))
-        begin = 0
-        for i in run:
-            flat[begin : begin + len(pieces[i])] = pieces[i]
-            begin += _padded(len(pieces[i]))
-        segments.append(flat)
-        used.append(flat)
-    return segments, used
+    def receive(self, begun: Callable[[], None]) -> Received | None:
+        """The next version; None when the group is given up. `begun`: called when it begins to come. Raises GroupError."""
+        received, parts = Received(), []
+        size = torch.empty(1, dtype=torch.int64)
+        self.group.tell(size, IDLE_S)
+        if int(size) == OVER:
+            return None
+        begun()
+        if int(size) == AGAIN:
+            self._receive_parts(self._before, received)
+            return received
+        while int(size) != END:
+            told = torch.empty(int(size), dtype=torch.uint8)
+            self.group.tell(told)
+            parts.append([(name, dtype, tuple(shape)) for name, dtype, shape in json.loads(bytes(told.numpy()))])
+            self._receive_parts(parts[-1:], received)
+            self.group.tell(size)
+        self._before = parts
+        return received
 
+    def _receive_parts(self, parts: list[Described], received: Received) -> None:
+        """What breaks on its way is not used again: something may still arrive there."""
+        runs: list[list[tuple[str, torch.dtype, tuple[int, ...], int]]] = []
+        for part in parts:
+            about = [
+                (name, dtype := DTYPES[called], shape, math.prod(shape) * dtype.itemsize)
+                for name, called, shape in part
+            ]
+            runs += [[about[i] for i in run] for run in _segments([size for *_, size in about])]
+        segments = [
+            self._room.take(run[0][-1] if len(run) == 1 else sum(_padded(size) for *_, size in run)) for run in runs
+        ]
+        received.segments += segments
 
-def _send_part(group: Group, part: Named, segments: list[Tensor]) -> None:
-    about = json.dumps([[name, NAMES[t.dtype], list(t.shape)] for name, t in part]).encode()
-    group.broadcast([torch.tensor([len(about)])])
-    group.broadcast([torch.frombuffer(bytearray(about), dtype=torch.uint8)])
-    group.broadcast(segments)
+        def take(place: int) -> None:
+            begin = 0
+            for name, dtype, shape, size in runs[place]:
+                tensor = segments[place][begin : begin + size].view(dtype).reshape(shape)
+                received.tensors[name], received.contents[name] = tensor, entry(tensor)
+                begin += _padded(size)
 
-
-def _receive_part(group: Group, about_size: int, room: Room, kept: list[Tensor]) -> Named:
-    told = torch.empty(about_size, dtype=torch.uint8)
-    group.broadcast([told])
-    about = [(name, DTYPES[dtype], shape) for name, dtype, shape in json.loads(bytes(told.numpy()))]
-    sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in about]
-    runs = _segments(sizes)
-    segments = [room.take(sizes[run[0]] if len(run) == 1 else sum(_padded(sizes[i]) for i in run)) for run in runs]
-    kept += segments
-    group.broadcast(segments)
-    part: Named = []
-    for run, segment in zip(runs, segments, strict=True):
-        begin = 0
-        for i in run:
-            name, dtype, shape = about[i]
-            part.append((name, segment[begin : begin + sizes[i]].view(dtype).reshape(shape)))
-            begin += _padded(sizes[i])
-    return part
+        self.group.broadcast(segments, arrived=take)
 
 
 def _segments(sizes: list[int]) -> list[list[int]]:

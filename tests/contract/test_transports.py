@@ -111,7 +111,7 @@ def by_group(run: RunDir, transport: str) -> Transport:
 
     def settle(publisher: Publisher) -> None:
         assert isinstance(publisher, CollectivePublisher)
-        wait_for(lambda: (publisher.wanted(), publisher.group)[1])
+        wait_for(lambda: (publisher.wanted(), publisher.line)[1])
 
     return Transport(run, publisher, lambda: receiver, settle, keeps_older=False)
 
@@ -122,7 +122,7 @@ TRANSPORTS = {
     "file, changes": file_with_changes,
     **{t: functools.partial(by_group, transport=t) for t in ("gloo", "mpi")},
 }
-"""nccl is gloo but for large tensors, which these here are not: tests/distributed/test_weights_group.py."""
+"""nccl: tests/distributed/test_weights_group.py."""
 
 
 @pytest.fixture(params=TRANSPORTS)

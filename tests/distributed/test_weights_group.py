@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
-from relax_hpc.weights import CollectivePublisher, CollectiveReceiver, Version
+from relax_hpc.weights import CollectivePublisher, CollectiveReceiver, Version, WeightsError
 from relax_hpc.weights.versions import latest, tensors_path
 from relax_hpc.weights.wire import GroupError
 from tests.meetings import MEETINGS
@@ -28,7 +28,8 @@ from tests.runs import wait_for
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 3.0
 SLACK_S = 5.0
-TENSORS, ELEMENTS = 8, 2_000_000
+TENSORS, ELEMENTS = 24, 2_000_000
+"""More, after the half, than a group has on its way at once."""
 
 WORKER = """
 import sys, time, torch
@@ -191,7 +192,7 @@ def test_a_group_that_loses_members_and_gets_new_ones(
 
     # MPI crashes at the trainer: an error of that publish only.
     if transport == "mpi":
-        child = trainer.publisher.group.child
+        child = trainer.publisher.line.group.child
         version, seconds = trainer.publish(5, at_half=lambda: os.kill(child.process.pid, signal.SIGSEGV))
         assert seconds < SLACK_S and not child.alive
         for worker in (b, c):
@@ -200,7 +201,7 @@ def test_a_group_that_loses_members_and_gets_new_ones(
         trainer.gather({"b", "c"})
 
     # A byte that changes on the wire: what arrives is not the version that was announced.
-    group, broadcast = trainer.publisher.group, trainer.publisher.group.broadcast
+    group, broadcast = trainer.publisher.line.group, trainer.publisher.line.group.broadcast
 
     def flip(tensors: Sequence[Tensor], timeout_s: float | None = None) -> None:
         sent = [tensor.clone() for tensor in tensors]
@@ -280,17 +281,28 @@ def test_nobody_answers(run: RunDir, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", MEETINGS, indirect=True)
-def test_tensors_of_all_sizes_and_a_long_description_of_them(run: RunDir, transport: str) -> None:
-    """3000 names need more than goes by gloo beside NCCL; what is sent small and large on one side is so on the other."""
+def test_tensors_of_all_sizes_a_long_description_of_them_and_others_later(run: RunDir, transport: str) -> None:
+    """3000 names are many messages of a child; tensors that are not those described before end the group, and nothing else."""
     receiver, trainer = CollectiveReceiver(run, "a", MEETINGS[transport](run, LIMIT_S)), Trainer(run, 1, transport)
     sizes = {f"layer.{i}.router": 64 for i in range(3000)} | {"embedding": 600_000, "norm": 3, "nothing": 0}
-    given = {name: torch.randn(size) for name, size in sizes.items()}
-    trainer.publisher._bucket_bytes = 64 << 20  # all of it is one part
-    trainer.gather({"a"})
-    version = trainer.publisher.publish(0, given.items)
-    assert trainer.publisher.group is not None, "the group broke"
-    with receiver.fetch(version) as read:
-        got = dict(read)
-        assert got.keys() == given.keys() and all(torch.equal(got[name], given[name]) for name in given)
+    fewer = {name: size for name, size in sizes.items() if name != "nothing"}
+    trainer.publisher._bucket_bytes = 64 << 20
+
+    def comes_by_group(number: int, sizes: dict[str, int]) -> bool:
+        """A version arrives as it was sent; whether nothing was written for it."""
+        given = {name: torch.randn(size) for name, size in sizes.items()}
+        version = trainer.publisher.publish(number, given.items)
+        while True:
+            with contextlib.suppress(WeightsError), receiver.fetch(version) as read:
+                got = dict(read)
+                assert got.keys() == given.keys() and all(torch.equal(got[name], given[name]) for name in given)
+                return not tensors_path(run, version).exists()
+            assert trainer.publisher.wanted(), "it did not come, and nobody asked for it"
+            trainer.publisher.publish(number, given.items)
+
+    for number, other in enumerate(({**sizes, "norm": 5}, {**sizes, "head": 9}, fewer)):
+        trainer.gather({"a"})
+        assert comes_by_group(3 * number, sizes) and comes_by_group(3 * number + 1, sizes)
+        assert not comes_by_group(3 * number + 2, other)
     trainer.publisher.close()
     receiver.close()

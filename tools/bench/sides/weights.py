@@ -86,7 +86,7 @@ class Side:
         if transport in SPEAKS:
             meeting = MEETINGS[SPEAKS[transport]](self.run, LIMIT_S, via)
             publisher = CollectivePublisher(self.run, via, 1, meeting, **options)
-            while publisher.group is None:
+            while publisher.line is None:
                 publisher.wanted()
                 time.sleep(POLL_S)
             self.publisher = publisher
