@@ -1,7 +1,7 @@
 """A child process that moves bytes for its parent, so that what it speaks (MPI, NCCL) may crash or hang: then it is killed.
 
     parent ──{"call": …}──► socket ──► child ──► {"value": …} or {"error": …} ──► parent
-    bytes ──► slots of memory that both have mapped ──► the group ──► slots ──► bytes
+    bytes ──► slots of memory that both have mapped ──► the group ──► slots ──► bytes       or straight from and into a shared room
 
 The other side of this is Speaker in mpi_process.py.
 """
@@ -29,6 +29,7 @@ from torch import Tensor
 from relax_hpc.run_dir import RunError
 from relax_hpc.tensor_files import as_bytes
 from relax_hpc.weights.mpi_process import MESSAGE_BYTES, SLOT_BYTES, SLOTS
+from relax_hpc.weights.shared_room import Arena, SharedRoom
 from relax_hpc.weights.wire import IDLE_S, Arrived, GroupError
 
 LOOK_S = 0.5
@@ -46,6 +47,8 @@ class Child:
         memory = os.memfd_create(f"relax_hpc-{speaks}")
         os.ftruncate(memory, SLOTS * SLOT_BYTES)
         mapped = mmap.mmap(memory, SLOTS * SLOT_BYTES)
+        self._shared: dict[Arena, int] = {}
+        """Memory besides the slots that the child has mapped, by its number there."""
         self.slots = [np.frombuffer(mapped, np.uint8, SLOT_BYTES, i * SLOT_BYTES) for i in range(SLOTS)]
         with theirs:
             self.process = subprocess.Popen(
@@ -74,9 +77,9 @@ class Child:
         self.say(what, **arguments)
         return self.hear(limit_s, given_up)
 
-    def say(self, what: str, **arguments: Any) -> None:
+    def say(self, what: str, descriptors: Sequence[int] = (), **arguments: Any) -> None:
         with contextlib.suppress(OSError):  # it died: that is heard
-            self._channel.send(json.dumps({"call": what, **arguments}).encode())
+            socket.send_fds(self._channel, [json.dumps({"call": what, **arguments}).encode()], descriptors)
 
     def hear(self, limit_s: float, given_up: Callable[[], bool] = lambda: False) -> Any:
         """The next answer. A child that gives none within the limit, or before it is `given_up`, is killed."""
@@ -108,19 +111,21 @@ class Child:
         limit_s: float,
         given_up: Callable[[], bool] = lambda: False,
         arrived: Arrived = lambda _: None,
+        room: SharedRoom | None = None,
     ) -> None:
-        """Send these bytes to the group, or receive into them, through the slots; `limit_s` for each. Where that fails, the child is killed.
+        """Send these bytes to the group, or receive into them; `limit_s` for each slot's. Where that fails, the child is killed.
 
-        arrived: see relax_hpc.weights.wire.Group.
+        arrived: see relax_hpc.weights.wire.Group. room: what lies in it does not pass through the slots.
         """
         pieces = [(place, piece) for place, tensor in enumerate(tensors) for piece in _pieces(as_bytes(tensor))]
-        under_way: deque[int] = deque()
+        under_way: deque[tuple[int, bool]] = deque()
+        """Numbers of pieces; whether they pass through a slot."""
 
         def end_one() -> None:
             self.hear(limit_s, given_up)
-            number = under_way.popleft()
+            number, by_slot = under_way.popleft()
             place, piece = pieces[number]
-            if not sends:
+            if by_slot and not sends:
                 piece[:] = self.slots[number % SLOTS][: len(piece)]
             if number + 1 == len(pieces) or pieces[number + 1][0] != place:
                 arrived(place)
@@ -129,18 +134,32 @@ class Child:
             for place, tensor in enumerate(tensors):
                 if not tensor.nbytes:
                     arrived(place)
+            if room is not None:
+                self._share(room.arenas, limit_s)
             for number, (_, piece) in enumerate(pieces):
                 if len(under_way) == SLOTS:
                     end_one()
-                if sends:
+                found = room.find(piece) if room is not None else None
+                by_slot = found is None or found[0] not in self._shared
+                where: dict[str, Any] = {"begin": number % SLOTS * SLOT_BYTES}
+                if found is not None and not by_slot:
+                    where = {"begin": found[1], "memory": self._shared[found[0]]}
+                elif sends:
                     self.slots[number % SLOTS][: len(piece)] = piece
-                self.say("move", slot=number % SLOTS, size=len(piece), sends=sends, idle=limit_s == IDLE_S)
-                under_way.append(number)
+                self.say("move", **where, size=len(piece), sends=sends, idle=limit_s == IDLE_S)
+                under_way.append((number, by_slot))
             while under_way:
                 end_one()
         except GroupError:
             self.kill()  # it may hold requests that never end
             raise
+
+    def _share(self, arenas: Sequence[Arena], limit_s: float) -> None:
+        """Have these mapped by the child too."""
+        for arena in arenas:
+            if arena not in self._shared:
+                self.say("share", [arena.descriptor])
+                self._shared[arena] = self.hear(limit_s)
 
 
 def _pieces(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:

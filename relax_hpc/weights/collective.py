@@ -41,6 +41,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 class Meeting(Protocol):
     """How a group comes about."""
 
+    @property
+    def room(self) -> Room:
+        """Memory for its groups to send from, or to receive into."""
+        ...
+
     def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
         """The trainer's side: a group with those of `names` who answer, and who they are. Raises GroupError."""
         ...
@@ -60,7 +65,6 @@ class CollectivePublisher(FilePublisher):
         self._meeting, self._members = meeting, FolderWatch(members_folder(run))
         self.line: Outgoing | None = None
         self.joined: frozenset[str] = frozenset()
-        self._room = Room()
         self._forming: threading.Thread | None = None
         self._formed: tuple[Group, frozenset[str]] | None = None
         self._failed: frozenset[str] = frozenset()
@@ -74,7 +78,7 @@ class CollectivePublisher(FilePublisher):
     def close(self) -> None:
         if self.line is not None:
             self.line.dismiss()
-            self.line, self._room = None, Room()
+            self.line = None
 
     def _bring(self, number: int, export: Export, replayed: Manifest | None, progress: Progress) -> Version:
         self._look_after_group()
@@ -96,7 +100,7 @@ class CollectivePublisher(FilePublisher):
             if self._formed is not None:
                 self.close()
                 (group, self.joined), self._formed = self._formed, None
-                self.line = Outgoing(group, self._room)
+                self.line = Outgoing(group, self._meeting.room)
                 log.info("weights are broadcast to %s", sorted(self.joined))
         names = self._members.names()
         again = names != self._failed or time.monotonic() >= self._again_at
@@ -122,7 +126,6 @@ class CollectiveReceiver(FileReceiver):
         self._name, self._meeting = name, meeting
         self._received: dict[str, Received] = {}
         """The version that came last, by its checksum; nothing once it was fetched."""
-        self._room = Room()
         self._on_its_way, self.sessions, self._closed = False, 0, False
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -142,7 +145,7 @@ class CollectiveReceiver(FileReceiver):
         try:
             yield Fetched(received.tensors.items())
         finally:
-            self._room.give_back(received.segments)
+            self._meeting.room.give_back(received.segments)
 
     def close(self) -> None:
         self._closed = True
@@ -175,12 +178,12 @@ class CollectiveReceiver(FileReceiver):
         try:
             group = self._meeting.join(called_group, self._name, outdated)
             self.sessions += 1
-            line = Incoming(group, self._room)
+            line = Incoming(group, self._meeting.room)
             while (received := line.receive(self._begun)) is not None:
                 unread, self._received = self._received, {checksum(received.contents): received}
                 self._on_its_way = False
                 for old in unread.values():
-                    self._room.give_back(old.segments)
+                    self._meeting.room.give_back(old.segments)
         except (GroupError, OSError) as error:
             log.warning("left the group: %s", error)
         finally:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
-from relax_hpc.weights.wire import Arrived, Group, GroupError
+from relax_hpc.weights.wire import Arrived, Group, GroupError, Room
 
 POLL_S = 0.02
 IN_FLIGHT = 8
@@ -75,6 +75,7 @@ class GlooMeeting:
 
     def __init__(self, run: RunDir, timeout_s: float, via: Path | None = None) -> None:
         self._run, self._timeout_s, self._via = run, timeout_s, via
+        self.room = Room()
 
     def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
         with _as_group_errors():

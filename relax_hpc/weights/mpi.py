@@ -23,6 +23,7 @@ from torch import Tensor
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 from relax_hpc.weights.child import START_S, Child
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
+from relax_hpc.weights.shared_room import SharedRoom
 from relax_hpc.weights.wire import IDLE_S, Arrived, GroupError
 
 POLL_S = 0.02
@@ -53,13 +54,16 @@ def give_back(process: Child) -> None:
 class MpiGroup:
     """The sender's connections to all receivers, or a receiver's to the sender. See relax_hpc.weights.wire.Group."""
 
-    def __init__(self, process: Child, sends: bool, timeout_s: float, given_up: Callable[[], bool]) -> None:
-        self.child, self._sends, self._timeout_s, self._given_up = process, sends, timeout_s, given_up
+    def __init__(
+        self, process: Child, room: SharedRoom, sends: bool, timeout_s: float, given_up: Callable[[], bool]
+    ) -> None:
+        self.child, self._room, self._sends = process, room, sends
+        self._timeout_s, self._given_up = timeout_s, given_up
 
     def broadcast(
         self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
     ) -> None:
-        self.child.move(tensors, self._sends, timeout_s or self._timeout_s, self._given_up, arrived)
+        self.child.move(tensors, self._sends, timeout_s or self._timeout_s, self._given_up, arrived, self._room)
 
     def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
         self.broadcast([message], timeout_s)
@@ -74,6 +78,7 @@ class MpiMeeting:
 
     def __init__(self, run: RunDir, timeout_s: float, via: Path | None = None) -> None:
         self._run, self._timeout_s, self._via = run, timeout_s, via
+        self.room = SharedRoom()
         give_back(take_process())  # that there is an MPI is found now, and the first group is quick
 
     def form(self, names: frozenset[str]) -> tuple[MpiGroup, frozenset[str]]:
@@ -86,7 +91,7 @@ class MpiMeeting:
             if process.alive:
                 give_back(process)
             raise
-        return MpiGroup(process, True, self._timeout_s, lambda: False), connected
+        return MpiGroup(process, self.room, True, self._timeout_s, lambda: False), connected
 
     def _ports(self, group_id: str, names: frozenset[str]) -> dict[str, str]:
         """Of those who answer. A worker whose MPI is not there yet answers at once, and says its port later."""
@@ -140,7 +145,7 @@ class MpiMeeting:
             if process.alive:
                 give_back(process)
             raise
-        return MpiGroup(process, False, self._timeout_s, given_up)
+        return MpiGroup(process, self.room, False, self._timeout_s, given_up)
 
     def _answers(self, group_id: str) -> Path:
         return self._run.weights / f"group-{group_id}"

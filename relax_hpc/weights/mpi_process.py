@@ -92,8 +92,8 @@ class Speaker:
     failures: type[Exception]
     """What is told to the parent, and is no end of this process."""
 
-    def __init__(self, channel: socket.socket, memory: mmap.mmap) -> None:
-        self._channel, self.memory = channel, memory
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
         self.moves: deque[Any] = deque()
         """Those that were begun, in order."""
 
@@ -106,10 +106,12 @@ class Speaker:
         idle, waited_since = False, 0.0
         while True:
             if select.select([self._channel], [], [], 0 if self.moves else None)[0]:
-                data = self._channel.recv(MESSAGE_BYTES)
+                data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE_BYTES, 1)
                 if not data:
                     return
                 asked = json.loads(data)
+                if descriptors:
+                    asked["descriptor"] = descriptors[0]
                 idle, waited_since = asked.pop("idle", False), time.monotonic()
                 self._answer(asked)
             elif self._ended():
@@ -150,7 +152,9 @@ class MpiSpeaker(Speaker):
 
     def __init__(self, channel: socket.socket, memory: mmap.mmap) -> None:
         """Raises RuntimeError when there is no MPI to speak."""
-        super().__init__(channel, memory)
+        super().__init__(channel)
+        self._memories = [memoryview(memory)]
+        """The slots, and what is shared besides."""
         self._mpi, self._job = begin()
         self.failures = self._mpi.Exception
         self._peers: list[Any] = []
@@ -185,10 +189,15 @@ class MpiSpeaker(Speaker):
         peer.Set_errhandler(self._mpi.ERRORS_RETURN)
         self._peers.append(peer)
 
-    def move(self, slot: int, size: int, sends: bool) -> None:
-        """A slot's bytes to every peer, or into it from the one there is."""
-        begin = slot * SLOT_BYTES
-        buffer = [memoryview(self.memory)[begin : begin + size], self._mpi.BYTE]
+    def share(self, descriptor: int) -> int:
+        """Map memory; its number."""
+        with os.fdopen(descriptor, "r+b") as file:
+            self._memories.append(memoryview(mmap.mmap(file.fileno(), 0)))
+        return len(self._memories) - 1
+
+    def move(self, begin: int, size: int, sends: bool, memory: int = 0) -> None:
+        """Bytes from there to every peer, or into there from the one there is."""
+        buffer = [self._memories[memory][begin : begin + size], self._mpi.BYTE]
         # Synchronous: what is done has been taken, and a sender that leaves then takes nothing with it.
         self.moves.append([(peer.Issend if sends else peer.Irecv)(buffer, 0, 0) for peer in self._peers])
 

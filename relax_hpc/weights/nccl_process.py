@@ -33,7 +33,7 @@ class NcclSpeaker(Speaker):
 
     def __init__(self, channel: socket.socket, memory: mmap.mmap, backend: str) -> None:
         """Raises RuntimeError when there is no GPU, or no NCCL."""
-        super().__init__(channel, memory)
+        super().__init__(channel)
         self._backend, on_gpu = backend, backend == "nccl"
         if on_gpu and not (cuda.is_available() and dist.is_nccl_available()):
             raise RuntimeError(
@@ -63,8 +63,9 @@ class NcclSpeaker(Speaker):
         if self._backend == "nccl":
             cuda.synchronize()
 
-    def move(self, slot: int, size: int, sends: bool) -> None:
+    def move(self, begin: int, size: int, sends: bool) -> None:
         """A slot's bytes to all others, or into it from rank 0."""
+        slot = begin // SLOT_BYTES
         host = self._slots[slot][:size]
         if self._backend != "nccl":
             self.moves.append((dist.broadcast(host, 0, async_op=True), None))

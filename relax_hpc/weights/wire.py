@@ -71,12 +71,18 @@ class Room:
         try:
             return self._spare[nbytes].pop()
         except (KeyError, IndexError):
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return self._new(nbytes)
 
     def give_back(self, segments: Sequence[Tensor]) -> None:
         """Nobody looks at them any more."""
         for segment in segments:
             self._spare.setdefault(len(segment), []).append(segment)
+
+    def abandon(self, segments: Sequence[Tensor]) -> None:
+        """The group that they were for has broken: something may still arrive there, so they are not used again."""
+
+    def _new(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class Outgoing:
@@ -202,7 +208,15 @@ class Incoming:
 
     def receive(self, begun: Callable[[], None]) -> Received | None:
         """The next version; None when the group is given up. `begun`: called when it begins to come. Raises GroupError."""
-        received, parts = Received(), []
+        received = Received()
+        try:
+            return self._receive(received, begun)
+        except GroupError:
+            self._room.abandon(received.segments)
+            raise
+
+    def _receive(self, received: Received, begun: Callable[[], None]) -> Received | None:
+        parts: list[Described] = []
         size = torch.empty(1, dtype=torch.int64)
         self.group.tell(size, IDLE_S)
         if int(size) == OVER:
@@ -221,7 +235,6 @@ class Incoming:
         return received
 
     def _receive_parts(self, parts: list[Described], received: Received) -> None:
-        """What breaks on its way is not used again: something may still arrive there."""
         runs: list[list[tuple[str, torch.dtype, tuple[int, ...], int]]] = []
         for part in parts:
             about = [
