@@ -9,7 +9,7 @@ model's proportions. The page cache is warm. ratio: raw seconds over ours, the l
 both sides also make the checksum of the raw bytes (file: one after the other): what a version needs that is compared. stall_s: how long the
 trainer is held up by a version of the larger size. peak_buckets: memory over the resident model while it is published.
 delta_time_ratio: a whole version's seconds over those of one in which 0.5 % of the weights changed, both with copies in
-memory. delta_bytes_fraction (with --run): bytes of a change over those of a whole version, the median over the steps of a
+memory. delta_bytes_fraction: bytes of a change over those of a whole version, the median over the steps of a
 quickstart run in bfloat16, by learning rate.
 """
 
@@ -156,9 +156,6 @@ def main() -> None:
     arguments.add_argument(
         "--rounds", type=int, default=7, help="interleaved rounds of each case, after one that warms up"
     )
-    arguments.add_argument(
-        "--run", action="store_true", help="also make quickstart runs, for the bytes of real changes"
-    )
     given = parse(arguments)
     root = disk_directory("weights")
     shutil.rmtree(root)
@@ -183,7 +180,7 @@ def main() -> None:
                         pair.open("file")
                         pair.trainer.call("open_trainer", transport="file", options={"bucket_bytes": BUCKET})
                         peak = pair.trainer.call("peak_bytes", number=pair.number + 1) / BUCKET
-        by_rate = {f"{rate:g}": fraction(root, rate) for rate in RATES} if given.run else {}
+        by_rate = {f"{rate:g}": fraction(root, rate) for rate in RATES}
     finally:
         shutil.rmtree(MEMORY, ignore_errors=True)
         shutil.rmtree(root, ignore_errors=True)
