@@ -84,9 +84,16 @@ class Child:
     def hear(self, limit_s: float, given_up: Callable[[], bool] = lambda: False) -> Any:
         """The next answer. A child that gives none within the limit, or before it is `given_up`, is killed."""
         began = time.monotonic()
-        while not select.select([self._channel], [], [], min(LOOK_S, limit_s))[0]:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        while not poll.poll(1000 * min(LOOK_S, limit_s)):
             waited_s = time.monotonic() - began
-            if waited_s > limit_s or given_up():
+            try:
+                over = waited_s > limit_s or given_up()
+            except BaseException:
+                self.kill()  # what it answers later would be taken for another answer
+                raise
+            if over:
                 self.kill()
                 raise GroupError(f"{self._speaks} did not end what it was asked to within {waited_s:.1f} s")
         try:
@@ -135,7 +142,7 @@ class Child:
                 if not tensor.nbytes:
                     arrived(place)
             if room is not None:
-                self._share(room.arenas, limit_s)
+                self._share(room.arenas, given_up)
             for number, (_, piece) in enumerate(pieces):
                 if len(under_way) == SLOTS:
                     end_one()
@@ -150,16 +157,16 @@ class Child:
                 under_way.append((number, by_slot))
             while under_way:
                 end_one()
-        except GroupError:
+        except BaseException:
             self.kill()  # it may hold requests that never end
             raise
 
-    def _share(self, arenas: Sequence[Arena], limit_s: float) -> None:
+    def _share(self, arenas: Sequence[Arena], given_up: Callable[[], bool]) -> None:
         """Have these mapped by the child too."""
         for arena in arenas:
             if arena not in self._shared:
                 self.say("share", [arena.descriptor])
-                self._shared[arena] = self.hear(limit_s)
+                self._shared[arena] = self.hear(START_S, given_up)
 
 
 def _pieces(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:

@@ -126,6 +126,7 @@ class CollectiveReceiver(FileReceiver):
         self._name, self._meeting = name, meeting
         self._received: dict[str, Received] = {}
         """The version that came last, by its checksum; nothing once it was fetched."""
+        self._swap = threading.Lock()
         self._on_its_way, self.sessions, self._closed = False, 0, False
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -180,7 +181,9 @@ class CollectiveReceiver(FileReceiver):
             self.sessions += 1
             line = Incoming(group, self._meeting.room)
             while (received := line.receive(self._begun)) is not None:
-                unread, self._received = self._received, {checksum(received.contents): received}
+                came = {checksum(received.contents): received}
+                with self._swap:  # another group may end at this moment
+                    unread, self._received = self._received, came
                 self._on_its_way = False
                 for old in unread.values():
                     self._meeting.room.give_back(old.segments)

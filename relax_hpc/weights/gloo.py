@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed
 from torch import Tensor
 
@@ -26,8 +27,9 @@ from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
 from relax_hpc.weights.wire import Arrived, Group, GroupError, Room
 
 POLL_S = 0.02
-IN_FLIGHT = 8
-"""Messages on their way at once: a receiver asks for each, and the time that this takes is lost otherwise."""
+IN_FLIGHT, MESSAGE_BYTES = 8, 4 << 20
+"""Messages on their way at once: a receiver asks for each, and the time that this takes is lost otherwise. It waits for all of them from the
+same moment on, so that a time limit is for so many bytes, whatever the tensors' sizes."""
 dist: Any = torch.distributed
 """Process groups that are made by hand have no types."""
 
@@ -56,9 +58,9 @@ class GlooGroup:
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
         with _as_group_errors():
-            works = [self._group.broadcast([tensor], options) if tensor.numel() else None for tensor in tensors]
-            for place, work in enumerate(works):
-                if work is not None:
+            works = [[self._group.broadcast([piece], options) for piece in _pieces(tensor)] for tensor in tensors]
+            for place, pieces in enumerate(works):
+                for work in pieces:
                     work.wait()
                 arrived(place)
 
@@ -124,6 +126,12 @@ class GlooMeeting:
         store = dist.FileStore(str(self._run.weights / f"group-{group_id}"))
         store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
         return store
+
+
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    """The same on both sides."""
+    data = tensor.view(torch.uint8)
+    return [data[begin : begin + MESSAGE_BYTES] for begin in range(0, len(data), MESSAGE_BYTES)]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """The process that speaks MPI for a trainer or a worker, so that MPI may crash: `python mpi_process.py SOCKET MEMORY PARENT`.
 
     parent ──{"call": …}──► socket ──► MPI ──► {"value": …} or {"error": …} ──► parent
-    bytes ──► slots of memory that both have mapped ──► MPI_Issend … MPI_Irecv ──► slots ──► bytes
+    bytes ──► memory that both have mapped ──► MPI_Issend … MPI_Irecv ──► memory that both have mapped ──► bytes
 
 It imports nothing of relax_hpc, so that it is there in the time that MPI needs; and it leaves when its parent is gone.
 One MPI_COMM_WORLD for all would be ended by MPI as soon as one process dies. So each asks an mpiexec of Hydra (MPICH, Intel

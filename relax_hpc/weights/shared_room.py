@@ -16,7 +16,7 @@ from torch import Tensor
 from relax_hpc.weights.wire import Room
 
 ARENA_BYTES = 1 << 30
-"""Of which only what was written to is there."""
+"""The first one; each is as large as all before it. Only what was written to is there."""
 ALIGNMENT = 64
 
 
@@ -53,7 +53,7 @@ class SharedRoom(Room):
         with self._lock:
             begin = self._free_from
             if not self.arenas or begin + nbytes > len(self.arenas[-1].memory):
-                self.arenas.append(Arena(max(ARENA_BYTES, nbytes)))
+                self.arenas.append(Arena(max(ARENA_BYTES, nbytes, sum(len(arena.memory) for arena in self.arenas))))
                 begin = 0
             self._free_from = -(-(begin + nbytes) // ALIGNMENT) * ALIGNMENT
             return self.arenas[-1].memory[begin : begin + nbytes]

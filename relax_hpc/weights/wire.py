@@ -98,13 +98,13 @@ class Outgoing:
         contents: Contents = {}
         sent: list[Described] = []
         broken: list[GroupError] = []
-        line = _Line()
+        turns = _Turns()
 
         def work(number: int, part: Named) -> None:
             try:
                 entries, segments, used = self._packed(part)
                 about = [(name, e.dtype, e.shape) for name, e in entries.items()]
-                line.wait_for(number)
+                turns.wait_for(number)
                 contents.update(entries)
                 if len(sent) == number and not broken:
                     try:
@@ -114,7 +114,7 @@ class Outgoing:
                         broken.append(error)
                 self._room.give_back(used)
             finally:
-                line.go_on(number)
+                turns.pass_on(number)
 
         # less than the bucket, for what is put together is held besides
         in_threads(export(), work, min(bucket_bytes * 3 // 4, 4 * PART_BYTES), progress, threads=2)
@@ -170,7 +170,7 @@ class Outgoing:
             raise GroupError("it has fewer tensors than the version before")
 
 
-class _Line:
+class _Turns:
     """Threads that go on in the order of their numbers."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class _Line:
         with self._moved:
             self._moved.wait_for(lambda: self._next == number)
 
-    def go_on(self, number: int) -> None:
+    def pass_on(self, number: int) -> None:
         """The next one, after this one's turn."""
         self.wait_for(number)
         with self._moved:
@@ -211,7 +211,7 @@ class Incoming:
         received = Received()
         try:
             return self._receive(received, begun)
-        except GroupError:
+        except BaseException:
             self._room.abandon(received.segments)
             raise
 
@@ -260,9 +260,9 @@ class Incoming:
 def _segments(sizes: list[int]) -> list[list[int]]:
     """Which pieces are sent as one: neighbours up to SEGMENT_BYTES; a larger one alone. The same on both sides."""
     runs: list[list[int]] = []
-    total = SEGMENT_BYTES
+    total = 0
     for i, size in enumerate(sizes):
-        if total + size > SEGMENT_BYTES:
+        if not runs or total + size > SEGMENT_BYTES:
             runs.append([])
             total = 0
         runs[-1].append(i)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights import CollectivePublisher, CollectiveReceiver, Version, WeightsError
+from relax_hpc.weights.gloo import GlooGroup
 from relax_hpc.weights.versions import latest, tensors_path
 from relax_hpc.weights.wire import GroupError
 from tests.meetings import MEETINGS
@@ -61,8 +62,9 @@ import tests.distributed.test_weights_group as t
 from relax_hpc.run_dir import RunDir
 trainer = t.Trainer(RunDir(sys.argv[1]), 2, sys.argv[2])
 trainer.gather({"b", "c"})
+trainer.publish(7)
 print("sends", flush=True)
-trainer.publish(7, at_half=lambda: (time.sleep(1), os.kill(os.getpid(), 9)))  # when the first half has come
+trainer.publish(8, at_half=lambda: (time.sleep(1), os.kill(os.getpid(), 9)))  # when the first half has come
 """
 
 
@@ -224,13 +226,14 @@ def test_a_group_that_loses_members_and_gets_new_ones(
         assert sender.stdout is not None and sender.stdout.readline() == "sends\n"
         assert sender.wait(60) == -signal.SIGKILL
     for worker in (b, c):
+        worker.says("holds 7 7.0")
         worker.says("groups 0", timeout_s=LIMIT_S + SLACK_S)
-    assert (latest(run) or version).number == 6
+    assert (latest(run) or version).number == 7
     successor = Trainer(run, 3, transport)
     successor.gather({"b", "c"})
-    version, _ = successor.publish(7)
+    version, _ = successor.publish(8)
     for worker in (b, c):
-        worker.says("holds 7 7.0")
+        worker.says("holds 8 8.0")
     assert not on_disk(version) and version.incarnation == 3
     assert set(Path("/dev/shm").glob("mpich_shm_*")) <= before, "the dead left memory behind"
 
@@ -284,7 +287,9 @@ def test_nobody_answers(run: RunDir, transport: str) -> None:
 def test_tensors_of_all_sizes_a_long_description_of_them_and_others_later(run: RunDir, transport: str) -> None:
     """3000 names are many messages of a child; tensors that are not those described before end the group, and nothing else."""
     receiver, trainer = CollectiveReceiver(run, "a", MEETINGS[transport](run, LIMIT_S)), Trainer(run, 1, transport)
-    sizes = {f"layer.{i}.router": 64 for i in range(3000)} | {"embedding": 600_000, "norm": 3, "nothing": 0}
+    sizes = (
+        {"none": 0} | {f"layer.{i}.router": 64 for i in range(3000)} | {"embedding": 3_000_000, "nothing": 0, "norm": 3}
+    )
     fewer = {name: size for name, size in sizes.items() if name != "nothing"}
     trainer.publisher._bucket_bytes = 64 << 20
 
@@ -306,3 +311,24 @@ def test_tensors_of_all_sizes_a_long_description_of_them_and_others_later(run: R
         assert not comes_by_group(3 * number + 2, other)
     trainer.publisher.close()
     receiver.close()
+
+
+def test_gloo_s_time_limit_is_not_for_many_large_tensors_together(tmp_path: Path) -> None:
+    """A receiver asks for all; each comes in time, all of them do not."""
+    limit_s, gap_s, count = 2.0, 0.4, 8
+    tensors = [torch.full((16 << 20,), i, dtype=torch.uint8) for i in range(count)]
+    group = lambda rank: GlooGroup(torch.distributed.FileStore(str(tmp_path / "store"), 2), rank, 2, limit_s, True)
+
+    def send() -> None:
+        sender = group(0)
+        for tensor in tensors:
+            time.sleep(gap_s)
+            sender.broadcast([tensor])
+
+    sends = threading.Thread(target=send)
+    sends.start()
+    came = [torch.empty_like(tensor) for tensor in tensors]
+    arrived: list[int] = []
+    group(1).broadcast(came, arrived=arrived.append)
+    sends.join()
+    assert arrived == list(range(count)) and all(torch.equal(a, b) for a, b in zip(came, tensors, strict=True))

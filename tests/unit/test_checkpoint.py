@@ -13,6 +13,7 @@ import pytest
 
 from relax_hpc import checkpoint
 from relax_hpc.run_dir import RunDir, read_json
+from tests.runs import wait_for
 
 WRITER = """
 import itertools, sys
@@ -68,6 +69,8 @@ def test_killed_at_any_moment_every_visible_checkpoint_is_whole(run: RunDir, tmp
             [sys.executable, "-c", WRITER, str(run.root), str(via)], stdout=subprocess.PIPE, text=True
         )
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        if attempt:
+            wait_for(lambda: any(run.checkpoints.iterdir()))
         time.sleep(0.03 + attempt * 0.037)
         process.send_signal(signal.SIGKILL)
         process.wait()
