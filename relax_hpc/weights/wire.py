@@ -140,7 +140,8 @@ class Outgoing:
             flat = None if len(run) == 1 else self._room.take(sum(_padded(part[i][1].nbytes) for i in run))
             begin = 0
             for name, tensor in (part[i] for i in run):
-                entries[name], piece = entry(tensor), as_bytes(tensor)
+                on_cpu = tensor.cpu()  # once, where it comes from a GPU
+                entries[name], piece = entry(on_cpu), as_bytes(on_cpu)
                 if flat is None:
                     segments.append(torch.from_numpy(piece))
                 else:  # while it is in the processor's cache
