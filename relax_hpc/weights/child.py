@@ -24,13 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_hpc.run_dir import RunError
 from relax_hpc.tensor_files import as_bytes
 from relax_hpc.weights.mpi_process import MESSAGE_BYTES, SLOT_BYTES, SLOTS
 from relax_hpc.weights.shared_room import Arena, SharedRoom
-from relax_hpc.weights.wire import IDLE_S, Arrived, GroupError
+from relax_hpc.weights.wire import IDLE_S, Arrived, GroupError, pieces
 
 LOOK_S = 0.5
 """Between two looks whether another group was called, while nothing comes."""
@@ -124,17 +125,17 @@ class Child:
 
         arrived: see relax_hpc.weights.wire.Group. room: what lies in it does not pass through the slots.
         """
-        pieces = [(place, piece) for place, tensor in enumerate(tensors) for piece in _pieces(as_bytes(tensor))]
+        todo = [(place, as_bytes(p)) for place, tensor in enumerate(tensors) for p in pieces(tensor, SLOT_BYTES)]
         under_way: deque[tuple[int, bool]] = deque()
-        """Numbers of pieces; whether they pass through a slot."""
+        """Numbers in `todo`; whether they pass through a slot."""
 
         def end_one() -> None:
             self.hear(limit_s, given_up)
             number, by_slot = under_way.popleft()
-            place, piece = pieces[number]
+            place, piece = todo[number]
             if by_slot and not sends:
                 piece[:] = self.slots[number % SLOTS][: len(piece)]
-            if number + 1 == len(pieces) or pieces[number + 1][0] != place:
+            if number + 1 == len(todo) or todo[number + 1][0] != place:
                 arrived(place)
 
         try:
@@ -143,16 +144,15 @@ class Child:
                     arrived(place)
             if room is not None:
                 self._share(room.arenas, given_up)
-            for number, (_, piece) in enumerate(pieces):
+            for number, (_, piece) in enumerate(todo):
                 if len(under_way) == SLOTS:
                     end_one()
-                found = room.find(piece) if room is not None else None
-                by_slot = found is None or found[0] not in self._shared
-                where: dict[str, Any] = {"begin": number % SLOTS * SLOT_BYTES}
-                if found is not None and not by_slot:
-                    where = {"begin": found[1], "memory": self._shared[found[0]]}
-                elif sends:
-                    self.slots[number % SLOTS][: len(piece)] = piece
+                where = self._where(piece, room)
+                by_slot = where is None
+                if where is None:
+                    where = {"begin": number % SLOTS * SLOT_BYTES}
+                    if sends:
+                        self.slots[number % SLOTS][: len(piece)] = piece
                 self.say("move", **where, size=len(piece), sends=sends, idle=limit_s == IDLE_S)
                 under_way.append((number, by_slot))
             while under_way:
@@ -168,7 +168,9 @@ class Child:
                 self.say("share", [arena.descriptor])
                 self._shared[arena] = self.hear(START_S, given_up)
 
-
-def _pieces(data: np.ndarray[Any, np.dtype[np.uint8]]) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """No longer than a slot; the same on both sides."""
-    return [data[begin : begin + SLOT_BYTES] for begin in range(0, len(data), SLOT_BYTES)]
+    def _where(self, piece: NDArray[np.uint8], room: SharedRoom | None) -> dict[str, Any] | None:
+        """Of memory that the child has mapped, besides the slots."""
+        found = room.find(piece) if room is not None else None
+        if found is None or found[0] not in self._shared:
+            return None
+        return {"begin": found[1], "memory": self._shared[found[0]]}

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed
 from torch import Tensor
 
 from relax_hpc.run_dir import RunDir
 from relax_hpc.weights.meeting import CHECK_IN_S, Called, call, leave_out
-from relax_hpc.weights.wire import Arrived, Group, GroupError, Room
+from relax_hpc.weights.wire import Arrived, Group, GroupError, Room, pieces
 
 POLL_S = 0.02
 IN_FLIGHT, MESSAGE_BYTES = 8, 4 << 20
@@ -58,9 +57,12 @@ class GlooGroup:
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
         with _as_group_errors():
-            works = [[self._group.broadcast([piece], options) for piece in _pieces(tensor)] for tensor in tensors]
-            for place, pieces in enumerate(works):
-                for work in pieces:
+            works = [
+                [self._group.broadcast([piece], options) for piece in pieces(tensor, MESSAGE_BYTES)]
+                for tensor in tensors
+            ]
+            for place, under_way in enumerate(works):
+                for work in under_way:
                     work.wait()
                 arrived(place)
 
@@ -126,12 +128,6 @@ class GlooMeeting:
         store = dist.FileStore(str(self._run.weights / f"group-{group_id}"))
         store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
         return store
-
-
-def _pieces(tensor: Tensor) -> list[Tensor]:
-    """The same on both sides."""
-    data = tensor.view(torch.uint8)
-    return [data[begin : begin + MESSAGE_BYTES] for begin in range(0, len(data), MESSAGE_BYTES)]
 
 
 @contextlib.contextmanager

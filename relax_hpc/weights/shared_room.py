@@ -7,10 +7,10 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_hpc.weights.wire import Room
@@ -38,7 +38,7 @@ class SharedRoom(Room):
         self.arenas: list[Arena] = []
         self._free_from, self._lock = 0, threading.Lock()
 
-    def find(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> tuple[Arena, int] | None:
+    def find(self, data: NDArray[np.uint8]) -> tuple[Arena, int] | None:
         """Where these bytes lie, if they do."""
         address = data.__array_interface__["data"][0]
         for arena in self.arenas:

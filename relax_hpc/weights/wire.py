@@ -258,6 +258,12 @@ class Incoming:
         self.group.broadcast(segments, arrived=take)
 
 
+def pieces(tensor: Tensor, nbytes: int) -> list[Tensor]:
+    """Its bytes, at most so many in each; none of an empty one. A group cuts alike on all sides."""
+    data = tensor.view(torch.uint8)
+    return [data[begin : begin + nbytes] for begin in range(0, len(data), nbytes)]
+
+
 def _segments(sizes: list[int]) -> list[list[int]]:
     """Which pieces are sent as one: neighbours up to SEGMENT_BYTES; a larger one alone. The same on both sides."""
     runs: list[list[int]] = []
