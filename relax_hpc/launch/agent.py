@@ -17,7 +17,7 @@ from typing import Any
 from relax_hpc.launch.lease import Holder
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.chain import Chain
-from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state
+from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state, own_job
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.launch.supervisor import ENDED, outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_node
@@ -174,7 +174,7 @@ def main() -> None:
     arguments = parser.parse_args()
     index = int(os.environ["SLURM_PROCID"]) if arguments.index is None else arguments.index
     set_up_logging(f"agent-{arguments.group}-{index}")
-    about = {"group": arguments.group, "step": arguments.step, "index": index, "job": os.environ.get("SLURM_JOB_ID")}
+    about = {"group": arguments.group, "step": arguments.step, "index": index, "job": own_job()}
     first = index * arguments.workers
     prefix = "rollout" if arguments.group == CORE else f"rollout-{arguments.group}"
     names = [f"{prefix}-{first + i}" for i in range(arguments.workers)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import signal
 import sys
 import threading
@@ -27,7 +26,7 @@ from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, NoCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
-from relax_hpc.launch.slurm.queue_state import end_of_job
+from relax_hpc.launch.slurm.queue_state import end_of_job, own_job
 from relax_hpc.launch.slurm.send import exclude
 from relax_hpc.launch.slurm.steps import beside_step, rollout_step, step_command, trainer_step
 from relax_hpc.launch.slurm.trainers import StepTrainers
@@ -47,7 +46,7 @@ HELD_S = 90.0
 
 def lead(run: RunDir) -> int:
     """Go on with the run as its leader until it, or this job, is over; the exit code."""
-    recipe, job = load_recipe(run.recipe), os.environ["SLURM_JOB_ID"]
+    recipe, job = load_recipe(run.recipe), _own_job()
     assert recipe.slurm is not None
     chain = Chain(run, recipe.slurm, job)
     console = Console()
@@ -80,7 +79,7 @@ def supervise(
     """Carry the run on; `signalled` is called when this job is asked to end."""
     plan, telemetry = make_plan(recipe), Telemetry(run, "supervisor", lease.number)
     python = step_command(plan)
-    trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(os.environ["SLURM_JOB_ID"]))
+    trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(_own_job()))
     core: Core
     if not plan.plays:
         core = NoCore()
@@ -131,7 +130,7 @@ def wait_for_lease(run: RunDir) -> Lease:
 
 def roll_out(run: RunDir, elastic: bool) -> int:
     """Keep the agents of this job's nodes until they leave, or this job's time is up."""
-    recipe, job = load_recipe(run.recipe), os.environ["SLURM_JOB_ID"]
+    recipe, job = load_recipe(run.recipe), _own_job()
     plan, telemetry = make_plan(recipe), Telemetry(run, f"agent-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), *step_command(plan)]
     core = StepCore(run, recipe, python, telemetry, f"job{job}" if elastic else CORE, 1 if elastic else None)
@@ -149,6 +148,13 @@ def roll_out(run: RunDir, elastic: bool) -> int:
         if core.suspect:
             exclude(run, core.suspect, core.failure)
     return 1 if core.failure else 0
+
+
+def _own_job() -> str:
+    job = own_job()
+    if job is None:
+        raise RunError("this is a part of a Slurm job: send the run with `relax-hpc submit`")
+    return job
 
 
 def main() -> None:

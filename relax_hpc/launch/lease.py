@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from relax_hpc.launch.slurm.queue_state import ALIVE, job_state
+from relax_hpc.launch.slurm.queue_state import ALIVE, job_state, own_job
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 
 SILENT_S = 60.0
@@ -97,7 +97,7 @@ def acquire(run: RunDir) -> Lease:
     process = psutil.Process()
     about = {
         "host": os.uname().nodename, "pid": process.pid, "started": _started(process), "since": time.time(),
-        "job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
+        "job": own_job(), "restart": os.environ.get("SLURM_RESTART_COUNT", "0"),
     }  # fmt: skip
     try:
         folder.mkdir()
@@ -183,7 +183,7 @@ def _lives(folder: Path, about: dict[str, Any] | None) -> bool:
 
 def _ended(job: str, restart: str) -> bool:
     """Whether Slurm says that a job is over, or we are in a later start of it ourselves."""
-    if job == os.environ.get("SLURM_JOB_ID"):
+    if job == own_job():
         return restart != os.environ.get("SLURM_RESTART_COUNT", "0")
     state = job_state([job])[job]
     return state is not None and state not in ALIVE

@@ -251,8 +251,7 @@ def test_a_job_sent_from_a_job_does_not_inherit_its_description() -> None:
 
 def test_states_are_of_whole_jobs(bin_folder: Path) -> None:
     program(
-        bin_folder, "squeue", "echo '5|RUNNING|None'", "echo '6+1|FAILED|None'", "echo '6+0|PENDING|Resources'",
-        "echo '7_1|COMPLETED|None'", "echo '7_[2-3]|PENDING|JobArrayTaskLimit'",
+        bin_folder, "squeue", "echo '5|RUNNING|None'", "echo '6+1|PENDING|None'", "echo '6+0|PENDING|Resources'",
     )  # fmt: skip
     program(
         bin_folder,
@@ -261,14 +260,75 @@ def test_states_are_of_whole_jobs(bin_folder: Path) -> None:
         "echo '8+0|CANCELLED by 1000|None'",
         "echo '8+1|COMPLETED|None'",
     )
-    assert look(["5", "6", "7", "8", "9", "5"]) == {
+    assert look(["5", "6", "8", "9", "5"]) == {
         "5": Seen("RUNNING", "None"),
         "6": Seen("PENDING", "Resources"),
-        "7": Seen("PENDING", "JobArrayTaskLimit"),
         "8": Seen("CANCELLED", "None"),
         "9": Seen("GONE", ""),
     }
     assert Seen("COMPLETING", "").alive and not Seen("GONE", "").alive
+
+
+def test_a_task_of_an_array_is_a_job_of_its_own(
+    bin_folder: Path, run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows as Slurm 22.05 prints them: 1 is the raw number of the task that waits last, and the array's."""
+    program(
+        bin_folder, "squeue", f'echo "$@" > {tmp_path}/said', '[ "$1 $2" = "-h --array" ] || echo "1_[2-3%2]|PENDING|Priority"',
+        "echo '1_3|PENDING|JobArrayTaskLimit'", "echo '1_2|RUNNING|None'", "echo '1_1|CANCELLED|None'",
+    )  # fmt: skip
+    assert look(["1_1", "1_2", "1_3"]) == {
+        "1_1": Seen("CANCELLED", "None"),
+        "1_2": Seen("RUNNING", "None"),
+        "1_3": Seen("PENDING", "JobArrayTaskLimit"),
+    }
+    assert (tmp_path / "said").read_text().endswith("-j 1_1,1_2,1_3\n")
+    assert job_state(["1"]) == {"1": "GONE"}, "the number of one task is no answer about another"
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "3"}.items():
+        monkeypatch.setenv(name, value)
+    assert queue_state.own_job() == "1_3"
+    for job in ("10", "1_3", "9"):
+        send.record(run, job, "leader")
+        written = run.slurm / "jobs" / f"{job}.json"
+        written.write_text(json.dumps({**json.loads(written.read_text()), "submitted": 1.0}))
+    assert [job["id"] for job in send.jobs(run)] == ["1_3", "9", "10"]
+    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name)
+    assert queue_state.own_job() == "1"
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert queue_state.own_job() is None
+
+
+def test_a_component_that_ended_is_seen_while_the_job_goes_on(bin_folder: Path) -> None:
+    program(bin_folder, "squeue", "echo '8+1|CANCELLED|None'", "echo '8+0|RUNNING|None'")
+    assert look(["8"]) == {"8": Seen("RUNNING", "None", ("8+1 CANCELLED",))}
+    program(bin_folder, "squeue", "echo '8+1|CANCELLED|None'", "echo '8+0|COMPLETED|None'")
+    assert look(["8"]) == {"8": Seen("COMPLETED", "None")}
+    (bin_folder / "squeue").unlink()
+    program(
+        bin_folder, "scontrol", "echo 'JobId=8 HetJobId=8 HetJobOffset=0 JobName=h JobState=RUNNING Reason=None'",
+        "echo 'JobId=9 HetJobId=8 HetJobOffset=1 JobName=h JobState=CANCELLED Reason=None'",
+    )  # fmt: skip
+    assert look(["8"]) == {"8": Seen("RUNNING", "None", ("8+1 CANCELLED",))}
+
+
+@pytest.mark.parametrize("restart", ["chain", "requeue"])
+def test_what_goes_on_with_a_task_of_an_array_is_of_that_task(
+    bin_folder: Path, recipe: Path, run: RunDir, tmp_path: Path, restart: str
+) -> None:
+    slurm = load_recipe(recipe, [f"slurm.restart={restart}"]).slurm
+    assert slurm is not None
+    program(bin_folder, "squeue", "echo '7_1|COMPLETING|None'", "echo '7_0|RUNNING|None'")
+    for name in ("sbatch", "scontrol"):
+        program(bin_folder, name, f'echo "$@" > {tmp_path}/{name}', "echo 12")
+    chain = Chain(run, slurm, "7_1")
+    assert chain.is_ending() and not Chain(run, slurm, "7_0").is_ending()
+    chain.end({"outcome": "preempted"}, warned=True)
+    if restart == "requeue":
+        assert (tmp_path / "scontrol").read_text() == "requeue 7_1\n" and not (tmp_path / "sbatch").exists()
+    else:
+        assert "--dependency=afterany:7_1 " in (tmp_path / "sbatch").read_text()
+        assert send.jobs(run)[-1]["dependency"] == "afterany:7_1"
 
 
 def test_who_waits_for_an_earlier_leader_is_no_successor(bin_folder: Path, recipe: Path, run: RunDir) -> None:

@@ -16,7 +16,7 @@ from relax_hpc.launch.members import Patience, next_attempt
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.job_book import JobBook
-from relax_hpc.launch.slurm.queue_state import ALIVE
+from relax_hpc.launch.slurm.queue_state import ALIVE, number
 from relax_hpc.launch.slurm.send import exclude, submit_script
 from relax_hpc.launch.slurm.steps import ROLLOUT_COMPONENT, with_options
 from relax_hpc.launch.slurm.trainers import Step, node_of_task
@@ -252,7 +252,7 @@ class JobCore:
         if ids:
             last = f"job {ids[-1]}: {states[ids[-1]]}"
             self._telemetry.metrics("lost", role="rollout job", reason=last)
-            if not self._patience.failed(last, int(ids[-1]) if self._worked == ids[-1] else None):
+            if not self._patience.failed(last, number(ids[-1]) if self._worked == ids[-1] else None):
                 log = self._run.logs / "slurm"
                 self.failure = self._patience.exhausted("the rollout job", last, f"see {log}", log)
                 return

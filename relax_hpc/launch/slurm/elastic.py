@@ -14,7 +14,7 @@ from typing import Any
 
 from relax_hpc.launch.members import Patience
 from relax_hpc.launch.slurm.job_book import JobBook
-from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel
+from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel, number
 from relax_hpc.launch.slurm.send import submit_script
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.slurm import Autoscale
@@ -89,16 +89,16 @@ class Elastic:
             self._send(missing, wished.partition)
         if missing < 0:
             # Those that wait in the queue first, then the youngest.
-            last = sorted(staying, key=lambda job: (states[job] in WAITING, int(job)))[missing:]
+            last = sorted(staying, key=lambda job: (states[job] in WAITING, number(job)))[missing:]
             self._drain(last, states)
         return [job for job in states if job not in alive]
 
     def _note_lost(self, gone: dict[str, float]) -> None:
         """Jobs that end soon after they were sent are sent again ever later. `gone`: job -> when it was sent."""
-        for job in sorted(gone.keys() - self._gone, key=int):
+        for job in sorted(gone.keys() - self._gone, key=number):
             self._gone.add(job)
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
-            self._patience.failed("gone", None if time.time() - gone[job] < SOON_S else int(job))
+            self._patience.failed("gone", None if time.time() - gone[job] < SOON_S else number(job))
 
     def _send(self, count: int, partition: str | None) -> None:
         for _ in range(count):

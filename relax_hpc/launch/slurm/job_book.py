@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from relax_hpc.launch.slurm.plan import Kind
-from relax_hpc.launch.slurm.queue_state import ALIVE, job_state
+from relax_hpc.launch.slurm.queue_state import ALIVE, job_state, number
 from relax_hpc.run_dir import RunDir, read_json
 
 
@@ -27,7 +27,7 @@ class JobBook:
             if path.stem not in self._records:
                 self._records[path.stem] = read_json(path)
         ours = [about for about in self._records.values() if about["kind"] == self._kind]
-        return {a["id"]: a["submitted"] for a in sorted(ours, key=lambda a: (a["submitted"], int(a["id"])))}
+        return {a["id"]: a["submitted"] for a in sorted(ours, key=lambda a: (a["submitted"], number(a["id"])))}
 
     def states(self) -> dict[str, str | None]:
         """Of all of them, the oldest first; None where Slurm does not answer."""

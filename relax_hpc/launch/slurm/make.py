@@ -15,6 +15,7 @@ from pathlib import Path
 from relax_hpc.launch.create import create, existing, place
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.plan import KINDS, make_plan
+from relax_hpc.launch.slurm.queue_state import own_job
 from relax_hpc.launch.slurm.send import forget_end, record, script, write_scripts
 from relax_hpc.recipe import Recipe, RecipeError, load_recipe, site_file
 from relax_hpc.run_dir import RunDir, RunError
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RunError, RecipeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if job := os.environ.get("SLURM_JOB_ID"):
+    if job := own_job():
         record(run, job, given.kind)
         if given.kind == "leader" and "SLURM_RESTART_COUNT" not in os.environ:
             forget_end(run)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, ask, look, reason_in_words
+from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, ask, look, reason_in_words, whole
 from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
@@ -133,11 +133,11 @@ def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:
 
 def _places(ids: list[str]) -> dict[str, tuple[str, str]]:
     """Nodes and (expected) start of jobs; for a waiting one %S is what `squeue --start` shows."""
-    done = ask(["squeue", "-h", "--states=all", "-o", "%i|%N|%S", "-j", ",".join(ids)])
+    done = ask(["squeue", "-h", "--array", "--states=all", "-o", "%i|%N|%S", "-j", ",".join(ids)])
     found: dict[str, tuple[str, str]] = {}
     for line in done.stdout.splitlines() if done is not None and done.returncode == 0 else ():
         job, nodes, start = line.split("|")
-        base, start = job.partition("+")[0].partition("_")[0], "" if start.strip() == "N/A" else start.strip()
+        base, start = whole(job), "" if start.strip() == "N/A" else start.strip()
         before = found.get(base, ("", ""))
         found[base] = (",".join(filter(None, (before[0], nodes.strip()))), before[1] or start)
     return found

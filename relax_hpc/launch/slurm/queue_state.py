@@ -3,7 +3,8 @@
     squeue ──► not there any more ──► sacct, where the site has accounting ──► GONE
     no squeue (in a container, on a compute node) ──► scontrol
 
-The rows of a heterogeneous job (6+0, 6+1) are one job, in the state of its first component.
+The rows of a heterogeneous job (6+0, 6+1) are one job, in the state of its first component. A task of an array (7_2) is
+a job of its own: all that has a number alone, `scancel 7` and `afterany:7` too, means every task of the array.
 """
 
 from __future__ import annotations
@@ -82,10 +83,26 @@ class Seen(NamedTuple):
     """As squeue spells it: PENDING, RUNNING, COMPLETED, …; or GONE."""
     reason: str
     """Why it waits or ended, as squeue spells it; empty where that is not known."""
+    ended: tuple[str, ...] = ()
+    """Components of a heterogeneous job that ended while its first one lives, each with its state: "6+1 CANCELLED"."""
 
     @property
     def alive(self) -> bool:
         return self.state in ALIVE
+
+
+def own_job() -> str | None:
+    """Id of the job that this process is in, as Slurm's commands take it; None outside of jobs.
+
+    SLURM_JOB_ID of an array's task is a number that one task shares with the array, so a task is ARRAY_TASK.
+    """
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
+
+
+def number(job: str) -> tuple[int, ...]:
+    """An id to sort by: of "12" and of "12_3"."""
+    return tuple(int(part) for part in job.split("_"))
 
 
 def look(ids: Iterable[str]) -> dict[str, Seen | None]:
@@ -93,17 +110,18 @@ def look(ids: Iterable[str]) -> dict[str, Seen | None]:
     wanted = list(dict.fromkeys(ids))
     if not wanted:
         return {}
-    done = ask(["squeue", "-h", "--states=all", "-o", "%i|%T|%r", "-j", ",".join(wanted)])
+    # Without --array, tasks that wait are one row: 7_[2-3,5%2].
+    done = ask(["squeue", "-h", "--array", "--states=all", "-o", "%i|%T|%r", "-j", ",".join(wanted)])
     if done is None:
         return {job: _by_scontrol(job) for job in wanted}
     if done.returncode and "Invalid job id" not in done.stderr:
         return dict.fromkeys(wanted)
-    seen = _rows(done.stdout)
+    seen = _of_rows(done.stdout)
     missing = [job for job in wanted if job not in seen]
     if missing:
         accounted = ask(["sacct", "-n", "-X", "-P", "-o", "JobID,State,Reason", "-j", ",".join(missing)])
         if accounted is not None and accounted.returncode == 0:
-            seen |= {job: found for job, found in _rows(accounted.stdout).items() if job in missing}
+            seen |= {job: found for job, found in _of_rows(accounted.stdout).items() if job in missing}
     return {job: seen.get(job, Seen(GONE, "")) for job in wanted}
 
 
@@ -147,9 +165,9 @@ def cancel(ids: Iterable[str]) -> bool:
 
 def our_jobs_of(script: str) -> list[str]:
     """Ids of this user's jobs in the queue that were sent with the script at this path."""
-    done = ask(["squeue", "-h", "-u", getpass.getuser(), "-o", "%i|%o"])
+    done = ask(["squeue", "-h", "--array", "-u", getpass.getuser(), "-o", "%i|%o"])
     rows = [line.split("|", 1) for line in done.stdout.splitlines()] if done is not None else []
-    return list(dict.fromkeys(_base(row[0]) for row in rows if len(row) == 2 and row[1].strip() == script))
+    return list(dict.fromkeys(whole(row[0]) for row in rows if len(row) == 2 and row[1].strip() == script))
 
 
 def ask(command: list[str], **variables: str) -> subprocess.CompletedProcess[str] | None:
@@ -171,21 +189,31 @@ def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
     return {**found, "LC_ALL": "C"} if "LC_ALL" not in environment else found
 
 
-def _rows(text: str) -> dict[str, Seen]:
-    """Rows "id|state|reason" by the id of the whole job."""
-    found: dict[str, Seen] = {}
-    for line in text.splitlines():
-        job, state, *reason = line.split("|")
-        seen = Seen(state.split()[0] if state.split() else GONE, "".join(reason).strip())
-        base, first = _base(job), found.get(_base(job))
-        # The first component speaks for a heterogeneous job; an array lives as long as one of its tasks.
-        if first is None or job.endswith("+0") or ("+" not in job and seen.alive and not first.alive):
-            found[base] = seen
+def whole(job: str) -> str:
+    """Id of the job that a row of squeue's is about: "6" of the component "6+1"; the task "7_2" of an array is one."""
+    return re.split(r"[+.]", job.strip(), maxsplit=1)[0]
+
+
+def _of_rows(text: str) -> dict[str, Seen]:
+    """Whole jobs of the rows "id|state|reason"."""
+    rows = [line.split("|") for line in text.splitlines()]
+    return _together(
+        (job.strip(), Seen(state.split()[0] if state.split() else GONE, "".join(reason).strip()))
+        for job, state, *reason in rows
+    )
+
+
+def _together(rows: Iterable[tuple[str, Seen]]) -> dict[str, Seen]:
+    """Whole jobs: the first component speaks for a heterogeneous one."""
+    given, found = list(rows), dict[str, Seen]()
+    for job, seen in given:
+        if whole(job) not in found or job.endswith("+0"):
+            found[whole(job)] = seen
+    for job, seen in given:
+        first = found[whole(job)]
+        if first.alive and not seen.alive:
+            found[whole(job)] = first._replace(ended=(*first.ended, f"{job} {seen.state}"))
     return found
-
-
-def _base(job: str) -> str:
-    return re.split(r"[+_.]", job.strip(), maxsplit=1)[0]
 
 
 def _by_scontrol(job: str) -> Seen | None:
@@ -194,5 +222,10 @@ def _by_scontrol(job: str) -> Seen | None:
         return None
     if done.returncode:
         return Seen(GONE, "") if "Invalid job id" in done.stderr + done.stdout else None
-    fields = dict(word.split("=", 1) for word in done.stdout.split("\n")[0].split() if "=" in word)
-    return Seen(fields.get("JobState", GONE), fields.get("Reason", ""))
+    lines = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in done.stdout.splitlines()]
+    rows = (
+        (f"{job}+{of.get('HetJobOffset', 0)}", Seen(of.get("JobState", GONE), of.get("Reason", "")))
+        for of in lines
+        if of
+    )
+    return _together(rows).get(job, Seen(GONE, ""))

@@ -19,7 +19,7 @@ from typing import Any
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan
-from relax_hpc.launch.slurm.queue_state import ask, our_jobs_of
+from relax_hpc.launch.slurm.queue_state import ask, number, our_jobs_of
 from relax_hpc.launch.slurm.render import render
 from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
@@ -147,7 +147,7 @@ def leaders(run: RunDir) -> Path:
 def jobs(run: RunDir) -> list[dict[str, Any]]:
     """All jobs that were sent for this run, the oldest first: id, kind, script, dependency, submitted, by."""
     found = [read_json(path) for path in (run.slurm / "jobs").glob("[0-9]*.json")]
-    return sorted(found, key=lambda about: (about["submitted"], int(about["id"])))
+    return sorted(found, key=lambda about: (about["submitted"], number(about["id"])))
 
 
 def _send_once(run: RunDir, command: list[str], path: Path) -> str:
