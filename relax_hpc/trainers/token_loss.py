@@ -141,7 +141,7 @@ def updates(
     budget = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
     return [
         (part, PolicyLoss(part, algorithm, advantages, budget, device))
-        for part in _shares(rollouts, recipe.trainer.updates_per_step)
+        for part in shares(rollouts, recipe.trainer.updates_per_step)
     ]
 
 
@@ -151,13 +151,13 @@ def critic_updates(
     """The same of the critic; and how much of the returns its values of before explain."""
     returns = algorithm.returns(rollouts)
     values, mask = (torch.from_numpy(column) for column in (rollouts.columns[VALUES], rollouts.loss_mask))
-    parts = _shares(rollouts, recipe.trainer.updates_per_step)
+    parts = shares(rollouts, recipe.trainer.updates_per_step)
     losses = [(part, ValueLoss(part, algorithm, returns, device)) for part in parts]
     return losses, explained_variance(values, returns, mask)
 
 
-def _shares(rollouts: Rollouts, count: int) -> list[Rollouts]:
-    """`count` of them: whole groups, in turn; the tokens of others have loss mask 0."""
+def shares(rollouts: Rollouts, count: int) -> list[Rollouts]:
+    """What each of `count` updates trains on: whole groups, in turn; the tokens of others have loss mask 0."""
     turn = np.unique(rollouts.group, return_inverse=True)[1] % count
     turn_of = np.repeat(turn, np.diff(rollouts.offsets))
     return [replace(rollouts, loss_mask=rollouts.loss_mask * (turn_of == u)) for u in range(count)]

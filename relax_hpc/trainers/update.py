@@ -26,7 +26,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from relax_hpc.algorithms import ActorCritic, Algorithm, Supervised
-from relax_hpc.algorithms.base import VALUES
+from relax_hpc.algorithms.base import RECOMPUTED, VALUES
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers.host_copies import HostCopies, gradients_of, state_of
@@ -39,6 +39,7 @@ from relax_hpc.trainers.token_loss import (
     as_rollouts,
     columns_before,
     critic_updates,
+    shares,
     together,
     updates,
 )
@@ -140,8 +141,14 @@ class PolicyUpdating(Updating):
         for name in columns_before(algorithm, self.recipe):
             if name in columns:  # another role's
                 continue
+            # Sums come out otherwise in other rows (in bfloat16 by 1e-2), and a ratio shows it: what it is taken against is
+            # computed in the rows of its own update. The reference has no such twin, and whole steps pack better.
+            parts = shares(rollouts, self.recipe.trainer.updates_per_step) if name == RECOMPUTED else [rollouts]
             with self._timed("columns_s"):
-                columns[name] = self._column(name, rollouts, temperature, progress)
+                said = [self._column(name, part, temperature, progress) for part in parts]
+            columns[name] = np.sum(
+                said, axis=0, dtype=np.float32
+            )  # each token's number is in one of them, zeros elsewhere
         rollouts = dataclasses.replace(rollouts, columns=columns)
         of_critic: dict[str, float] = {}
         if isinstance(algorithm, ActorCritic):
@@ -149,8 +156,8 @@ class PolicyUpdating(Updating):
                 of_critic = self._teach_critic(rollouts, algorithm, step, progress)
             if step < algorithm.config.critic.warmup_steps:
                 return _nothing(float(rollouts.loss_mask.sum()), 0.0) | of_critic
-        parts = updates(rollouts, algorithm, self.recipe, self.device)
-        metrics = together([self._optimise(part, loss, temperature, rate, progress) for part, loss in parts])
+        made = updates(rollouts, algorithm, self.recipe, self.device)
+        metrics = together([self._optimise(part, loss, temperature, rate, progress) for part, loss in made])
         every = getattr(self.recipe.algorithm, "reference_refresh_steps", None)
         if every and (step + 1) % every == 0:
             self._refer()

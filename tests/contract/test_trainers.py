@@ -336,6 +336,32 @@ def test_updates_of_a_step_train_on_groups_in_turn_and_recompute_before_the_firs
         torch.testing.assert_close(tensor, weights(trainer)[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputed_logprobs_are_those_of_the_updates_themselves_to_the_bit(
+    backend: str, tmp_path: Path, dtype: str
+) -> None:
+    """While nothing moves (no weight is changed by a rate of 1e-30), no ratio is off 1 and no sample of GSPO is clipped."""
+    recipe = tiny.recipe(
+        trainer={"backend": backend, "updates_per_step": 4, "learning_rate": 1e-30, "dtype": dtype},
+        algorithm={"name": "gspo", "behaviour": "recomputed", "clip": [0, 0]},
+    )
+    rollouts, algorithm = tiny.random_rollouts(64, masked=0.1), make_algorithm(recipe.algorithm)
+    parted: list[float] = []
+
+    class Watched:
+        needs = algorithm.needs
+        advantages = staticmethod(algorithm.advantages)
+
+        def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+            assert inputs.recomputed is not None
+            parted.append((inputs.logprobs.detach() - inputs.recomputed).abs().max().item())
+            return algorithm.loss(inputs)
+
+    said = trainer_of(recipe, tmp_path).step(rollouts, Watched(), 0)
+    assert len(parted) >= 4 and max(parted) == 0
+    assert said["clip_fraction"] == 0 and said["grad_norm"] > 0 and said["tokens"] == rollouts.loss_mask.sum()
+
+
 @pytest.mark.parametrize(("temperature", "experts"), [(1.0, 0), (0.7, 0), (0.7, 4)])
 def test_logprobs_agree_with_the_engine(backend: str, tmp_path: Path, temperature: float, experts: int) -> None:
     model = {"experts": experts, "moe_intermediate_size": 16}
