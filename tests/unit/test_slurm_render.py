@@ -146,6 +146,19 @@ def test_het_has_both_components_and_one_command(tmp_path: Path) -> None:
     assert p.jobs == ("leader",)
 
 
+def test_the_second_component_takes_over_nothing_from_the_first(tmp_path: Path) -> None:
+    asks = "exclude='t2', mem='8G', options={nice=100, comment='x', licenses='a:1'}"
+    slurm = f"[slurm]\nshape='het'\ntrainer={{{asks}}}\n"
+    second = render(plan(tmp_path, slurm), "leader").split("#SBATCH hetjob\n")[1]
+    assert second.split("\n\n")[0].splitlines()[-4:] == [
+        "#SBATCH --exclude=''", "#SBATCH --mem=0", "#SBATCH --nice=0", "#SBATCH --comment=''",
+    ]  # fmt: skip
+    own = "rollout={exclude='r1', mem='4G', options={nice=5, comment='y'}}\n"
+    second = render(plan(tmp_path, slurm + own), "leader").split("#SBATCH hetjob\n")[1]
+    assert [second.count(f"--{name}=") for name in ("exclude", "mem", "nice", "comment")] == [1, 1, 1, 1]
+    assert "--nice=5\n" in second and "licenses" not in second
+
+
 @pytest.mark.parametrize(
     ("kind", "end"), [("rollout", "rollout /lustre/me/runs/toy"), ("elastic", "rollout /lustre/me/runs/toy --elastic")]
 )
@@ -333,6 +346,15 @@ def test_by_hand_makes_the_run_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
         'exec python3 -P -m relax_hpc.launch.batch rollout "$PWD"/out/b',
     ]
     assert {p.name for p in tmp_path.iterdir()} == {"jobs", "r.toml"}, "nothing else is made"
+
+
+def test_a_line_break_in_a_name_does_not_become_a_line_of_the_script(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml\ntouch owned #.toml"
+    path.write_text(RECIPE + "[slurm]\n")
+    with pytest.raises(RunError, match=r"\\ntouch owned.*rename the file"):
+        by_hand(path)
+    with pytest.raises(RunError, match=r"--output=.*\\ntouch owned.*run\.root"):
+        render(plan(tmp_path, "[slurm]\n", "run.root='/lustre/a\ntouch owned'"), "rollout")
 
 
 def test_an_array_of_seeds_is_one_run_a_task(tmp_path: Path) -> None:

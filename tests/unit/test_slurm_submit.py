@@ -134,6 +134,20 @@ def test_a_job_is_sent_and_written_down(
 
 
 @pytest.mark.parametrize(
+    ("shape", "said"), [("split", "--exclude=t2,r1"), ("het", "--exclude=t2,r1 : --exclude=r9,r1")]
+)
+def test_a_node_that_keeps_failing_is_avoided_by_each_component_beside_its_own(
+    run: RunDir, recipe: Path, bin_folder: Path, tmp_path: Path, shape: str, said: str
+) -> None:
+    sets = [f"slurm.shape={shape}", "slurm.trainer.exclude=t2", "slurm.rollout.exclude=r9"]
+    write_file(run.recipe, dump_recipe(load_recipe(recipe, sets)).encode())
+    program(bin_folder, "sbatch", f'echo "$@" > {tmp_path}/said', "echo 42")
+    send.exclude(run, "r1", "its workers die")
+    send.submit_script(run, "leader")
+    assert (tmp_path / "said").read_text() == f"--parsable {said} {run.slurm}/leader.sbatch\n"
+
+
+@pytest.mark.parametrize(
     ("words", "key"),
     [
         ("sbatch: error: invalid partition specified: nope\nsbatch: error: Batch job submission failed: Invalid partition name specified", "slurm.partition"),

@@ -6,6 +6,7 @@ the process does that with srun, as `steps` says.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from relax_hpc.launch.slurm.plan import Group, Kind, Plan, gres_text
 from relax_hpc.launch.slurm.steps import beside_step, job_python, rollout_step, trainer_step
+from relax_hpc.run_dir import RunError
 
 MODULE = "relax_hpc.launch.batch"
 MAKE_MODULE = "relax_hpc.launch.slurm.make"
@@ -24,6 +26,10 @@ _WHAT = {
     "elastic": "a further rollout job of one node, to be sent or cancelled at any time",
 }
 _SBATCH_ONLY = ("batch", "container-id", "export-file", "get-user-env", "ignore-pbs", "kill-on-invalid-dep")
+_HANDED_ON: dict[str, object] = {"exclude": "", "mem": "0", "nice": 0, "comment": ""}
+"""What sbatch takes over into the second component of a heterogeneous job, and what it takes for "not given" there.
+Of memory it has no such word: 0 is all of the node's."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 Option = tuple[str, object]
 """A long option without dashes, and its value; None for one without."""
 
@@ -48,11 +54,15 @@ def render(plan: Plan, kind: Kind, by_hand: ByHand | None = None) -> str:
     command = f"exec {python} -P -m {MODULE} {'leader' if kind == 'leader' else 'rollout'} {run}{elastic}"
     # The code that was submitted, whatever the installed one is by now.
     path = f'export PYTHONPATH={run}/snapshot/code"${{PYTHONPATH:+:$PYTHONPATH}}"'
-    lines = [
-        "#!/bin/bash",
+    head = [
         *_head(plan, kind, by_hand),
         *(_directive(option) for option in _options(plan, kind, by_hand)),
         *_second_component(plan, kind),
+    ]
+    _refuse_line_breaks(head)
+    lines = [
+        "#!/bin/bash",
+        *head,
         "",
         *_begin(plan.slurm.setup),
         *_exports(plan),
@@ -111,8 +121,21 @@ def _second_component(plan: Plan, kind: Kind) -> list[str]:
         return []
     # Named apart: `singleton` waits for ever when two components share a name.
     requeue = "requeue" if plan.slurm.restart == "requeue" else "no-requeue"
-    options = [("job-name", job_name(plan, "rollout")), (requeue, None), *_asked(plan.rollout)]
+    asked = _asked(plan.rollout)
+    own = {name for name, _ in asked}
+    not_asked = [(name, _HANDED_ON[name]) for name, _ in _asked(plan.trainer) if name in _HANDED_ON and name not in own]
+    options = [("job-name", job_name(plan, "rollout")), (requeue, None), *asked, *not_asked]
     return ["#SBATCH hetjob", *map(_directive, options)]
+
+
+def _refuse_line_breaks(head: list[str]) -> None:
+    """Raises RunError where a comment or #SBATCH line would go on in a line that the shell runs."""
+    for line in head:
+        if _CONTROL.search(line):
+            raise RunError(
+                f"{line!r}: a line break or control character cannot stand in a batch script: rename the file or directory "
+                "that it is from (the recipe's own, or run.root)"
+            )
 
 
 def job_name(plan: Plan, kind: Kind) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan
+from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
 from relax_hpc.launch.slurm.queue_state import ask, number, our_jobs_of
 from relax_hpc.launch.slurm.render import render
 from relax_hpc.recipe import load_recipe
@@ -115,13 +115,16 @@ def _excluded(run: RunDir) -> Path:
 
 
 def _excluding(run: RunDir, kind: Kind) -> list[str]:
-    """The recipe's nodes too: what is said on sbatch's command line replaces what the script says."""
+    """The recipe's nodes too: what is said on sbatch's command line replaces what the script says, in each component."""
     hosts = read_json(_excluded(run))
     if not hosts:
         return []
-    slurm = load_recipe(run.recipe).slurm
-    own = slurm.group("trainer" if kind == "leader" else "rollout").exclude if slurm else None
-    return [f"--exclude={','.join([*([own] if own else []), *hosts])}"]
+    plan = make_plan(load_recipe(run.recipe))
+    groups = [plan.trainer if kind == "leader" else plan.rollout]
+    if kind == "leader" and plan.slurm.shape == "het":
+        groups.append(plan.rollout)
+    components = [f"--exclude={','.join(filter(None, (group.asks.exclude, *hosts)))}" for group in groups]
+    return [word for component in components for word in (":", component)][1:]
 
 
 def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) -> None:
