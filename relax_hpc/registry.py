@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import reprlib
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.run_dir import RunError
+
+MEND = "mend it, in the run's own copy (RUN_DIR/snapshot/user) where it is a file's, and resume"
+"""How a run goes on whose user's code did something wrong."""
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 
 
 class RegistryError(Exception):
@@ -62,16 +68,18 @@ def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[No
         yield
     except RunError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, passed_on):
             raise
         inside = traceback.extract_tb(error.__traceback__)[2:]  # behind this function and its caller
         at = next((frame for frame in reversed(inside) if frame.filename == inside[0].filename), None)
         where = f" ({at.filename}:{at.lineno}, in {at.name})" if at else ""
-        raise RunError(
-            f"{kind} '{name}' raised {type(error).__name__}: {error}{where}; mend it, in the run's "
-            "own copy where it is a file's, and resume"
-        ) from error
+        raise RunError(f"{kind} '{name}' raised {type(error).__name__}: {error}{where}; {MEND}") from error
+
+
+def shown(value: object) -> str:
+    """`value` and its type in few words, whatever it is: for a message about what a user's function returned."""
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 
 def _from_module(kind: str, where: str) -> Any:

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 
 from relax_hpc.records import Group
-from relax_hpc.registry import check_call, resolve, users_code
+from relax_hpc.registry import MEND, check_call, resolve, shown, users_code
+from relax_hpc.run_dir import RunError
 
 Filter = Callable[[Group], str | None]
 """filter(group) -> why the group is kept out of training, or None."""
@@ -35,4 +36,10 @@ def make_filters(names: Sequence[str]) -> list[Filter]:
 
 def _own(name: str, function: Filter, group: Group) -> str | None:
     with users_code("filter", name):
-        return function(group)
+        found: object = function(group)
+    if found is None or (isinstance(found, str) and found.isprintable()):
+        return found or None
+    raise RunError(
+        f"filter '{name}' returned {shown(found)} for source {group.prompt.source}, prompt {group.prompt.index}: expected a line of "
+        f"text that says why the group is kept out of training, or None where it is not; {MEND}"
+    )

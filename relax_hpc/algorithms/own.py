@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from relax_hpc.algorithms.base import NEEDS, Algorithm, LossInputs
 from relax_hpc.recipe.algorithm import OwnAlgorithm
 from relax_hpc.records import Rollouts
-from relax_hpc.registry import RegistryError, check_call, resolve, users_code
+from relax_hpc.registry import MEND, RegistryError, check_call, resolve, shown, users_code
 from relax_hpc.run_dir import RunError
+
+TRAINERS = frozenset({"loss", "tokens", "skipped", "grad_norm", "learning_rate"})
+"""Metrics that the trainer makes itself."""
 
 
 class Own:
@@ -21,7 +25,12 @@ class Own:
         self._name = name = config.factory
         factory = resolve("algorithm", name, {})
         check_call("algorithm", name, factory, **config.options)
-        self._own: Algorithm = factory(**config.options)
+        try:
+            self._own: Algorithm = factory(**config.options)
+        except Exception as error:
+            raise RegistryError(
+                f"algorithm '{name}' called with algorithm.options = {config.options} raised {type(error).__name__}: {error}"
+            ) from error
         missing = [part for part in ("needs", "advantages", "loss") if not hasattr(self._own, part)]
         if missing:
             raise RegistryError(
@@ -41,31 +50,50 @@ class Own:
     def advantages(self, rollouts: Rollouts) -> Tensor:
         with users_code("algorithm", f"{self._name}.advantages", torch.OutOfMemoryError):
             found: Any = self._own.advantages(rollouts)
-        if not isinstance(found, Tensor):
-            raise RunError(f"algorithm '{self._name}'.advantages returned {_kind(found)}, expected a tensor [T]")
-        return found
+        shape = rollouts.tokens.shape
+        if not isinstance(found, Tensor) or found.shape != shape or found.is_complex():
+            self._refuse("advantages", _kind(found), f"a float tensor [{shape[0]}], one number a token")
+        numbers: Tensor = found.detach().float()
+        odd = np.flatnonzero(~numbers.isfinite().cpu().numpy() & (rollouts.loss_mask == 1))
+        if len(odd):
+            sample = int(np.searchsorted(rollouts.offsets, odd[0], side="right")) - 1
+            self._refuse(
+                "advantages",
+                f"{float(numbers[odd[0]])} for token {odd[0] - rollouts.offsets[sample]} of sample {rollouts.ids[sample]} ({len(odd)} such tokens)",
+                "finite numbers where the loss mask is 1",
+            )
+        return numbers
 
     def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         with users_code("algorithm", f"{self._name}.loss", torch.OutOfMemoryError):
             found: Any = self._own.loss(inputs)
-        if not (
-            isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Tensor) and isinstance(found[1], dict)
-        ):
-            raise RunError(
-                f"algorithm '{self._name}'.loss returned {_kind(found)}, expected (a tensor [M], a dict of metrics)"
-            )
+        shape = inputs.logprobs.shape
+        a_tensor = f"a tensor [{shape[0]}], one number a token"
+        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+            self._refuse("loss", _kind(found), f"({a_tensor}, a dict of metrics)")
         loss, metrics = found
-        wrong = [name for name, value in metrics.items() if not isinstance(value, Tensor)]
-        if wrong:
-            raise RunError(
-                f"algorithm '{self._name}'.loss: its metrics {wrong} are no tensors [M]: one number a token is expected"
-            )
+        if not isinstance(loss, Tensor) or loss.shape != shape:
+            self._refuse("loss", f"{_kind(loss)} as the loss", a_tensor)
+        for name, value in metrics.items():
+            if not isinstance(name, str) or not name.isprintable() or name in TRAINERS:
+                self._refuse(
+                    "loss",
+                    f"a metric called {shown(name)}",
+                    f"a name in text, other than the trainer's own {sorted(TRAINERS)}",
+                )
+            if not isinstance(value, Tensor) or value.shape != shape:
+                self._refuse("loss", f"{_kind(value)} as the metric '{name}'", a_tensor)
         if not loss.requires_grad and inputs.logprobs.requires_grad:
-            raise RunError(
-                f"algorithm '{self._name}'.loss returned a loss without gradient: nothing would be learned; make it of inputs.logprobs"
+            self._refuse(
+                "loss", "a loss without gradient", "one that is made of inputs.logprobs; else nothing would be learned"
             )
         return loss, metrics
 
+    def _refuse(self, part: str, returned: str, expected: str) -> NoReturn:
+        raise RunError(f"algorithm '{self._name}'.{part} returned {returned}, expected {expected}; {MEND}")
+
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, (tuple, list)) else "")
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    return f"a {type(value).__name__} of {len(value)}" if isinstance(value, (tuple, list, dict)) else shown(value)

@@ -23,6 +23,8 @@ from relax_hpc.rewards.load import LoadedReward, make_rewards
 
 Outcome = tuple[float, dict[str, float]] | str
 """(reward, extras), or what went wrong: text, because an exception of the user's own may not unpickle."""
+REASON_CHARACTERS = 1000
+"""Kept of what a reward raised: it stands in the shard and in the ledger."""
 _main_module = threading.Lock()
 _rewards: list[LoadedReward] = []
 """In a child: the rewards of all sources."""
@@ -45,7 +47,8 @@ def judge(reward: LoadedReward, prompt: Prompt, answer: str) -> Outcome:
     try:
         return reward(prompt, answer)
     except Exception as error:  # a reward may do anything; the reason goes into its group
-        return f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {error}"[:REASON_CHARACTERS]
+        return said.encode(errors="replace").decode()  # lone surrogates are in no file
 
 
 def _begin_child(sources: Sequence[AnyPrompts], parent: int) -> None:

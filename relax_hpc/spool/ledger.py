@@ -71,7 +71,11 @@ class Entry:
         take = tuple(Taken(**t) for t in value["take"])
         dropped = tuple(Dropped(**d) for d in value["dropped"])
         learned = tuple((int(s), int(i), int(e)) for s, i, e in value.get("learned", ()))
-        return cls(**{**value, "take": take, "dropped": dropped, "learned": learned})
+        # Older versions wrote whatever a filter of the user's returned.
+        filtered = {
+            name: r if isinstance(r, str) else f"a filter returned {r!r}" for name, r in value.get("filtered", {}).items()
+        }
+        return cls(**{**value, "take": take, "filtered": filtered, "dropped": dropped, "learned": learned})
 
 
 class Ledger:

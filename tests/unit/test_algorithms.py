@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,7 +34,7 @@ from relax_hpc.recipe.algorithm import (
     Sapo,
 )
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.registry import RegistryError
+from relax_hpc.registry import RegistryError, shown
 from relax_hpc.run_dir import RunError
 from tests import tiny
 from tests.tiny import random_rollouts
@@ -335,6 +336,11 @@ def test_an_own_algorithm_is_loaded_and_checked(tmp_path: Path) -> None:
         make_algorithm(OwnAlgorithm(factory=f"{path}:Mine", options={"skale": 2.0}))
     with pytest.raises(RegistryError, match=r"\['advantages', 'loss'\]"):
         make_algorithm(OwnAlgorithm(factory=f"{path}:half"))
+    (tmp_path / "odd.py").write_text("def odd(**options): return options['clip']\n")
+    with pytest.raises(
+        RegistryError, match=r"odd.py:odd' called with algorithm.options = {'clipp': 1} raised KeyError: 'clip'"
+    ):
+        make_algorithm(OwnAlgorithm(factory=f"{tmp_path}/odd.py:odd", options={"clipp": 1}))
 
 
 @pytest.mark.parametrize(
@@ -355,11 +361,42 @@ def test_an_own_algorithm_with_an_unknown_column_is_refused(tmp_path: Path, need
             "torch.from_numpy(rollouts.columns['reference'])",
             r"KeyError: 'reference' \(.*mine.py:3, in advantages",
         ),
-        ("advantages", "rollouts.logprobs", "advantages returned a ndarray, expected a tensor"),
+        ("advantages", "rollouts.logprobs", r"advantages returned array(?s:.)*ndarray\), expected a float tensor \[\d+\]"),
+        (
+            "advantages",
+            "torch.zeros(len(rollouts))",
+            r"returned a tensor \[2\] of torch.float32, expected a float tensor \[\d+\]",
+        ),
+        (
+            "advantages",
+            "torch.ones(len(rollouts.tokens)) / 0",
+            r"returned inf for token \d+ of sample .*expected finite",
+        ),
+        ("advantages", "exit()", r"raised SystemExit.*mine.py:3, in advantages"),
         ("loss", "inputs.nothing", r"AttributeError.*mine.py:3, in loss"),
-        ("loss", "-inputs.logprobs", "loss returned a Tensor, expected .* dict of metrics"),
-        ("loss", "(-inputs.logprobs.detach(), {})", "loss without gradient"),
-        ("loss", "(-inputs.logprobs, {'mine': 3.0})", r"metrics \['mine'\] are no tensors"),
+        ("loss", "-inputs.logprobs", r"loss returned a tensor \[3\] .*expected .* dict of metrics"),
+        ("loss", "(-inputs.logprobs.sum(), {})", r"returned a tensor \[\] .* as the loss, expected a tensor \[3\]"),
+        (
+            "loss",
+            "(-inputs.logprobs, {'mine': inputs.logprobs.mean()})",
+            r"a tensor \[\] .* as the metric 'mine', expected a tensor \[3\]",
+        ),
+        (
+            "loss",
+            "(-inputs.logprobs, {'loss': inputs.logprobs})",
+            r"a metric called 'loss' \(str\), expected a name.*'tokens'",
+        ),
+        ("loss", "(-inputs.logprobs, {1: inputs.logprobs})", r"a metric called 1 \(int\)"),
+        (
+            "loss",
+            "(-inputs.logprobs.detach(), {})",
+            "a loss without gradient, expected one that is made of inputs.logprobs",
+        ),
+        (
+            "loss",
+            "(-inputs.logprobs, {'mine': 3.0})",
+            r"returned 3.0 \(float\) as the metric 'mine', expected a tensor \[3\]",
+        ),
     ],
 )
 def test_what_an_own_algorithm_does_wrong_is_said_with_its_place(
@@ -380,6 +417,15 @@ def test_a_filter_that_raises_is_said_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def keep(group): return 1 / 0\n")
     [keep] = make_filters([f"{tmp_path / 'mine.py'}:keep"])
     with pytest.raises(RunError, match=r"filter '.*' raised ZeroDivisionError: .*mine.py:1, in keep"):
+        keep(group([1.0]))
+
+
+@pytest.mark.parametrize("value", ["True", "False", "1.0", "['short']", "'two\\nlines'", "'\\ud800'"])
+def test_a_filter_that_returns_no_reason_is_named_with_prompt_and_value(tmp_path: Path, value: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def keep(group): return {value}\n")
+    [keep] = make_filters([f"{tmp_path / 'mine.py'}:keep"])
+    said = rf"mine.py:keep' returned {re.escape(shown(eval(value)))} for source 0, prompt 0: expected a line of text"
+    with pytest.raises(RunError, match=said):
         keep(group([1.0]))
 
 

@@ -48,6 +48,15 @@ def test_ls_shows_each_order_with_its_fate(run: RunDir) -> None:
     assert aside[1] == "unused"
 
 
+def test_a_ledger_with_what_a_filter_returned_in_an_older_version_is_read_by_all(run: RunDir) -> None:
+    path = run.ledger_entry(0)
+    path.write_text(path.read_text().replace('"zero_std"', "true"))
+    assert "1 of 2 groups filtered" in call("ls", run.root).stdout
+    assert "a filter returned True" in call("show", run.root, "o000000-001").stdout
+    assert "a filter returned True" in call("stats", run.root).stdout
+    call("export", run.root, run.root / "all.parquet")
+
+
 def test_ls_shows_the_newest_and_counts_the_rest(run: RunDir) -> None:
     assert "… and 6 older ones: --all" in call("ls", run.root, "-n", 2).stdout
     assert "older" not in call("ls", run.root, "-n", 2, "--all").stdout

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from relax_hpc.algorithms.filters import zero_std
+from relax_hpc.algorithms.filters import make_filters, zero_std
 from relax_hpc.analysis.audit import audit
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.records import Finish, Group, Prompt, Sample
@@ -290,6 +290,18 @@ def test_what_passes_beyond_a_full_batch_stays_out_of_the_loss_and_a_batch_that_
     assert taken[1] == (4, {"o000001-001/0": "all 2 rewards are 1.0", "o000001-003/0": surplus})
     assert taken[2] == (4, {f"o000002-{k:03d}/0": surplus for k in (2, 3)})
     assert taken[3][0] == 2 + 3 + 2 == len(taken[3][1]), "its batch, the refills and what oversampling asks for"
+
+
+def test_a_filter_that_returns_no_reason_writes_no_entry(run: RunDir) -> None:
+    (run.root / "mine.py").write_text("def keep(group): return True\n")
+    trainer = Trainer(run, 1)
+    trainer.intake._filters = make_filters([f"{run.root}/mine.py:keep"])
+    assert trainer.entry() is None
+    play(run, 0)
+    with pytest.raises(RunError, match=r"mine.py:keep' returned True \(bool\) for source 0, prompt 0"):
+        trainer.entry()
+    assert Ledger(run).find(0) is None
+    assert Trainer(run, 2).train().step == 0  # whoever has a filter that is right goes on
 
 
 def test_a_full_disk_while_orders_are_released_again_loses_none(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,14 @@ def test_an_entry_comes_back_as_it_went(run: RunDir) -> None:
     assert Ledger(run).find(1234) == committed == entry(1234, 1).__class__.from_json(committed.to_json())
 
 
+def test_an_entry_that_an_older_version_wrote_with_what_a_filter_returned_is_read(run: RunDir) -> None:
+    Ledger(run, incarnation(run, 1)).commit(entry(0, 1))
+    path = run.ledger_entry(0)
+    path.write_text(path.read_text().replace('"failed: ü"', "true"))
+    found = Ledger(run).find(0)
+    assert found is not None and found.filtered == {"o000000-000/1": "a filter returned True"}
+
+
 def test_who_comes_second_adopts(run: RunDir) -> None:
     first = Ledger(run, incarnation(run, 1)).commit(entry(0, 1))
     second = Ledger(run, incarnation(run, 2))

@@ -116,6 +116,10 @@ def test_a_users_reward_gives_numbers_for_columns(judge: Judge) -> None:
         ("none", ["None", "finite number"]),
         ("dict", ["'score'", "'reward'"]),
         ("inf", ["inf", "'other'"]),
+        ("huge", ["1e+300", "finite number"]),
+        ("slash", ["'a/b'", "without '/'"]),
+        ("unnamed", ["1 (int)", "printable text"]),
+        ("surrogate", ["ValueError: no ?"]),
         ("unpicklable", ["function", "finite number"]),
         ("sleep", ["longer than 2 s", "rollout.reward_time_limit_s"]),
         ("spin", ["longer than 2 s"]),
@@ -271,8 +275,14 @@ def test_a_reward_that_cannot_work_is_found_at_the_start(
 
 
 def test_parts_takes_numbers_of_any_kind() -> None:
-    assert parts(np.float32(0.5)) == (0.5, {})  # type: ignore[arg-type]
-    assert parts({"reward": 1, "x": np.int64(2)}) == (1.0, {"x": 2.0})  # type: ignore[dict-item]
-    for wrong in (float("inf"), np.float32("nan"), "1", None, [1.0], {"reward": None}):
+    assert parts(np.float32(0.5)) == (0.5, {})
+    assert parts({"reward": 1, "x": np.int64(2)}) == (1.0, {"x": 2.0})
+    for wrong in (float("inf"), np.float32("nan"), "1", None, [1.0], {"reward": None}, 10**400, 4e38):
         with pytest.raises(ValueError, match="expected a finite number"):
-            parts(wrong)  # type: ignore[arg-type]
+            parts(wrong)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "two\nlines", "\ud800", 1, None])
+def test_a_name_that_can_be_no_column_is_refused_before_there_is_a_shard(name: object) -> None:
+    with pytest.raises(ValueError, match="under the name"):
+        parts({"reward": 1.0, name: 2.0})

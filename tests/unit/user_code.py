@@ -26,12 +26,20 @@ def by_answer(prompt: Any, answer: str) -> Any:
         "none": lambda: None,
         "dict": lambda: {"score": 1.0},
         "inf": lambda: {"reward": 1.0, "other": float("inf")},
+        "huge": lambda: 1e300,
+        "slash": lambda: {"reward": 1.0, "a/b": 2.0},
+        "unnamed": lambda: {"reward": 1.0, 1: 2.0},
+        "surrogate": lambda: refuse("no \udcff"),
         "sleep": lambda: time.sleep(3600),
         "spin": spin,
         "unpicklable": lambda: lambda: 1,
         "pid": lambda: {"reward": 1.0, "pid": os.getpid(), "torch": float("torch" in sys.modules)},
     }
     return misdeeds[answer]()
+
+
+def refuse(why: str) -> None:
+    raise ValueError(why)
 
 
 def spin() -> None:
