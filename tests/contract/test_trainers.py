@@ -61,11 +61,11 @@ def resident(trainer: Trainer) -> int:
 
 def pickles(folder: Path) -> list[str]:
     """Files that could run code when they are read: all but tensors, and what reads as data alone."""
-    from relax_hpc.trainers.megatron.state import read_index
+    from relax_hpc.trainers.megatron import index
 
     data = {".safetensors", ".json"}
     if (folder / ".metadata").exists():
-        read_index(folder)
+        index.read(folder)
         torch.load(folder / "common.pt", weights_only=True)
         data |= {".distcp", ".pt", ""}
         for name in folder.glob("*.distcp"):

@@ -21,7 +21,7 @@ from relax_hpc.recipe.trainer import Trainer
 from relax_hpc.run_dir import RunError, to_json, write_file
 from relax_hpc.trainers import fit, state_files
 from relax_hpc.trainers.build import SMALL_FILES, files_of
-from relax_hpc.trainers.megatron import groups, moments, state, weights
+from relax_hpc.trainers.megatron import groups, index, moments, state, weights
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.model import build, transformer_config
 
@@ -46,9 +46,9 @@ def to_megatron(source: Path, output: Path) -> None:
 @supported
 def to_hugging(source: Path, model: Path, output: Path) -> None:
     """Write the weights of the checkpoint `source` into `output`; `model` has config.json and the tokenizer. Raises RunError."""
-    hf, index = _config(model), state.read_index(source)
-    master = any(name.startswith(MASTER) for name in index)
-    kept = next(about for name, about in index.items() if name.startswith(MASTER) or not master)
+    hf, saved = _config(model), index.tensors(source)
+    master = any(name.startswith(MASTER) for name in saved)
+    kept = next(about for name, about in saved.items() if name.startswith(MASTER) or not master)
     trainer = _trainer(kept.properties.dtype, source)
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)

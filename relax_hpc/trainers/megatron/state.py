@@ -9,11 +9,7 @@ number of steps (moments.py): parameter groups are made from the recipe, and how
 
 from __future__ import annotations
 
-import dataclasses
-import enum
 import errno
-import importlib
-import pickle
 import queue
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import state_files
+from relax_hpc.trainers.megatron import index
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy
 
@@ -43,7 +40,6 @@ FILES_PER_PROCESS = 2
 # Megatron writes in forked processes, and starts one more to hand results over. Here threads write: the results stay.
 filesystem_async._get_write_results_queue = queue.SimpleQueue
 NO_ROOM = re.compile(r"\[Errno (28|122)\]|No space left|quota", re.IGNORECASE)
-METADATA = ".metadata"
 
 
 def sharded(chunks: list[Policy], groups: ProcessGroupCollection, prefix: str = "") -> dict[str, Any]:
@@ -106,7 +102,7 @@ def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
         # processes may ask for different parts at a time, so none can check that together they ask for all
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    except (CheckpointingException, CheckpointException, FileNotFoundError, RuntimeError) as error:
+    except (CheckpointingException, CheckpointException, FileNotFoundError, *index.UNDECODABLE) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise RunError(f"'{folder}' cannot be read: {said[-1]}; go back to an older checkpoint") from error
     return loaded
@@ -117,7 +113,7 @@ def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> Non
 
     `everything`: what the checkpoint has beside `state` is a difference too.
     """
-    saved = {name: list(about.size) for name, about in read_index(folder).items() if hasattr(about, "size")}
+    saved = {name: list(about.size) for name, about in index.tensors(folder).items()}
     mine = {}
     for tensor in nested_values(load_preprocess(state)[0]):
         if isinstance(tensor, ShardedTensor):
@@ -134,35 +130,3 @@ def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> Non
     ]
     if differences:
         raise RunError(f"'{folder}' is of another model: {state_files.shown(differences)}")
-
-
-RECORDS = [f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem")]
-"""Modules whose dataclasses and enumerations an index is made of."""
-VALUES = {("collections", "OrderedDict"), ("torch", "Size"), ("torch.serialization", "_get_layout")}
-
-
-class _DataOnly(pickle.Unpickler):
-    """Reads what torch.distributed.checkpoint writes, and nothing that could do something else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = module in RECORDS or module in ("torch", "collections", "torch.serialization")
-        found = getattr(importlib.import_module(module), name, None) if known else None
-        record = module in RECORDS and (dataclasses.is_dataclass(found) or isinstance(found, enum.EnumMeta))
-        if not (record or isinstance(found, torch.dtype) or (module, name) in VALUES):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return found
-
-
-def read_index(folder: Path) -> dict[str, Any]:
-    """What the checkpoint in `folder` has. The index is its one pickle, and the directory is shared: data alone is accepted."""
-    path = folder / METADATA
-    try:
-        with path.open("rb") as file:
-            index: dict[str, Any] = _DataOnly(file).load().state_dict_metadata
-            return index
-    except FileNotFoundError:
-        raise RunError(f"checkpoint has no '{path}': it is incomplete or of another trainer backend") from None
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-        raise RunError(
-            f"'{path}' is no index of a distributed checkpoint: {error}; go back to an older checkpoint"
-        ) from error
