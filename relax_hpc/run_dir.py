@@ -36,9 +36,10 @@ import ctypes
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ STALE_TRIES = 10
 OPTIMIZERS = {"trainer": "optimizer", "critic": "critic_optimizer"}
 """What roles that learn call theirs in a checkpoint."""
 SMALL_BYTES = 1 << 16
+_CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
 class RunError(Exception):
@@ -121,7 +123,8 @@ class RunDir:
 
     def checkpoint_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""
-        return sorted(int(p.name[5:]) for p in self.checkpoints.glob("step-*") if (p / "DONE").exists())
+        found = [match for name in names(self.checkpoints) if (match := _CHECKPOINT.fullmatch(name))]
+        return sorted(int(match[1]) for match in found if is_there(self.checkpoints / match[0] / "DONE"))
 
     def ledger_entry(self, step: int) -> Path:
         return self.ledger / f"{step // STEPS_PER_FOLDER:04d}" / f"{step:08d}.json"
@@ -137,7 +140,7 @@ def drafted(final: Path) -> Iterator[RunDir]:
     try:
         draft.create()
         yield draft
-        os.rename(draft.root, final)
+        rename_once(draft.root, final, lambda: is_there(final) and not is_there(draft.root))
         sync_folder(final.parent)
     finally:
         shutil.rmtree(draft.root, ignore_errors=True)
@@ -149,6 +152,32 @@ def open_existing(path: str | os.PathLike[str]) -> RunDir:
     if not run.exists:
         raise RunError(f"'{path}' is not a run directory: it has no run.json; runs are made by `relax-hpc run RECIPE`")
     return run
+
+
+def names(folder: Path) -> list[str]:
+    """The published names in a folder, those without a leading dot, in order; a missing folder has none."""
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except FileNotFoundError:
+        return []
+
+
+def is_there(path: Path) -> bool:
+    """Whether a name exists. Raises OSError where the file system cannot say; Path.exists takes that for a no on some Pythons."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def rename_once(source: Path, target: Path, done: Callable[[], bool]) -> None:
+    """Rename; when the file system says that it failed, believe `done()`: the reply to a rename that succeeded can be lost."""
+    try:
+        os.rename(source, target)
+    except OSError:
+        if not done():
+            raise
 
 
 def sync_folder(folder: Path) -> None:
@@ -198,14 +227,16 @@ def _write_all(handle: int, pieces: Sequence[bytes | memoryview], durable: bool)
 def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> bool:
     """Give a finished file its name if nobody has it yet; True when this call did.
 
-    The temporary name goes either way. A missing temporary raises FileNotFoundError (the caller was fenced). On NFS the
-    reply to a link that succeeded can be lost: two names on the temporary file say that it was ours.
+    The temporary name goes either way. A missing temporary raises FileNotFoundError (the caller was fenced). The reply to
+    a link that succeeded can be lost, and the call be answered with an error: two names on the temporary file say that it was ours.
     """
     try:
         os.link(temporary, final)
         mine = True
-    except FileExistsError:
+    except OSError as error:
         mine = temporary.stat().st_nlink > 1 and temporary.samefile(final)
+        if not mine and not isinstance(error, FileExistsError):
+            raise
     temporary.unlink(missing_ok=True)
     if mine and durable:
         sync_folder(final.parent)
@@ -234,10 +265,16 @@ def publish(final: Path, data: Data, *, via: Path | None = None, durable: bool =
 
 def replace(final: Path, data: Data, *, via: Path | None = None, durable: bool = True) -> None:
     """Put `data` under a name that may exist; readers see the old or the new content, whole."""
+
+    def is_in_place() -> bool:
+        with contextlib.suppress(OSError):
+            return final.read_bytes() == (data if isinstance(data, bytes) else b"".join(data))
+        return False
+
     temporary = (via or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
     try:
         write_file(temporary, data, durable=durable)
-        os.rename(temporary, final)
+        rename_once(temporary, final, is_in_place)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise

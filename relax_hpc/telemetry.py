@@ -39,7 +39,7 @@ class Telemetry:
         self._metrics_path = run.metrics / f"{role}.jsonl"
         self._trained_path = run.metrics / f"{role}.trained.jsonl"
         self._supervisor, self._quiet_s = supervisor_pid, max(quiet_s, BEAT_EVERY_S)
-        self._looked_at = self._last_beat = 0.0
+        self._looked_at = self._last_beat = float("-inf")
         self._said: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._checked: set[Path] = set()
@@ -48,7 +48,7 @@ class Telemetry:
         """Say that the role lives, and how far it is; cheap enough to call in any loop. A new state is written at once."""
         changed = at_once or (state is not None and state != self._last.get("state"))
         self._last |= {k: v for k, v in {"state": state, **progress}.items() if v is not None}
-        now = time.time()
+        now = time.monotonic()
         if not changed and now - self._looked_at < BEAT_EVERY_S:
             return
         self._looked_at = now
@@ -62,7 +62,7 @@ class Telemetry:
             "attempt": self.attempt,
             "pid": os.getpid(),
             "host": os.uname().nodename,
-            "time": now,
+            "time": time.time(),
             **self._last,
         }
         try:

@@ -68,13 +68,13 @@ class Agent:
 
     def work(self) -> None:
         """Until the run is over, or this node's time is."""
-        looked_at = 0.0
+        looked_at = float("-inf")
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, self._leave)
         self._take_place()
         while not self.leaving and not self.workers.failure:
-            if time.time() - looked_at > LOOK_S:
-                looked_at = time.time()
+            if time.monotonic() - looked_at > LOOK_S:
+                looked_at = time.monotonic()
                 self.workers.look_for_silence()
                 self.left = {w: lost for w, lost in self.left.items() if (self.run.claimed_orders / w).exists()}
                 self._state = self.state()

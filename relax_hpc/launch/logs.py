@@ -101,7 +101,7 @@ def follow(
                 if name not in logs or logs[name].path != log.path:
                     logs[name], came = log, True
             outcome = outcome_of(run)
-            if not came and outcome is not None and outcome["outcome"] in ENDED and holder(run) is None:
+            if not came and outcome is not None and outcome["outcome"] in ENDED and holder(run, glance=True) is None:
                 return
         sleep(FOLLOW_EVERY_S)
 

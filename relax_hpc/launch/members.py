@@ -15,13 +15,14 @@ from types import MappingProxyType
 from typing import Any
 
 from relax_hpc.launch.nursery import Child, Nursery
+from relax_hpc.launch.silence import Quiet
 from relax_hpc.recipe.schema import Supervision
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat
 
 LONGEST_BACKOFF_S = 60.0
-BLIND_S = 5.0
-"""When two looks are so far apart, what was not seen in between counts for nothing."""
+LOOKS_SHARE = 40
+"""Heartbeats of workers are read this often within the time after which one counts as lost: a file each."""
 PIPE_BYTES = 1 << 16
 
 
@@ -35,8 +36,8 @@ class Member:
     name: str
     attempt: int = 0
     process: Child | None = None
-    started_at: float = 0.0
     workplace: str = ""
+    _quiet: Quiet = field(default_factory=Quiet)
     _last_words: int = -1
     """Reading end of a pipe for what the role says when it fails: heartbeat and log may lie on a disk that is full."""
 
@@ -50,7 +51,7 @@ class Member:
         os.close(writing)
         self._close_pipe()
         self._last_words = reading
-        self.started_at = time.time()
+        self._quiet = Quiet()
 
     @property
     def log(self) -> Path:
@@ -70,9 +71,11 @@ class Member:
         if not self.running:
             return None
         beat = read_beat(self.run, self.name)
-        if beat is not None and beat["attempt"] != self.attempt and beat["time"] > self.started_at:
-            return None  # a namesake on a node that was cut off writes there too: nothing can be said of ours
-        return silence(beat if beat is not None and beat["attempt"] == self.attempt else None, self.started_at, limits)
+        # A namesake on a node that was cut off may write there too: while it does, nothing can be said of ours.
+        said = (beat["attempt"], beat["time"]) if beat is not None else None
+        silent_s = self._quiet.look({self.name: said}, limits.hang_s / LOOKS_SHARE)[self.name]
+        limit_s = silence_limit(beat if beat is not None and beat["attempt"] == self.attempt else None, limits)
+        return silent_s if silent_s > limit_s else None
 
     def signal(self, number: signal.Signals) -> None:
         if self.running and self.process is not None:
@@ -112,6 +115,7 @@ class Patience:
     failures: int = 0
     last_progress: Any = None
     not_before: float = 0.0
+    """Of time.monotonic()."""
     reasons: list[str] = field(default_factory=list)
 
     def failed(self, reason: str, progress: Any) -> bool:
@@ -124,7 +128,7 @@ class Patience:
         self.failures += 1
         self.reasons.append(reason)
         wait_s = min(self.limits.backoff_s * 2 ** (self.failures - 1), LONGEST_BACKOFF_S)
-        self.not_before = time.time() + (wait_s if self.failures > 1 else 0.0)
+        self.not_before = time.monotonic() + (wait_s if self.failures > 1 else 0.0)
         return self.failures <= self.limits.max_restarts
 
     def exhausted(self, name: str, reason: str, error: str, log: Path) -> str:
@@ -141,33 +145,9 @@ def next_attempt(run: RunDir, name: str) -> int:
     return max([*logs, int((read_beat(run, name) or {}).get("attempt", -1))], default=-1) + 1
 
 
-def silence(beat: dict[str, Any] | None, started_at: float, limits: Supervision) -> float | None:
-    """Seconds since a role's heartbeat (or since it was started), when they are more than the recipe allows."""
-    silent = time.time() - float(beat["time"] if beat else started_at)
-    return silent if silent > silence_limit(beat, limits) else None
-
-
 def silence_limit(beat: dict[str, Any] | None, limits: Supervision) -> float:
     """Seconds that a role may say nothing."""
     return limits.start_s if beat is None or beat.get("state") == "starting" else limits.hang_s
-
-
-class Quiet:
-    """Since when heartbeats have not changed, by our own clock: clocks of nodes differ."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[float | None, float]] = {}
-        self._looked_at = time.monotonic()
-
-    def look(self, times: Mapping[int, float | None]) -> dict[int, float]:
-        """Seconds since each was seen to change; `times`: what they say now, None before the first."""
-        now = time.monotonic()
-        stood_still_s = now - self._looked_at if now - self._looked_at > BLIND_S else 0.0  # we, or the file system
-        self._looked_at = now
-        for rank, said in times.items():
-            before, since = self._seen.get(rank, (None, now))
-            self._seen[rank] = (said, now if said != before else since + stood_still_s)
-        return {rank: now - self._seen[rank][1] for rank in times}
 
 
 def how_it_ended(code: int) -> str:

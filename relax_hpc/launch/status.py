@@ -79,7 +79,7 @@ class Status:
         before, self.outcome = self.outcome, outcome_of(self.run)
         now = time.monotonic()
         if self._holder_at is None or now - self._holder_at > HOLDER_EVERY_S or self.outcome != before:
-            self.holder, self._holder_at = holder(self.run), now
+            self.holder, self._holder_at = holder(self.run, glance=True), now
         if self.slurm is not None:
             self.slurm.refresh()
 

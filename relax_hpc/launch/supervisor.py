@@ -56,7 +56,7 @@ class Supervisor:
         self._hasty = interrupted == "stopped"
         self.interrupts = 0
         self._asked = False
-        self._looked_at_beats = 0.0
+        self._looked_at_beats = float("-inf")
 
     def supervise(self) -> dict[str, Any]:
         """Run to the end; the outcome, as it stands in outcome.json. Raises RunError when another supervisor took over."""
@@ -96,7 +96,7 @@ class Supervisor:
 
     def _look_after_trainers(self, silence: Ending | None) -> dict[str, Any] | None:
         if not self.trainers.started:
-            if time.time() >= self.patience.not_before:
+            if time.monotonic() >= self.patience.not_before:
                 self._start_trainers()
             return None
         ending = self.trainers.ending() or silence
@@ -131,9 +131,9 @@ class Supervisor:
 
     def _look_for_silence(self) -> Ending | None:
         """That a trainer has not said a word for too long; looks at files, so only twice a second."""
-        if time.time() - self._looked_at_beats < BEATS_S:
+        if time.monotonic() - self._looked_at_beats < BEATS_S:
             return None
-        self._looked_at_beats = time.time()
+        self._looked_at_beats = time.monotonic()
         if not self.lease.renew():
             raise self.lease.superseded()
         self.workers.look_for_silence()

@@ -37,7 +37,7 @@ class Tracker:
         if not self._wanted:
             return
         if self._process is None:
-            if time.time() >= self._patience.not_before:
+            if time.monotonic() >= self._patience.not_before:
                 self._start()
         elif (code := self._process.poll()) is not None:
             self._process = None

@@ -73,13 +73,13 @@ def line(status: Status) -> str:
 def live(run: RunDir, console: Console, status: Status | None = None) -> Iterator[Callable[[], None]]:
     """A live view; the function it gives is to be called often, and looks at the run's files as often as people can read."""
     status = status if status is not None else Status.of(run)
-    last, said = 0.0, ""
+    last, said = float("-inf"), ""
     if not console.is_terminal:
 
         def plain() -> None:
             nonlocal last, said
-            if time.time() - last > PLAIN_EVERY_S:
-                last = time.time()
+            if time.monotonic() - last > PLAIN_EVERY_S:
+                last = time.monotonic()
                 status.refresh()
                 if (now := line(status)) != said:
                     console.print(said := now, highlight=False, soft_wrap=True, markup=False)
@@ -90,8 +90,8 @@ def live(run: RunDir, console: Console, status: Status | None = None) -> Iterato
 
         def draw() -> None:
             nonlocal last
-            if time.time() - last > REFRESH_S:
-                last = time.time()
+            if time.monotonic() - last > REFRESH_S:
+                last = time.monotonic()
                 status.refresh()
                 display.update(render(status), refresh=True)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from relax_hpc.launch.members import Member, Patience, how_it_ended, next_attempt
+from relax_hpc.launch.members import LOOKS_SHARE, Member, Patience, how_it_ended, next_attempt
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.plan import BesideName
 from relax_hpc.recipe.schema import Recipe
@@ -19,8 +19,6 @@ from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.spool.front import Front
 from relax_hpc.telemetry import read_beat
 
-LOOKS_SHARE = 40
-"""Workers' heartbeats are read this often within the time after which one counts as lost: a file each."""
 GRACE_S = 5.0
 """How long a worker may take to leave when it is asked to; what it played is played again."""
 
@@ -96,7 +94,7 @@ class LocalWorkers:
     def look_after(self) -> None:
         for member in self.members:
             if member.process is None:
-                if not self._asked and time.time() >= self._patience[member].not_before:
+                if not self._asked and time.monotonic() >= self._patience[member].not_before:
                     self._start(member)
             elif (code := member.process.poll()) is not None:
                 self._ended(member, code)

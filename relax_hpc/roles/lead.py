@@ -83,6 +83,9 @@ class Lead:
         evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
         self.evaluations = Evaluations(run, recipe, queue, evaluated)
         self.untrained = Untrained(recipe.trainer.max_skipped_steps, self.process.log)
+        deadline = self.process.arguments.deadline
+        self.deadline = None if deadline is None else time.monotonic() + deadline - time.time()
+        """The allocation's end, by a clock that nobody sets."""
         self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
         self.checkpoint_s = 0.0
         """What checkpoints took of the trainer's time since the step before."""
@@ -167,10 +170,8 @@ class Lead:
 
     def out_of_time(self) -> bool:
         """Whether the allocation may end before another step and its checkpoint do: then none is begun."""
-        deadline = self.process.arguments.deadline
-        if deadline is None:
-            return False
-        return bool(time.time() + 1.5 * self.longest_step_s + 2 * self.role.save_s + MARGIN_S > deadline)
+        needed_s = 1.5 * self.longest_step_s + 2 * self.role.save_s + MARGIN_S
+        return self.deadline is not None and time.monotonic() + needed_s > self.deadline
 
     def make_room(self) -> Word | None:
         """When the quota holds orders back and nothing is left to train on: checkpoint early, so that old shards may go."""

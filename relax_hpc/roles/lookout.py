@@ -37,6 +37,8 @@ class Lookout:
         self._held = self._wanted = self._asking = False
         self.called = threading.Event()
         """Set when it is this worker's turn to look."""
+        self._last_look = (0, float("-inf"))
+        """Of whoever has the lock: the file's time, and when we saw it first, by a clock that nobody sets."""
         self._file: IO[str] | None = None
         """None where there are no locks."""
         try:
@@ -55,7 +57,10 @@ class Lookout:
             if self._held:
                 os.utime(self._file.fileno())
                 return True
-            return time.time() - os.fstat(self._file.fileno()).st_mtime > SILENT_S
+            looked, now = os.fstat(self._file.fileno()).st_mtime_ns, time.monotonic()
+            if looked != self._last_look[0]:
+                self._last_look = (looked, now)
+            return now - self._last_look[1] > SILENT_S
 
     def leave(self) -> None:
         """This worker has something to do: the next one looks."""

@@ -36,7 +36,7 @@ def begin_attempt(process: RoleProcess, via: Path, wait: Callable[[], None]) -> 
     """Take the folders of attempts before this one away, so that they commit nothing more; `wait` for ours where another rank makes it."""
     if process.arguments.rank == 0:
         process.when_room(partial(via.mkdir, parents=True, exist_ok=True), f"'{via}'")
-        for other in sorted(via.parent.iterdir()):
+        for other in sorted(path for path in via.parent.iterdir() if path.name.isdigit()):
             if other.name > via.name:  # we were thought dead before we began
                 via.rmdir()
                 raise FileNotFoundError(via)

@@ -5,8 +5,9 @@ Each alert has a key that is the same whenever its line is read again, so that n
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,35 +26,38 @@ class Alert:
 class Alerts:
     """What is asked for by [notify], in the lines of all roles in order of time."""
 
-    def __init__(self, config: Notify) -> None:
-        self._config = config
+    def __init__(self, config: Notify, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: our own, in seconds; the lines have the time of day of the machine that wrote them."""
+        self._config, self._clock = config, clock
         self._collapse = Collapse(config)
-        self._step, self._heard_at, self._on = -1, 0.0, False
+        self._step, self._said_at, self._heard_at, self._on = -1, 0.0, 0.0, False
 
     def of(self, role: str, line: Mapping[str, Any]) -> Iterator[Alert]:
         """The alerts that this line gives."""
-        kind, time = line.get("kind"), float(line["time"])
+        kind, at = line.get("kind"), float(line["time"])
         if kind in ("start", "outcome") or role == "trainer-0":
-            self._heard_at, self._on = time, kind != "outcome"
+            self._said_at, self._heard_at, self._on = at, self._clock(), kind != "outcome"
         if kind == "outcome" and "outcome" in self._config.events:
             reason = f": {line['reason']}" if line.get("reason") else ""
-            yield Alert(f"outcome {time}", time, f"{line['outcome']} at step {line.get('step', 0)}{reason}")
+            yield Alert(f"outcome {at}", at, f"{line['outcome']} at step {line.get('step', 0)}{reason}")
         elif kind in ("lost", "silent") and "restart" in self._config.events:
             yield Alert(
-                f"{kind} {line.get('role')} {time}", time, f"{line.get('role')} was {kind}: {line.get('reason', '')}"
+                f"{kind} {line.get('role')} {at}", at, f"{line.get('role')} was {kind}: {line.get('reason', '')}"
             )
         elif kind == "step" and line["step"] > self._step:
             self._step = line["step"]
             if "collapse" in self._config.events:
                 for what, text in self._collapse.of(line):
-                    yield Alert(f"collapse {what} {self._step}", time, f"step {self._step}: {text}")
+                    yield Alert(f"collapse {what} {self._step}", at, f"step {self._step}: {text}")
 
-    def stalled(self, now: float) -> Iterator[Alert]:
+    def stalled(self) -> Iterator[Alert]:
         """That the trainer has not written a line for too long; the same alert until it does."""
-        silent_s = now - self._heard_at
+        silent_s = self._clock() - self._heard_at
         if "stall" in self._config.events and self._on and silent_s > self._config.stall_s:
             last = f"step {self._step} was the last" if self._step >= 0 else "there was none yet"
-            yield Alert(f"stall {self._heard_at}", now, f"no step for {silent_s / 60:.0f} minutes; {last}")
+            yield Alert(
+                f"stall {self._said_at}", self._said_at + silent_s, f"no step for {silent_s / 60:.0f} minutes; {last}"
+            )
 
 
 class Collapse:

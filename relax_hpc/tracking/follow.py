@@ -84,7 +84,7 @@ class Follower:
             for point in self.points.of(line):
                 self._all("add", point)
         self._all("flush")
-        self._tell(self.alerts.stalled(time.time()))
+        self._tell(self.alerts.stalled())
         if self.messenger is not None:
             self.messenger.send()
 

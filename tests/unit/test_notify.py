@@ -95,18 +95,29 @@ def test_outcomes_and_losses_are_told_from_the_lines_of_a_run(tmp_path: Path) ->
 
 
 def test_a_stall_is_one_alert_until_the_trainer_says_something_and_none_after_the_end() -> None:
-    alerts = Alerts(Notify(stall_s=60))
-    hear = lambda kind, time, role="trainer-0", **more: list(alerts.of(role, {"kind": kind, "time": time, **more}))
-    hear("start", 100.0, "supervisor")
-    assert list(alerts.stalled(150.0)) == []
-    (first,), (same,) = alerts.stalled(161.0), alerts.stalled(500.0)
+    now, clock_of_lines = 0.0, 5e8  # theirs is nobody's business
+    alerts = Alerts(Notify(stall_s=60), clock=lambda: now)
+
+    def hear(kind: str, role: str = "trainer-0", **more: Any) -> None:
+        list(alerts.of(role, {"kind": kind, "time": clock_of_lines + now, **more}))
+
+    def stalled(at: float) -> list[Alert]:
+        nonlocal now
+        now = at
+        return list(alerts.stalled())
+
+    now = 100.0
+    hear("start", "supervisor")
+    assert stalled(150.0) == []
+    (first,), (same,) = stalled(161.0), stalled(500.0)
     assert first.key == same.key and "there was none yet" in first.text
-    hear("step", 600.0, **step(3))
-    assert list(alerts.stalled(650.0)) == []
-    (second,) = alerts.stalled(900.0)
+    now, clock_of_lines = 600.0, -5e8
+    hear("step", **step(3))
+    assert stalled(650.0) == []
+    (second,) = stalled(900.0)
     assert second.key != first.key and second.text == "no step for 5 minutes; step 3 was the last"
-    hear("outcome", 901.0, "supervisor", outcome="stopped")
-    assert list(alerts.stalled(5000.0)) == []
+    hear("outcome", "supervisor", outcome="stopped")
+    assert stalled(5000.0) == []
 
 
 def step(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch.members import Patience, Quiet
+from relax_hpc.launch.members import Patience
+from relax_hpc.launch.silence import Quiet
 from relax_hpc.launch.slurm import trainers as trainers_module
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.beside import StepBeside

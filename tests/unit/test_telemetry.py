@@ -89,7 +89,8 @@ def test_beats_of_one_state_are_few(run: RunDir) -> None:
 
 def test_who_has_nothing_new_to_say_says_it_rarely(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     now, written = 1000.0, []
-    monkeypatch.setattr(time, "time", lambda: now)
+    for clock in ("time", "monotonic"):
+        monkeypatch.setattr(time, clock, lambda: now)
     telemetry = Telemetry(run, "r", 0, quiet_s=5.0)
     for tick in range(120):
         now = 1000.0 + tick / 10

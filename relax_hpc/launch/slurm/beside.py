@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.launch.members import Patience, Quiet, next_attempt, silence_limit
+from relax_hpc.launch.members import Patience, next_attempt, silence_limit
+from relax_hpc.launch.silence import Quiet
 from relax_hpc.launch.slurm.plan import BesideName
 from relax_hpc.launch.slurm.steps import TRAINER_COMPONENT, with_options
 from relax_hpc.launch.slurm.trainers import RANKS_EVERY_S, Step, node_of_task
@@ -48,7 +49,7 @@ class StepBeside:
         self._run, self._recipe, self._role, self._python, self._say = run, recipe, role, python, say
         self.ones = self._group() if role == "critic" or recipe.scores_together else self._each()
         self.failure, self.suspect, self.fatal = "", "", False
-        self._beats_read, self._asked = 0.0, False
+        self._beats_read, self._asked = float("-inf"), False
 
     def _each(self) -> list[One]:
         names = names_beside(self._run, self._recipe, self._role)
@@ -76,7 +77,7 @@ class StepBeside:
         for one in self.ones:
             if one.step.process is not None and not one.step.running:
                 self._ended(one)
-            if one.step.process is None and time.time() >= one.patience.not_before and not self.failure:
+            if one.step.process is None and time.monotonic() >= one.patience.not_before and not self.failure:
                 self._start(one)
 
     def _start(self, one: One) -> None:
@@ -108,9 +109,9 @@ class StepBeside:
             self.failure = one.patience.exhausted(one.name, reason, str(said.get("error", "")), one.step.log)
 
     def look_for_silence(self) -> None:
-        if time.time() - self._beats_read < RANKS_EVERY_S:
+        if time.monotonic() - self._beats_read < RANKS_EVERY_S:
             return
-        self._beats_read = time.time()
+        self._beats_read = time.monotonic()
         for one in self.ones:
             if not one.step.running:
                 continue

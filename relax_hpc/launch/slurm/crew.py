@@ -58,23 +58,23 @@ class Crew:
         self._agents, self._core, self._elastic = agents, core, elastic
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
         self._keeping: Future[None] | None = None
-        self._looked_at = self._kept_at = 0.0
+        self._looked_at = self._kept_at = float("-inf")
         self._asked = False
         self.failure, self.suspect, self.fatal = "", "", False
 
     def look_after(self) -> None:
-        if self._asked or time.time() - self._looked_at < LOOK_S:
+        if self._asked or time.monotonic() - self._looked_at < LOOK_S:
             return
-        self._looked_at = time.time()
+        self._looked_at = time.monotonic()
         self._agents.look()
         self._core.look_after(self._agents)
         for beat in self._agents.failed():
             self._failed(beat)
         self.failure, self.suspect = self.failure or self._core.failure, self.suspect or self._core.suspect
-        if (self._keeping is None or self._keeping.done()) and time.time() - self._kept_at > JOBS_EVERY_S:
+        if (self._keeping is None or self._keeping.done()) and time.monotonic() - self._kept_at > JOBS_EVERY_S:
             if self._keeping is not None and (error := self._keeping.exception()) is not None:
                 logging.getLogger("crew").error("the jobs could not be looked after: %s", error)
-            self._keeping, self._kept_at = self._slurm.submit(self._keep_jobs), time.time()
+            self._keeping, self._kept_at = self._slurm.submit(self._keep_jobs), time.monotonic()
 
     def _failed(self, beat: dict[str, Any]) -> None:
         """An agent gave up: for good where a person must mend it, else its node is the suspect."""
@@ -140,11 +140,11 @@ class StepCore:
     def _look_after_node(self, index: int, agents: Agents) -> None:
         step, patience = self._steps[index], self._patience[index]
         name, beat = agents.of(step.id, index) or ("", None)
-        if beat is None and step.running and time.time() - step.started_at > self._recipe.supervision.start_s:
+        if beat is None and step.running and time.monotonic() - step.started_at > self._recipe.supervision.start_s:
             self._never_began(index, step)
             return
         silent = beat is not None and name not in agents.alive()
-        if (step.running and not silent) or step.code == 0 or time.time() < patience.not_before:
+        if (step.running and not silent) or step.code == 0 or time.monotonic() < patience.not_before:
             return
         host, limit_s = beat["host"] if beat else "", self._recipe.supervision.agent_silent_s
         reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
@@ -177,7 +177,7 @@ class StepCore:
         """srun waits for a node that does not answer: another srun there would wait too."""
         host = node_of_task(ROLLOUT_COMPONENT, index)
         self.failure, self.suspect = (
-            f"rollout node {index}{f' ({host})' if host else ''}: its agent has not begun {time.time() - step.started_at:.0f} s after srun was "
+            f"rollout node {index}{f' ({host})' if host else ''}: its agent has not begun {time.monotonic() - step.started_at:.0f} s after srun was "
             f"to start it (supervision.start_s = {self._recipe.supervision.start_s:.0f}); srun said: {step.words() or 'nothing'}; its "
             f"log: {step.log}",
             host,
@@ -224,7 +224,7 @@ class JobCore:
     def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
         self._run, self._telemetry, self._jobs = run, telemetry, JobBook(run, "rollout")
         self._patience = Patience(recipe.supervision)
-        self._began = time.time()
+        self._began = time.monotonic()
         self._newest = self._worked = ""
         """The newest job, and the last one that did any work: the trainer may go on with the orders of others."""
         self._gone: list[str] = []
@@ -245,9 +245,9 @@ class JobCore:
         ids = list(states)
         self._newest = ids[-1] if ids else ""
         self._gone = [job for job, state in states.items() if state is not None and state not in ALIVE]
-        if len(self._gone) < len(ids) or time.time() < self._patience.not_before:
+        if len(self._gone) < len(ids) or time.monotonic() < self._patience.not_before:
             return
-        if not ids and time.time() - self._began < BY_HAND_S:
+        if not ids and time.monotonic() - self._began < BY_HAND_S:
             return
         if ids:
             last = f"job {ids[-1]}: {states[ids[-1]]}"

@@ -72,20 +72,23 @@ class Elastic:
         self._gone: set[str] = set()
         self._patience = Patience(recipe.supervision)
         self._not_before = 0.0
+        self._first_seen: dict[str, float] = {}
+        """Job -> when we saw it first, by our own clock."""
 
     def keep(self) -> list[str]:
         """Bring about what is wished for; ids of the jobs that Slurm says are gone."""
         if self._scaler is not None:
             self._scaler.look()
         wished = wish(self._run)
-        states, sent = self._jobs.states(), self._jobs.sent()
+        states, now = self._jobs.states(), time.monotonic()
+        self._first_seen = {job: self._first_seen.get(job, now) for job in states}
         alive = [job for job, state in states.items() if state is None or state in ALIVE]
         staying = [job for job in alive if job not in self._draining]
-        self._note_lost({job: sent[job] for job in states if job not in alive and job not in self._draining})
+        self._note_lost({job for job in states if job not in alive and job not in self._draining})
         if wished is None:  # those that a person sent by hand stay
             return [job for job in states if job not in alive]
         missing = wished.rollout - self._core - len(staying)
-        if missing > 0 and time.time() > max(self._not_before, self._patience.not_before):
+        if missing > 0 and time.monotonic() > max(self._not_before, self._patience.not_before):
             self._send(missing, wished.partition)
         if missing < 0:
             # Those that wait in the queue first, then the youngest.
@@ -93,19 +96,19 @@ class Elastic:
             self._drain(last, states)
         return [job for job in states if job not in alive]
 
-    def _note_lost(self, gone: dict[str, float]) -> None:
-        """Jobs that end soon after they were sent are sent again ever later. `gone`: job -> when it was sent."""
-        for job in sorted(gone.keys() - self._gone, key=number):
+    def _note_lost(self, gone: set[str]) -> None:
+        """Jobs that end soon after they were sent are sent again ever later."""
+        for job in sorted(gone - self._gone, key=number):
             self._gone.add(job)
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
-            self._patience.failed("gone", None if time.time() - gone[job] < SOON_S else number(job))
+            self._patience.failed("gone", None if time.monotonic() - self._first_seen[job] < SOON_S else number(job))
 
     def _send(self, count: int, partition: str | None) -> None:
         for _ in range(count):
             try:
                 job = submit_script(self._run, "elastic", options=[f"--partition={partition}"] if partition else [])
             except RunError as error:
-                self._not_before = time.time() + REFUSED_WAIT_S
+                self._not_before = time.monotonic() + REFUSED_WAIT_S
                 self._telemetry.metrics("refused", role="elastic job", reason=str(error))
                 return
             self._telemetry.metrics("scale", job=job, reason="fewer rollout nodes than wished for")
@@ -127,32 +130,36 @@ class Autoscaler:
 
     def __init__(self, run: RunDir, recipe: Recipe, policy: Autoscale, telemetry: Telemetry) -> None:
         self._run, self._recipe, self._policy, self._telemetry = run, recipe, policy, telemetry
-        self._steps: list[dict[str, Any]] = []
-        self._offset = 0
-        self._changed = time.time()
+        self._steps: list[tuple[float, dict[str, Any]]] = []
+        """Lines of the trainer's, each with the time at which we read it, by our own clock."""
+        self._offset = read_metrics(run.metrics / "trainer-0.jsonl")[1]
+        self._changed = time.monotonic()
 
     def look(self) -> None:
         """Read the metrics of new steps, and change the wish where they say so and the last change is long enough ago."""
         records, self._offset = read_metrics(self._run.metrics / "trainer-0.jsonl", self._offset)
-        since = max(self._changed, time.time() - self._policy.window_s)
-        self._steps = [s for s in [*self._steps, *records] if s["kind"] == "step" and s["time"] > since]
-        if time.time() - self._changed < self._policy.cooldown_s or not self._steps:
+        now = time.monotonic()
+        since = max(self._changed, now - self._policy.window_s)
+        new = [(now, record) for record in records if record["kind"] == "step"]
+        self._steps = [(at, step) for at, step in [*self._steps, *new] if at > since]
+        if now - self._changed < self._policy.cooldown_s or not self._steps:
             return
         wished = wish(self._run)
-        now = wished.rollout if wished else self._recipe.rollout.nodes
-        target, reason = self._decide(now)
+        nodes = wished.rollout if wished else self._recipe.rollout.nodes
+        target, reason = self._decide(nodes)
         target = min(max(target, self._policy.min_nodes, self._recipe.rollout.nodes), self._policy.max_nodes)
-        if target != now:
-            self._changed = time.time()
+        if target != nodes:
+            self._changed = time.monotonic()
             make_wish(self._run, self._recipe.rollout.nodes, target, self._policy.partition, "autoscale")
-            self._telemetry.metrics("autoscale", before=now, after=target, reason=reason)
+            self._telemetry.metrics("autoscale", before=nodes, after=target, reason=reason)
 
     def _decide(self, now: int) -> tuple[int, str]:
-        seconds = sum(s["step_s"] for s in self._steps)
-        waiting = sum(s["wait_s"] for s in self._steps) / max(seconds, 1e-9)
+        steps = [step for _, step in self._steps]
+        seconds = sum(s["step_s"] for s in steps)
+        waiting = sum(s["wait_s"] for s in steps) / max(seconds, 1e-9)
         # After a step's orders were taken, those of max_staleness further steps may lie complete.
         full = self._recipe.async_.max_staleness * self._recipe.orders_per_step
-        depth = min(s["spool_depth"] for s in self._steps)
+        depth = min(s["spool_depth"] for s in steps)
         if waiting > self._policy.grow_when_waiting:
             return now + 1, f"the trainer waited {waiting:.0%} of {seconds:.0f} s for data"
         if full and depth >= full:

@@ -77,8 +77,8 @@ class RunJob(slurm.SlurmJob[dict[str, Any]]):
             if self._somebody_works():
                 gone_since = None
             elif gone_since is None:
-                gone_since = time.time()
-            elif time.time() - gone_since > SETTLE_S:
+                gone_since = time.monotonic()
+            elif time.monotonic() - gone_since > SETTLE_S:
                 raise utils.UncompletedJobError(
                     f"'{self.run.root}' has no job any more and no outcome: job {self.job_id} ended as {self.state}; "
                     f"its log: {self.log or self.run.logs / 'slurm'}. `relax-hpc submit {self.run.root}` goes on with it"

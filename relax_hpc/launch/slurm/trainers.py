@@ -12,8 +12,9 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.launch.members import Quiet, next_attempt, silence_limit
+from relax_hpc.launch.members import next_attempt, silence_limit
 from relax_hpc.launch.nursery import role_environment
+from relax_hpc.launch.silence import Quiet
 from relax_hpc.launch.slurm.queue_state import ask
 from relax_hpc.launch.slurm.steps import TRAINER_COMPONENT, step_environment
 from relax_hpc.launch.trainers import Ending
@@ -54,7 +55,7 @@ class Step:
                 env=environment,
                 start_new_session=True,
             )  # fmt: skip
-        self.started_at = time.time()
+        self.started_at = time.monotonic()
 
     @property
     def running(self) -> bool:
@@ -112,7 +113,7 @@ class StepTrainers:
         self._run, self._recipe, self._python, self._deadline = run, recipe, python, deadline
         self._step = Step(run, "srun-trainer")
         self._attempt = next_attempt(run, "trainer-0")
-        self._beats_read = 0.0
+        self._beats_read = float("-inf")
         self._quiet = Quiet()
 
     @property
@@ -160,9 +161,9 @@ class StepTrainers:
         self._step.ask_to_stop()
 
     def silent(self) -> Ending | None:
-        if not self._step.running or time.time() - self._beats_read < RANKS_EVERY_S:
+        if not self._step.running or time.monotonic() - self._beats_read < RANKS_EVERY_S:
             return None
-        self._beats_read = time.time()
+        self._beats_read = time.monotonic()
         beats, limits = self._beats(), self._recipe.supervision
         for rank, silent_s in self._quiet.look(
             {rank: beat["time"] if beat else None for rank, beat in beats.items()}
