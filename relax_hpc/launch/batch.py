@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console
+from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_fixed
 
 from relax_hpc.launch.agent import CORE
 from relax_hpc.launch.lease import RENEW_S, Lease, acquire
@@ -27,7 +28,7 @@ from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, NoCore, Ste
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job, own_job
-from relax_hpc.launch.slurm.send import exclude
+from relax_hpc.launch.slurm.send import exclude, record_own
 from relax_hpc.launch.slurm.steps import beside_step, rollout_step, step_command, trainer_step
 from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.launch.supervisor import Supervisor, sweep
@@ -40,6 +41,8 @@ from relax_hpc.telemetry import Telemetry
 
 SWEEP_S = 300.0
 """Unfinished files younger than this may be those of a worker that lives."""
+SUCCESSOR_RETRY_S = 180.0
+"""From a refusal of the successor to the next attempt."""
 HELD_S = 90.0
 """How long a job waits for a lease whose holder Slurm knows nothing of."""
 
@@ -48,6 +51,7 @@ def lead(run: RunDir) -> int:
     """Go on with the run as its leader until it, or this job, is over; the exit code."""
     recipe, job = load_recipe(run.recipe), _own_job()
     assert recipe.slurm is not None
+    record_own(run, job, "leader")
     chain = Chain(run, recipe.slurm, job)
     console = Console()
     for number in (signal.SIGTERM, signal.SIGUSR2):
@@ -58,19 +62,32 @@ def lead(run: RunDir) -> int:
         return 0
     lease = wait_for_lease(run)
     chain.lead()
-    with ThreadPoolExecutor(1) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
-        queued, ending = background.submit(chain.queue_successor), list[Future[bool]]()
+    ended = threading.Event()
+    with ThreadPoolExecutor(2) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
+        queued, ending = background.submit(queue_until_taken, chain, ended), list[Future[bool]]()
         try:
             with renewing(lease):
                 signalled = lambda: ending.append(background.submit(chain.is_ending))
                 outcome = supervise(run, recipe, lease, console, signalled)
         finally:
+            ended.set()
             lease.release()
-    with contextlib.suppress(RunError):  # it is written down, and tried again at the end
-        queued.result()
+    queued.result()
     console.print(f"{outcome['outcome']} at step {outcome['step']} {outcome['reason']}", soft_wrap=True, markup=False)
     chain.end(outcome, warned=not (ending and ending[0].result()))
     return 1 if outcome["outcome"] == "failed" else 0
+
+
+def queue_until_taken(chain: Chain, ended: threading.Event) -> None:
+    """Queue the successor; where Slurm refuses it, as by a limit on jobs, try again until it takes one or `ended` is set."""
+    retrying = Retrying(
+        retry=retry_if_exception_type(RunError),
+        wait=wait_fixed(SUCCESSOR_RETRY_S),
+        sleep=sleep_using_event(ended),
+        stop=stop_when_event_set(ended),
+        retry_error_callback=lambda state: None,  # it is written down, and tried once more at the job's end
+    )
+    retrying(chain.queue_successor)
 
 
 def supervise(
@@ -131,6 +148,7 @@ def wait_for_lease(run: RunDir) -> Lease:
 def roll_out(run: RunDir, elastic: bool) -> int:
     """Keep the agents of this job's nodes until they leave, or this job's time is up."""
     recipe, job = load_recipe(run.recipe), _own_job()
+    record_own(run, job, "elastic" if elastic else "rollout")
     plan, telemetry = make_plan(recipe), Telemetry(run, f"agent-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), *step_command(plan)]
     core = StepCore(run, recipe, python, telemetry, f"job{job}" if elastic else CORE, 1 if elastic else None)

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from relax_hpc.launch.slurm.chain import NO_SUCCESSOR
 from relax_hpc.launch.slurm.overview import UNKNOWN, JobRow, Overview
 from relax_hpc.launch.status import Status
 
@@ -20,7 +21,13 @@ def parts(status: Status) -> list[RenderableType]:
     overview = status.slurm
     if overview is None or not (overview.jobs or overview.agents):
         return []
-    return [Text(), _jobs(overview), _chain(overview), *([_agents(status, overview)] if overview.agents else [])]
+    return [
+        Text(),
+        _jobs(overview),
+        _chain(status, overview),
+        *_refused(overview),
+        *([_agents(status, overview)] if overview.agents else []),
+    ]
 
 
 def one_line(overview: Overview) -> str:
@@ -39,14 +46,24 @@ def _jobs(overview: Overview) -> Table:
     return table
 
 
-def _chain(overview: Overview) -> Text:
+def _chain(status: Status, overview: Overview) -> Text:
     words = [f"restarts so far: {overview.restarts}"]
-    following = overview.successor
+    following, slurm = overview.successor, status.recipe.slurm
     if following is not None:
         words.append(f"next: job {following.id}")
+    elif slurm is not None and slurm.restart == "chain" and status.state == "running" and overview.leaders:
+        why = overview.refused.get("successor", "") if slurm.queue_ahead else "slurm.queue_ahead = 0"
+        words.append(f"{NO_SUCCESSOR}{f' ({why})' if why else ''}")
     if any(job.state == UNKNOWN for job in overview.jobs):
         words.append("Slurm cannot be asked on this machine: this is what the run's files say")
     return Text("; ".join(words), style="dim")
+
+
+def _refused(overview: Overview) -> list[Text]:
+    """Rollout jobs that Slurm did not take, and will be asked for again."""
+    alive = {f"{job.kind} job" for job in overview.jobs if job.alive}
+    found = {role: why for role, why in overview.refused.items() if role != "successor" and role not in alive}
+    return [Text(f"no {role}: {why}", style="yellow") for role, why in found.items()]
 
 
 def _agents(status: Status, overview: Overview) -> Table:

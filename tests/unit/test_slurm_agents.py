@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.launch.slurm import agents as agents_module
-from relax_hpc.launch.slurm import crew, elastic, job_book
+from relax_hpc.launch.slurm import crew, elastic, job_book, refusals
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.crew import JobCore
 from relax_hpc.launch.slurm.elastic import Autoscaler, Elastic, cancel_wish, make_wish, wish
@@ -240,6 +240,52 @@ def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_brin
             break
     assert bool(core.failure) is not worked
     assert len(sent) == (7 if worked else 3) and (worked or "the rollout job was lost 3 times" in core.failure)
+
+
+@pytest.mark.parametrize("playing", [True, False])
+def test_a_lost_job_counts_once_and_refusals_of_the_next_end_a_run_only_where_nobody_plays(
+    run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, playing: bool
+) -> None:
+    def refuse(run: RunDir, kind: Kind) -> str:
+        raise RunError("sbatch refuses: Access/permission denied")
+
+    monkeypatch.setattr(crew, "submit_script", refuse)
+    monkeypatch.setattr(refusals, "LONGEST_RETRY_S", 0.0)
+    monkeypatch.setattr(job_book, "job_state", lambda ids: dict.fromkeys(ids, "CANCELLED"))
+    record(run, "9", "rollout")
+    limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
+    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run))
+    agents = Agents(run, recipe, telemetry(run))
+    for _ in range(8):
+        if playing:  # on a job that nobody wrote down
+            says(run, "agent-by-hand", job="77", orders=3)
+        agents.look()
+        core.look_after(agents)
+        core.keep_jobs()
+        if core.failure:
+            break
+    events = read_metrics(run.metrics / "supervisor.jsonl")[0]
+    assert [e["reason"] for e in events if e["kind"] == "lost"] == ["job 9: CANCELLED"]
+    counts = [e["count"] for e in events if e["kind"] == "refused"]
+    assert counts == list(range(1, 9 if playing else 4))
+    assert bool(core.failure) is not playing
+    assert playing or "Slurm refused one 3 times: sbatch refuses: Access/permission denied" in core.failure
+
+
+def test_a_refused_job_is_sent_again_ever_later(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(refusals.time, "monotonic", lambda: now)
+    tried = refusals.Refusals(telemetry(run), "rollout job")
+    waits = []
+    for _ in range(5):
+        assert tried.due
+        tried.note(RunError("no"))
+        assert not tried.due
+        waits.append(tried.retry_at - now)
+        now = tried.retry_at
+    assert waits == [60.0, 120.0, 240.0, 300.0, 300.0]
+    tried.forget()
+    assert tried.due and tried.count == 0
 
 
 @pytest.mark.parametrize(

@@ -6,25 +6,33 @@ used in tests/slurm.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import relax_hpc
 from relax_hpc.cli import app
+from relax_hpc.launch import batch, cluster_view
 from relax_hpc.launch.slurm import queue_state, send
 from relax_hpc.launch.slurm.chain import Chain
+from relax_hpc.launch.slurm.overview import JobRow, Overview
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, outside_job, reason_in_words
 from relax_hpc.launch.slurm.submit import preview, refuse_local_root, submit
+from relax_hpc.launch.status import Status
 from relax_hpc.recipe import RecipeError, dump_recipe, load_recipe
 from relax_hpc.run_dir import RunDir, RunError, write_file
+from relax_hpc.telemetry import read_metrics
 from tests.runs import wait_for
 
 RECIPE = (
@@ -162,6 +170,7 @@ def test_a_node_that_keeps_failing_is_avoided_by_each_component_beside_its_own(
         ("sbatch: error: Batch job submission failed: Invalid node name specified", "slurm.exclude"),
         ("sbatch: unrecognized option '--foo=1'", "slurm.options"),
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "slurm.time, the numbers"),
+        ("sbatch: error: Batch job submission failed: Access/permission denied", "slurm.partition: it takes no jobs of yours, or none from this machine"),
         ("sbatch: error: no idea", "the keys of [slurm]"),
     ],
 )  # fmt: skip
@@ -363,6 +372,68 @@ def test_who_waits_for_an_earlier_leader_is_no_successor(bin_folder: Path, recip
     for job in ("7", "4"):  # it has one; and one that comes back late has had its own
         Chain(run, slurm, job).queue_successor()
     assert [job["id"] for job in send.jobs(run)] == ["4", "7", "9", "11"]
+
+
+def test_a_refused_successor_is_sent_when_slurm_takes_it(
+    bin_folder: Path, recipe: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slurm = load_recipe(recipe).slurm
+    assert slurm is not None
+    monkeypatch.setattr(batch, "SUCCESSOR_RETRY_S", 0.01)
+    program(bin_folder, "squeue", "echo '7|RUNNING|None'")
+    says(bin_folder, "sbatch: error: Batch job submission failed: Access/permission denied")
+    run.create()
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as background:
+        queued = background.submit(batch.queue_until_taken, Chain(run, slurm, "7"), ended)
+        try:
+            refused = lambda: [e for e in read_metrics(run.metrics / "chain.jsonl")[0] if e["kind"] == "refused"]
+            wait_for(lambda: len(refused()) > 2)
+            overview = Overview(run)
+            overview.refresh()
+            assert "Access/permission denied" in overview.refused["successor"]
+            program(bin_folder, "sbatch", "echo 8")
+            wait_for(queued.done)
+        finally:
+            ended.set()
+    queued.result()
+    assert [(job["id"], job["dependency"]) for job in send.jobs(run)] == [("8", "afterany:7")]
+    overview.refresh()
+    assert overview.refused == {}
+    assert len(caplog.messages) == 1, "each wording is said once"
+    assert caplog.messages[0].startswith("no successor queued: this run ends with this job: sbatch refuses")
+    says(bin_folder, "sbatch: error: Batch job submission failed: Access/permission denied")
+    batch.queue_until_taken(Chain(run, slurm, "8"), ended)  # the job ends: no attempt after this one
+
+
+def test_a_leader_that_shall_have_no_successor_says_so(
+    recipe: Path, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    slurm = load_recipe(recipe, ["slurm.queue_ahead=0"]).slurm
+    assert slurm is not None
+    Chain(run, slurm, "7").queue_successor()
+    assert caplog.messages == ["no successor queued: this run ends with this job: slurm.queue_ahead = 0"]
+
+
+@pytest.mark.parametrize(
+    ("ahead", "jobs", "words"),
+    [
+        (0, [("7", "RUNNING")], "this run ends with this job (slurm.queue_ahead = 0)"),
+        (1, [("7", "RUNNING")], "this run ends with this job (sbatch refuses: no)"),
+        (1, [("7", "RUNNING"), ("8", "PENDING")], "next: job 8"),
+    ],
+)
+def test_status_says_that_no_successor_is_queued(
+    recipe: Path, run: RunDir, ahead: int, jobs: list[tuple[str, str]], words: str
+) -> None:
+    rows = [JobRow(job, "leader", state) for job, state in jobs]
+    overview = Overview(run, rows, led=["7"], refused={"successor": "sbatch refuses: no", "rollout job": "limit"})
+    status = Status(run, load_recipe(recipe, [f"slurm.queue_ahead={ahead}"]), slurm=overview, holder={"job": "7"})
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(*cluster_view.parts(status))
+    shown = console.export_text()
+    assert words in shown and "no rollout job: limit" in shown
+    assert ("no successor queued" in shown) is (len(jobs) == 1)
 
 
 @pytest.mark.parametrize(

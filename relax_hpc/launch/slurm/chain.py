@@ -19,6 +19,8 @@ from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.run_dir import RunDir, RunError, replace, to_json
 from relax_hpc.telemetry import Telemetry
 
+NO_SUCCESSOR = "no successor queued: this run ends with this job"
+
 
 @dataclass(frozen=True, slots=True)
 class Leader:
@@ -36,6 +38,7 @@ class Chain:
     def __init__(self, run: RunDir, slurm: Slurm, job: str) -> None:
         self._run, self._slurm, self.job = run, slurm, job
         self._telemetry = Telemetry(run, "chain", attempt=0)
+        self._said = ""
 
     def begin(self) -> str | None:
         """Why this job must not go on with the run, after cancelling what else waits; None when it must."""
@@ -50,9 +53,14 @@ class Chain:
         replace(leaders(self._run), b"".join(json.dumps(asdict(leader)).encode() + b"\n" for leader in led))
 
     def queue_successor(self) -> None:
-        """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count."""
+        """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count.
+
+        Raises RunError where Slurm refuses one.
+        """
         if self._slurm.restart != "chain":
             return
+        if not self._slurm.queue_ahead:
+            self._say("slurm.queue_ahead = 0")
         successors = self._successors()
         for _ in range(self._slurm.queue_ahead - len(successors)):
             successors.append(self._submit(after=successors[-1] if successors else self.job))
@@ -151,9 +159,17 @@ class Chain:
             job = submit_script(self._run, "leader", after=after)
         except RunError as error:
             self._telemetry.metrics("refused", role="successor", reason=str(error))
+            if after == self.job:
+                self._say(str(error))
             raise
         self._telemetry.metrics("queued", role="successor", job=job, after=after)
         return job
+
+    def _say(self, why: str) -> None:
+        """Tell the job's log, once for each wording, that nobody goes on after this job."""
+        if why != self._said:
+            self._said = why
+            self._telemetry.log.warning("%s: %s", NO_SUCCESSOR, why)
 
     def _successors(self) -> list[str]:
         """Leaders that begin when this one has ended, one after the other; or have begun, where it has. One that a leader before this one sent

@@ -16,7 +16,8 @@ from relax_hpc.launch.members import Patience, next_attempt
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.job_book import JobBook
-from relax_hpc.launch.slurm.queue_state import ALIVE, number
+from relax_hpc.launch.slurm.queue_state import ALIVE
+from relax_hpc.launch.slurm.refusals import Refusals
 from relax_hpc.launch.slurm.send import exclude, submit_script
 from relax_hpc.launch.slurm.steps import ROLLOUT_COMPONENT, with_options
 from relax_hpc.launch.slurm.trainers import Step, node_of_task
@@ -224,9 +225,13 @@ class JobCore:
     def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
         self._run, self._telemetry, self._jobs = run, telemetry, JobBook(run, "rollout")
         self._patience = Patience(recipe.supervision)
+        self._refusals = Refusals(telemetry, "rollout job")
         self._began = time.monotonic()
         self._newest = self._worked = ""
         """The newest job, and the last one that did any work: the trainer may go on with the orders of others."""
+        self._lost = ""
+        """The last job that was counted as lost: each counts once, however often sbatch is tried after it."""
+        self._playing = False
         self._gone: list[str] = []
         self.failure = self.suspect = ""
 
@@ -239,28 +244,41 @@ class JobCore:
             agents.job_ended(job)
         if agents.worked(self._newest):
             self._worked = self._newest
+        self._playing = bool(agents.alive())
 
     def keep_jobs(self) -> None:
         states = self._jobs.states()
         ids = list(states)
         self._newest = ids[-1] if ids else ""
         self._gone = [job for job, state in states.items() if state is not None and state not in ALIVE]
-        if len(self._gone) < len(ids) or time.monotonic() < self._patience.not_before:
+        if len(self._gone) < len(ids):
+            self._refusals.forget()
             return
         if not ids and time.monotonic() - self._began < BY_HAND_S:
             return
-        if ids:
-            last = f"job {ids[-1]}: {states[ids[-1]]}"
-            self._telemetry.metrics("lost", role="rollout job", reason=last)
-            if not self._patience.failed(last, number(ids[-1]) if self._worked == ids[-1] else None):
-                log = self._run.logs / "slurm"
-                self.failure = self._patience.exhausted("the rollout job", last, f"see {log}", log)
-                return
+        if ids and ids[-1] != self._lost:
+            self._lost = ids[-1]
+            self._count_loss(f"job {self._lost}: {states[self._lost]}", len(ids))
+        if not self.failure and time.monotonic() >= self._patience.not_before and self._refusals.due:
+            self._send()
+
+    def _count_loss(self, last: str, jobs: int) -> None:
+        self._telemetry.metrics("lost", role="rollout job", reason=last)
+        if not self._patience.failed(last, jobs if self._worked == self._lost else None):
+            log = self._run.logs / "slurm"
+            self.failure = self._patience.exhausted("the rollout job", last, f"see {log}", log)
+
+    def _send(self) -> None:
         try:
             self._newest = submit_script(self._run, "rollout")
-            self._telemetry.metrics("restart", role="rollout job", job=self._newest)
         except RunError as error:  # sbatch may not work on compute nodes; agents that are there go on
-            self._telemetry.metrics("refused", role="rollout job", reason=str(error))
+            self._refusals.note(error)
+            # Refusals alone end nothing while anybody plays; without, the trainer's nodes would idle to their time limit.
+            if self._refusals.count > self._patience.limits.max_restarts and not self._playing:
+                self.failure = f"there is no rollout job, and Slurm refused one {self._refusals.count} times: {error}"
+            return
+        self._refusals.forget()
+        self._telemetry.metrics("restart", role="rollout job", job=self._newest)
 
     def ask_to_stop(self) -> None:
         """Nothing: its agents see the run's outcome, or wait for the next leader."""

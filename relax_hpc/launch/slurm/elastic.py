@@ -15,6 +15,7 @@ from typing import Any
 from relax_hpc.launch.members import Patience
 from relax_hpc.launch.slurm.job_book import JobBook
 from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel, number
+from relax_hpc.launch.slurm.refusals import Refusals
 from relax_hpc.launch.slurm.send import submit_script
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.slurm import Autoscale
@@ -23,8 +24,6 @@ from relax_hpc.telemetry import Telemetry, read_metrics
 
 SOON_S = 300.0
 """A job that ends within this time of being sent made no progress."""
-REFUSED_WAIT_S = 60.0
-"""After sbatch refused a job, the next attempt waits so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Elastic:
         self._draining: set[str] = set()
         self._gone: set[str] = set()
         self._patience = Patience(recipe.supervision)
-        self._not_before = 0.0
+        self._refusals = Refusals(telemetry, "elastic job")
         self._first_seen: dict[str, float] = {}
         """Job -> when we saw it first, by our own clock."""
 
@@ -88,7 +87,7 @@ class Elastic:
         if wished is None:  # those that a person sent by hand stay
             return [job for job in states if job not in alive]
         missing = wished.rollout - self._core - len(staying)
-        if missing > 0 and time.monotonic() > max(self._not_before, self._patience.not_before):
+        if missing > 0 and self._refusals.due and time.monotonic() > self._patience.not_before:
             self._send(missing, wished.partition)
         if missing < 0:
             # Those that wait in the queue first, then the youngest.
@@ -108,10 +107,10 @@ class Elastic:
             try:
                 job = submit_script(self._run, "elastic", options=[f"--partition={partition}"] if partition else [])
             except RunError as error:
-                self._not_before = time.monotonic() + REFUSED_WAIT_S
-                self._telemetry.metrics("refused", role="elastic job", reason=str(error))
+                self._refusals.note(error)
                 return
-            self._telemetry.metrics("scale", job=job, reason="fewer rollout nodes than wished for")
+            self._refusals.forget()
+            self._telemetry.metrics("scale", role="elastic job", job=job, reason="fewer rollout nodes than wished for")
 
     def _drain(self, leaving: list[str], states: dict[str, str | None]) -> None:
         """Pending ones are cancelled; running ones are asked: their agents end or give back what they play, and leave."""

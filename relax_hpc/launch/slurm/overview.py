@@ -2,7 +2,8 @@
 
 slurm/jobs/*.json + squeue ──► jobs (state, nodes, why they wait, expected start) ┐
 slurm/leaders.jsonl        ──► restarts, what comes next                          ├─► Overview
-heartbeats/agent-*.json    ──► agents of the rollout nodes                        ┘
+heartbeats/agent-*.json    ──► agents of the rollout nodes                        │
+metrics/chain, supervisor  ──► what Slurm refused                                 ┘
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from typing import Any
 from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, ask, look, reason_in_words, whole
 from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import RunDir
-from relax_hpc.telemetry import read_beat
+from relax_hpc.telemetry import read_beat, read_metrics
 
 ASK_EVERY_S = 10.0
 """A controller serves thousands of users, and a live view is looked at for hours."""
 UNKNOWN = "?"
+SENT = ("queued", "restart", "scale")
+"""Kinds of metrics by which a leader says that Slurm took a job."""
 SHOWN_ENDED, SHOWN_UNKNOWN = 3, 8
 """Jobs that have ended, of which only the last few are worth a line."""
 
@@ -56,7 +59,10 @@ class Overview:
     agents: dict[str, dict[str, Any]] = field(default_factory=dict)
     led: list[str] = field(default_factory=list)
     """Jobs that led the run since a person last sent it, the newest last."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Role ("successor", "rollout job", "elastic job") -> why Slurm did not take its job when it was last sent."""
     _asked_at: float | None = None
+    _offsets: dict[str, int] = field(default_factory=dict)
 
     def refresh(self) -> None:
         """Read the files; ask Slurm when the last answer is old."""
@@ -66,6 +72,8 @@ class Overview:
             if (beat := self._gone(path.stem) or read_beat(self.run, path.stem)) is not None
         }
         self.led = [leader["job"] for leader in read_leaders(self.run)]
+        for name in ("chain", "supervisor"):
+            self._note_refused(name)
         if self._asked_at is None or time.monotonic() - self._asked_at > ASK_EVERY_S:
             # Those of rollout are not requeued: once over, they are not asked for again.
             over = [job for job in self.jobs if job.kind != "leader" and not job.alive and job.state != UNKNOWN]
@@ -76,6 +84,14 @@ class Overview:
         """The heartbeat of an agent that has said its last word."""
         beat = self.agents.get(agent)
         return beat if beat is not None and beat["state"] == "gone" else None
+
+    def _note_refused(self, name: str) -> None:
+        records, self._offsets[name] = read_metrics(self.run.metrics / f"{name}.jsonl", self._offsets.get(name, 0))
+        for record in records:
+            if record["kind"] == "refused":
+                self.refused[record["role"]] = record["reason"]
+            elif record["kind"] in SENT:
+                self.refused.pop(record.get("role", ""), None)
 
     @property
     def restarts(self) -> int:

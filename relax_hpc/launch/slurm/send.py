@@ -33,6 +33,9 @@ _BUSY = re.compile(
     re.IGNORECASE,
 )
 _FIXES = (
+    (r"Access/permission denied",
+     "slurm.partition: it takes no jobs of yours, or none from this machine (`scontrol show partition`: AllocNodes, AllowGroups). Where "
+     "compute nodes may not send jobs, slurm.queue_ahead = the jobs that the run needs sends all of them at once"),
     (r"partition specified|partition name|Invalid partition", "slurm.partition: `sinfo -s` lists partitions"),
     (r"account or account/partition|Invalid account", "slurm.account or slurm.partition: `sacctmgr show assoc user=$USER` lists yours"),
     (r"violates accounting|[a-z]Limit\b", "slurm.time, the numbers of nodes, or fewer jobs at once (slurm.queue_ahead)"),
@@ -134,6 +137,12 @@ def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) 
     by = f"{getpass.getuser()}@{os.uname().nodename} pid {os.getpid()}"
     about = {"id": job, "kind": kind, "script": str(script(run, kind)), "dependency": dependency, "submitted": time.time(), "by": by}  # fmt: skip
     replace(folder / f"{job}.json", to_json(about))
+
+
+def record_own(run: RunDir, job: str, kind: Kind) -> None:
+    """Write down the job that calls this, where nobody did: a person sent its script with sbatch."""
+    if not (run.slurm / "jobs" / f"{job}.json").exists():
+        record(run, job, kind)
 
 
 def forget_end(run: RunDir) -> None:
