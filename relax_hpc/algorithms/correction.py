@@ -14,10 +14,13 @@ from relax_hpc.algorithms.losses import exp_ratio
 from relax_hpc.algorithms.sequences import means, spread, sums
 from relax_hpc.recipe.correction import Correction, Mis, Tis
 
+VANISHED = 0.01
+"""A token with less weight teaches next to nothing, though it is in bounds and in the mean: products over long answers come to that."""
+
 
 def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """([M] weights, metrics: the weights, the greatest before any bound, and where they were below and above the bounds, with
-    what became of those).
+    """([M] weights, metrics: the weights, the greatest before any bound, where they were below and above the bounds, with what became
+    of those, and where a weight that is used is next to nothing).
 
     tis: w, truncated to the bounds. icepop: w, 0 outside of them. mis: the product, or the geometric mean, of a sample's w
     at all of its tokens, 0 outside.
@@ -35,6 +38,7 @@ def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, 
     else:
         weights = raw.where(~(below | above), 0)
         out["correction_masked"] = (below | above).float()
+    out["correction_vanished"] = ((weights > 0) & (weights < VANISHED)).float()
     return weights, {"correction_weight": weights, "correction_raw_max": raw, **out}
 
 

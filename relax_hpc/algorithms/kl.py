@@ -1,12 +1,15 @@
 """Estimators of KL(current ‖ other) from the logprobs of tokens; J. Schulman, "Approximating KL Divergence" (2020).
 
-With d = log current - log other and tokens drawn from `current`, k1 and k3 are unbiased, k2 has the lower variance.
+With d = log current - log other and tokens drawn from `current`, k1 and k3 are unbiased, k2 has the lower variance. What their gradients
+are, as losses and as rewards, is another question (arXiv 2510.01555): docs/algorithms.md has the answers.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from relax_hpc.algorithms.losses import exp_ratio
 
 LIMIT = 20.0
 """In k3, d is held within ± this, where exp is finite."""
@@ -18,7 +21,7 @@ def k1(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
-    """[M] d² / 2: its gradient is that of the KL, its value is biased."""
+    """[M] d² / 2: its gradient d·∇ log current is that of the KL, its value is biased."""
     return (logprobs - other).square() / 2
 
 
@@ -29,3 +32,13 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def importance_weighted(estimator: str, logprobs: Tensor, other: Tensor, behaviour: Tensor) -> Tensor:
+    """[M] ρ·k, whose expected gradient over tokens drawn from `behaviour` is that of KL(current ‖ other) (arXiv 2512.02556, eq. 7).
+
+    ρ = current / behaviour. For k1 and k3 it has a gradient: E[ρ·k] is the KL itself. k2 is not the KL in value, but is in gradient: there
+    ρ only weighs.
+    """
+    ratio = exp_ratio(logprobs - behaviour)
+    return (ratio.detach() if estimator == "k2" else ratio) * ESTIMATORS[estimator](logprobs, other)

@@ -14,7 +14,7 @@ import relax_hpc.algorithms.advantages as estimates
 import relax_hpc.algorithms.losses as losses
 from relax_hpc.algorithms.base import TEACHER, LossInputs
 from relax_hpc.algorithms.correction import importance_weights, sequence_mask
-from relax_hpc.algorithms.kl import ESTIMATORS, k1
+from relax_hpc.algorithms.kl import ESTIMATORS, importance_weighted, k1
 from relax_hpc.algorithms.sequences import weights
 from relax_hpc.recipe.algorithm import (
     Cispo,
@@ -62,7 +62,7 @@ class PolicyAlgorithm:
         loss, metrics = self._surrogate(inputs, old)
         loss, said = self._corrected(loss, inputs)
         metrics |= said
-        terms, said = self._terms(inputs, old)
+        terms, said = self._terms(inputs)
         metrics |= {"pg_loss": loss.detach(), **said}
         if said:
             loss = loss + terms
@@ -127,7 +127,7 @@ class PolicyAlgorithm:
         if isinstance(config, Cispo):
             return losses.weighted_logprobs(logprobs, log_ratio, advantages, *config.clip)
         assert isinstance(config, Clipped)
-        return losses.clipped_surrogate(log_ratio, advantages, *config.clip, config.dual_clip)
+        return losses.clipped_surrogate(log_ratio, advantages, *config.clip, config.dual_clip or None)
 
     def _corrected(self, loss: Tensor, inputs: LossInputs) -> Said:
         """`loss` as far as it was the trainer's own policy that sampled."""
@@ -140,15 +140,16 @@ class PolicyAlgorithm:
             loss, metrics = loss * kept, metrics | {"opsm_masked": 1 - kept}
         return loss, metrics
 
-    def _terms(self, inputs: LossInputs, old: Tensor) -> Said:
+    def _terms(self, inputs: LossInputs) -> Said:
         """What is added to the policy's loss."""
         config, metrics, terms = self.config, {}, torch.zeros_like(inputs.logprobs)
         if config.kl_coef > 0 and inputs.reference is not None:
             kl = ESTIMATORS[config.kl_estimator](inputs.logprobs, inputs.reference)
             metrics["reference_kl"] = kl.detach()
+            if config.kl_unbiased:
+                kl = importance_weighted(config.kl_estimator, inputs.logprobs, inputs.reference, inputs.behaviour)
             if config.kl_in == "loss":
-                scale = losses.exp_ratio(inputs.logprobs - old) if config.kl_unbiased else 1.0
-                terms = terms + config.kl_coef * kl * scale
+                terms = terms + config.kl_coef * kl
         if config.entropy_coef > 0:
             terms = terms - config.entropy_coef * inputs.entropies
             metrics["entropy_bonus"] = config.entropy_coef * inputs.entropies.detach()

@@ -39,6 +39,12 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(EXIT_USER_ERROR) from None
 
 
+def warn(message: str) -> None:
+    """Say what goes on all the same, but may be meant otherwise."""
+    typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
+    typer.echo(message, err=True)
+
+
 def _mendable() -> tuple[type[Exception], ...]:
     # Importing the recipe package costs more than most commands; where nobody has, nobody raised its error.
     recipe = sys.modules.get("relax_hpc.recipe")

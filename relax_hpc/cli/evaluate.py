@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.errors import friendly, warn
 from relax_hpc.cli.run import Sets, Site
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def evaluate(
             advance=lambda: progress.advance(task),
         )  # fmt: skip
     if done.seen:
-        typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
-        typer.echo(done.seen, err=True)
+        warn(done.seen)
     if as_json:
         typer.echo(json.dumps({"folder": str(done.folder), "step": done.step, **done.score.to_json()}, indent=1))
     else:

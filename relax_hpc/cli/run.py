@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from relax_hpc.cli.errors import fail, friendly
+from relax_hpc.cli.errors import fail, friendly, warn
 
 Sets = Annotated[
     list[str],
@@ -71,6 +71,8 @@ def run(
             )
             return
         console.print(f"[bold]{opened.run.root}[/bold]", soft_wrap=True)
+        for warning in opened.recipe.warnings:
+            warn(warning)
         outcome = run_here(opened, console)
     if outcome["outcome"] == "failed":
         fail(outcome["reason"])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.errors import friendly, warn
 from relax_hpc.cli.run import Sets, Site
 
 
@@ -31,6 +31,7 @@ def submit(
     """
     with friendly():
         from relax_hpc.launch.slurm import submit as slurm
+        from relax_hpc.recipe import load_recipe
 
         if dry_run:
             for kind, text in slurm.preview(target, sets, site=site).items():
@@ -40,6 +41,8 @@ def submit(
         for index, job in enumerate(jobs):
             waits = f", when {jobs[index - 1].job_id} has ended" if index and job.kind == "leader" else ""
             typer.echo(f"{job.job_id}  {job.kind}{waits}")
+        for warning in load_recipe(jobs[0].run.recipe).warnings:
+            warn(warning)
         typer.echo(f"sent {jobs[0].run.root}; watch it with: relax-hpc status {jobs[0].run.root}")
 
 

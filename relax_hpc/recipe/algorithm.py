@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union
 
@@ -18,7 +19,15 @@ REFILL = (
     "Batches of further prompts that a step may ask for, in place of groups that failed or that filters keep out (dynamic "
     "sampling, arXiv 2503.14476); after them it trains on what there is. 0 asks for none."
 )
+IN_LOSS_K2 = "How the KL is estimated at a token. Absent: k1 in the reward, where k1 alone has the KL's gradient; k2 in the loss."
+DUAL_CLIP = 3.0
+"""The bound of `dual_clip` where tokens may be stale; veRL has the same (clip_ratio_c)."""
 CLIP = "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]]."
+
+
+def _estimator(in_loss: str) -> Callable[[dict[str, Any]], str]:
+    """The default of `kl_estimator`, from where the KL is put."""
+    return lambda keys: "k1" if keys.get("kl_in") == "reward" else in_loss
 
 
 class Algorithm(Table):
@@ -73,14 +82,19 @@ class PolicyGradient(Algorithm):
     reference_refresh_steps: PositiveInt | None = Key(
         None, "Every so many training steps the policy becomes the reference; absent: that stays version 0."
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = Key("k3", "How the KL is estimated at a token.")
     kl_in: Literal["loss", "reward"] = Key(
         "loss",
         "`loss`: added to each token's loss. `reward`: taken from the reward, as the behaviour policy's KL (a sample's sum "
         "over its tokens; token by token where returns are).",
     )
+    kl_estimator: Literal["k1", "k2", "k3"] = Key(
+        decided=_estimator("k3"),
+        help="How the KL is estimated at a token. Absent: k1 in the reward, where k1 alone has the KL's gradient; k3 in the loss.",
+    )
     kl_unbiased: bool = Key(
-        False, "In the loss: times the importance ratio, so that the gradient is the KL's own (arXiv 2512.02556)."
+        False,
+        "In the loss: times the importance ratio against the policy that sampled, so that the gradient is the KL's own however old a "
+        "token is (arXiv 2512.02556).",
     )
     entropy_coef: float = Key(0.0, "Weight of the entropy bonus.", ge=0)
     teacher: Path | None = Key(
@@ -98,6 +112,21 @@ class PolicyGradient(Algorithm):
         "Off-policy sequence masking (arXiv 2512.02556): samples with a negative advantage whose mean of log behaviour - "
         "log current is above this stay out of the policy's loss; such as 1e-4.",
     )
+
+    @model_validator(mode="after")
+    def _gradient_of_the_kl(self) -> PolicyGradient:
+        said = f"algorithm.kl_estimator = '{self.kl_estimator}' with kl_in = '{self.kl_in}'"
+        if self.kl_coef > 0 and self.kl_in == "reward" and self.kl_estimator != "k1":
+            raise conflict(
+                f"{said}: what is taken from the reward is weighed with ∇ log π, which is the KL's gradient for k1 alone "
+                "(arXiv 2510.01555): set kl_estimator = 'k1', or kl_in = 'loss'"
+            )
+        if self.kl_coef > 0 and self.kl_in == "loss" and self.kl_estimator == "k1" and not self.kl_unbiased:
+            raise conflict(
+                f"{said}: its gradient is ∇ log π, which is 0 on average (arXiv 2510.01555): set kl_estimator to 'k2' or 'k3', or "
+                "kl_unbiased = true, or kl_in = 'reward'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shared(self) -> PolicyGradient:
@@ -153,7 +182,9 @@ class Clipped(Ratio):
 
     clip: tuple[float, float] = Key((0.2, 0.2), CLIP)
     dual_clip: float | None = Key(
-        None, "A loss is at most this times -advantage where the advantage is negative (arXiv 1912.09729); above 1."
+        None,
+        "A loss is at most this times -advantage where the advantage is negative (arXiv 1912.09729); above 1, or 0 for no such bound. "
+        f"Absent: {DUAL_CLIP} where async.max_staleness is above 0, else 0.",
     )
 
     @model_validator(mode="after")
@@ -162,9 +193,10 @@ class Clipped(Ratio):
             raise conflict(
                 f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0"
             )
-        if self.dual_clip is not None and self.dual_clip <= 1:
+        if self.dual_clip and self.dual_clip <= 1:
             raise conflict(
-                f"algorithm.dual_clip = {self.dual_clip} would bound ratios that have not moved: use more than 1, such as 3.0"
+                f"algorithm.dual_clip = {self.dual_clip} would bound ratios that have not moved: use more than 1, such as {DUAL_CLIP}, "
+                "or 0 for no bound"
             )
         return self
 
@@ -248,7 +280,7 @@ class ReinforcePlusPlus(Clipped):
     """REINFORCE++ (arXiv 2501.03262): returns of single tokens, whitened over all tokens of the step."""
 
     name: Literal["reinforce_plus_plus"] = Key("reinforce_plus_plus", "REINFORCE++, without groups.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Key("k1", "How the KL is estimated at a token.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Key(decided=_estimator("k2"), help=IN_LOSS_K2)
     kl_in: Literal["loss", "reward"] = Key(
         "reward",
         "`loss`: added to each token's loss. `reward`: taken from each token's reward, as the behaviour policy's KL.",
@@ -260,7 +292,7 @@ class ReinforcePlusPlusBaseline(Clipped, Grouped):
     """REINFORCE++ with baseline (arXiv 2501.03262): reward less the group's mean, whitened over the step; KL k2 in the loss."""
 
     name: Literal["reinforce_plus_plus_baseline"] = Key("reinforce_plus_plus_baseline", "REINFORCE++ on groups.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Key("k2", "How the KL is estimated at a token.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Key(decided=_estimator("k2"), help=IN_LOSS_K2)
 
 
 class Critic(Table):
@@ -287,7 +319,7 @@ class Ppo(Clipped):
     """PPO (arXiv 1707.06347): a critic's values, and generalised advantage estimation (arXiv 1506.02438) from them."""
 
     name: Literal["ppo"] = Key("ppo", "Proximal policy optimisation with a critic.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Key("k1", "How the KL is estimated at a token.")
+    kl_estimator: Literal["k1", "k2", "k3"] = Key(decided=_estimator("k2"), help=IN_LOSS_K2)
     kl_in: Literal["loss", "reward"] = Key(
         "reward",
         "`loss`: added to each token's loss. `reward`: taken from each token's reward, as the behaviour policy's KL.",

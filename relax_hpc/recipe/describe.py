@@ -147,7 +147,7 @@ def _constraint_texts(constraints: Sequence[Any]) -> list[str]:
 def _key_info(name: str, field: FieldInfo) -> KeyInfo:
     if field.is_required():
         default = None
-    elif field.default is None:
+    elif field.default is None or field.default_factory is not None:
         default = ""
     else:
         default = toml(field.default)

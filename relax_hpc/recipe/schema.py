@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from relax_hpc.recipe.algorithm import AnyAlgorithm, Grpo, PolicyGradient, Ppo, Rloo, Sft
+from relax_hpc.recipe.algorithm import DUAL_CLIP, AnyAlgorithm, Clipped, Grpo, PolicyGradient, Ppo, Ratio, Rloo, Sft
 from relax_hpc.recipe.critic import CriticRole, refuse_critic
 from relax_hpc.recipe.model import AnyModel, TinyModel
 from relax_hpc.recipe.parallel import misfit
@@ -249,6 +249,30 @@ class Recipe(Table):
         if self.slurm and self.trainer.device != "cpu":
             self.slurm.refuse_too_few_gpus(self.trainer.processes // self.trainer.nodes)
         return self
+
+    @model_validator(mode="after")
+    def _filled_in(self) -> Recipe:
+        """With the defaults that other tables decide."""
+        if not isinstance(self.algorithm, Clipped) or self.algorithm.dual_clip is not None:
+            return self
+        bound = DUAL_CLIP if self.async_.max_staleness else 0.0
+        return self.model_copy(update={"algorithm": self.algorithm.model_copy(update={"dual_clip": bound})})
+
+    @property
+    def warnings(self) -> list[str]:
+        """What is likely to be meant otherwise, for whoever starts a run."""
+        found, algorithm = [], self.algorithm
+        decoupled = (
+            isinstance(algorithm, Ratio) and algorithm.behaviour == "recomputed" and algorithm.correction is None
+        )
+        own = self.trainer.updates_per_step == 1 and "recomputed" not in self.scored
+        if decoupled and own and self.async_.max_staleness:
+            found.append(
+                "algorithm.behaviour = 'recomputed' with trainer.updates_per_step = 1 and no correction: every importance ratio is 1 by "
+                f"construction, so nothing accounts for tokens that are up to async.max_staleness = {self.async_.max_staleness} versions "
+                "old; add algorithm.correction = { name = \"tis\" }, or set behaviour = 'engine'"
+            )
+        return found
 
     def _batches_fit(self) -> None:
         groups, prompts = self.rollout.groups_per_order, self.trainer.prompts_per_step

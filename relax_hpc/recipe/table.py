@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
@@ -12,13 +13,21 @@ TAGS = ("name", "transport")
 
 
 def Key(
-    default: Any = ..., help: str = "", *, resume: bool = False, looked_up: bool = False, **constraints: Any
+    default: Any = ...,
+    help: str = "",
+    *,
+    resume: bool = False,
+    looked_up: bool = False,
+    decided: Callable[[dict[str, Any]], Any] | None = None,
+    **constraints: Any,
 ) -> Any:
     """A recipe key: its default, its sentence, and whether a resumed run may change it.
 
     `looked_up`: a path or FILE.py:NAME that must be there; a relative one is looked up beside the recipe first.
+    `decided`: the default, from the keys of the table that stand before this one.
     """
-    return Field(default, description=help, json_schema_extra={"resume": resume, "looked_up": looked_up}, **constraints)
+    made: dict[str, Any] = {"default": default} if decided is None else {"default_factory": decided}
+    return Field(**made, description=help, json_schema_extra={"resume": resume, "looked_up": looked_up}, **constraints)
 
 
 def conflict(message: str) -> PydanticCustomError:

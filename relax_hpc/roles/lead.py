@@ -98,6 +98,8 @@ class Lead:
         if not isinstance(self.intake, Replay):
             self.intake.begin(state)
         self.evaluations.resume()
+        for warning in self.recipe.warnings:
+            self.process.log.warning("%s", warning)
 
     def new_book(self) -> OrderBook:
         """A book with nothing asked for yet."""

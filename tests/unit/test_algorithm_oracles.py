@@ -203,8 +203,8 @@ def oracle(
                 loss = -a * lp
             else:
                 loss = -min(ratio * a, bounded(ratio, 1 - low, 1 + high) * a)
-                if "dual_clip" in c and a < 0:
-                    loss = -max(-loss, c["dual_clip"] * a)
+                if a < 0:  # 3: the default where tokens may be stale, which they may be in these recipes
+                    loss = -max(-loss, c.get("dual_clip", 3.0) * a)
             correction = c.get("correction", {"name": ""})
             if correction["name"] in ("tis", "icepop"):
                 w = math.exp(prox[t] - mu[t])

@@ -20,6 +20,7 @@ from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.kl import k1, k2, k3
 from relax_hpc.algorithms.losses import clipped_surrogate, clipped_value, sequence_log_ratio
 from relax_hpc.recipe.algorithm import (
+    Clipped,
     Dapo,
     DrGrpo,
     Grpo,
@@ -127,6 +128,35 @@ def test_the_clip_stops_the_gradient_on_its_own_side_only(ratio: float, advantag
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "reinforce_plus_plus", "ppo"])
+def test_no_token_far_away_has_more_than_a_few_times_its_share_of_the_gradient(name: str) -> None:
+    """Where tokens may be stale, whatever its ratio and the sign of its advantage."""
+    algorithm = make_algorithm(tiny.recipe(algorithm={"name": name}, **{"async": {"max_staleness": 1}}).algorithm)
+    far = torch.arange(-25, 26, 0.5, dtype=torch.float64)
+    for advantage in (1.0, -1.0):
+        logprobs = far.clone().requires_grad_()
+        loss, _ = algorithm.loss(inputs(logprobs, [1] * len(far), advantages=torch.full_like(far, advantage)))
+        near = logprobs.detach().abs() < 0.01
+        [gradient] = torch.autograd.grad(loss.sum(), [logprobs])
+        assert gradient[near].abs().min() > 0 and (gradient / gradient[near]).abs().max() <= 5.01
+
+
+def test_the_dual_clip_is_there_by_default_where_tokens_may_be_stale_and_only_there() -> None:
+    def bound(staleness: int, **algorithm: object) -> float | None:
+        made = tiny.recipe(algorithm=algorithm, **{"async": {"max_staleness": staleness}}).algorithm
+        assert isinstance(made, Clipped)
+        return made.dual_clip
+
+    assert [bound(s, **c) for s in (0, 1) for c in ({}, {"name": "ppo"}, {"dual_clip": 5.0}, {"dual_clip": 0.0})] == [
+        0.0, 0.0, 5.0, 0.0,
+        3.0, 3.0, 5.0, 0.0,
+    ]  # fmt: skip
+    far, down = torch.tensor([8.0]), torch.tensor([-1.0])
+    for config, expected in ((Grpo(), math.exp(8)), (Grpo(dual_clip=0.0), math.exp(8)), (Grpo(dual_clip=3.0), 3.0)):
+        loss, metrics = make_algorithm(config).loss(inputs(far, [1], advantages=down))
+        assert loss.item() == pytest.approx(expected) and ("clip_dual" in metrics) == (expected == 3.0)
+
+
 def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -> LossInputs:
     """Of a step that is one micro-batch; what is not given is 0."""
     zeros = torch.zeros_like(logprobs.detach())
@@ -140,8 +170,8 @@ def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -
     "config",
     [
         Grpo(kl_coef=0.3, dual_clip=2.0, aggregate="sequence"),
-        Grpo(kl_coef=0.3, kl_unbiased=True, kl_estimator="k2"),
-        DrGrpo(kl_coef=0.3, kl_estimator="k1"),
+        Grpo(kl_coef=0.3, kl_unbiased=True),
+        DrGrpo(kl_coef=0.3, kl_unbiased=True, kl_estimator="k1"),
         Dapo(entropy_coef=0.1),
         Gspo(clip=(0.5, 0.5)),
         Sapo(),
@@ -294,6 +324,27 @@ def test_metrics_say_what_a_correction_did() -> None:
     np.testing.assert_allclose(icepop["correction_weight"], [1, 0, 0, math.exp(0.1)])
     np.testing.assert_allclose(mis["correction_weight"], [1, 1, 1, math.exp(0.1)])  # e · 1/e of the second sample
     assert icepop["correction_masked"].tolist() == [0, 1, 1, 0] and not mis["correction_masked"].any()
+
+
+def test_a_geometric_mean_of_weights_has_a_narrow_band_of_its_own() -> None:
+    def weights(recomputed: float, **correction: object) -> torch.Tensor:
+        config = Grpo(behaviour="recomputed", correction={"name": "mis", **correction})
+        given = inputs(torch.zeros(100).double(), [100], recomputed=torch.full((100,), recomputed).double())
+        return make_algorithm(config).loss(given)[1]["correction_weight"]
+
+    geometric = {"weight": "geometric"}
+    assert weights(0.0005, **geometric).all() and not weights(0.002, **geometric).any()
+    assert not weights(-0.002, **geometric).any() and weights(-0.002, **geometric, low=0.9).all()
+    assert weights(0.002, **geometric, high=2).all() and weights(0.002).all()
+
+
+def test_weights_that_vanish_are_counted_and_those_that_are_masked_are_not() -> None:
+    recomputed = torch.cat([torch.full((100,), -0.1), torch.full((100,), 0.1), torch.zeros(100)]).double()
+    for name, vanished in (("mis", [1, 0, 0]), ("tis", [0, 0, 0]), ("icepop", [0, 0, 0])):
+        config = Grpo(behaviour="recomputed", correction={"name": name})
+        said = make_algorithm(config).loss(inputs(torch.zeros(300).double(), [100] * 3, recomputed=recomputed))[1]
+        assert said["correction_vanished"][::100].tolist() == vanished
+        assert name != "mis" or said["correction_masked"][::100].tolist() == [0, 1, 0]
 
 
 def test_estimators_approach_the_true_kl() -> None:

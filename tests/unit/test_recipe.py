@@ -135,6 +135,14 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("algorithm={name='cispo', clip=[1.1, 2]}", ["algorithm.clip = [1.1, 2.0]", "[0, 1]"]),
         ("algorithm={name='sapo', tau_positive=0}", ["algorithm.tau_positive = 0", "number > 0"]),
         ("algorithm.overlong=[9, 3]", ["algorithm.overlong = [9, 3]", "from < to"]),
+        (
+            "algorithm={kl_coef=1, kl_estimator='k1'}",
+            ["kl_estimator = 'k1' with kl_in = 'loss'", "set kl_estimator to 'k2' or 'k3'"],
+        ),
+        (
+            "algorithm={kl_coef=1, kl_estimator='k3', kl_in='reward'}",
+            ["kl_estimator = 'k3' with kl_in = 'reward'", "'k1', or kl_in = 'loss'"],
+        ),
         ("algorithm.kl_unbiased=true", ["kl_unbiased = true", "kl_coef = 0.0", "set kl_coef above 0"]),
         ("algorithm={correction={name='tis'}}", ["algorithm.correction = 'tis'", "set behaviour = 'recomputed'"]),
         (
@@ -336,6 +344,20 @@ def test_importing_it_does_not_import_torch(package: str) -> None:
     code = f"import relax_hpc.{package}, sys; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert ended.stdout == "False\n"
+
+
+def test_ratios_that_are_1_by_construction_are_warned_of(tiny: Path) -> None:
+    recomputed = "algorithm.behaviour=recomputed"
+    [warning] = load_recipe(tiny, [recomputed]).warnings
+    assert "every importance ratio is 1" in warning and "max_staleness = 1" in warning and "correction = {" in warning
+    for more in (
+        "async.max_staleness=0",
+        "trainer.updates_per_step=2",
+        "algorithm.correction={name='tis'}",
+        "scorer={scores=['recomputed']}",
+    ):
+        assert not load_recipe(tiny, [recomputed, more]).warnings
+    assert not load_recipe(tiny).warnings
 
 
 def test_docs_are_current() -> None:
