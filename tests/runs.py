@@ -117,7 +117,7 @@ def pid_of(run: RunDir, role: str) -> int | None:
 def audited(run: RunDir) -> Audit:
     """The audit of a run, which finds nothing wrong."""
     found = audit(run.root)
-    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], []), found
+    assert (found.lost, found.twice, found.torn, found.over_bound, found.mixed) == ([], [], [], [], []), found
     return found
 
 

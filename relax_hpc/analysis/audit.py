@@ -1,7 +1,8 @@
-"""The auditor: was every order trained exactly once? Counted from the samples that entered the loss, not from the ledger.
+"""The auditor: was every order trained exactly once, and every evaluation played by the version that it names? Counted from the
+samples that entered the loss, not from the ledger.
 
 metrics/trainer-0.trained.jsonl   which samples each incarnation put into the loss of which step
-shards                            which samples there are
+shards                            which samples there are, and which version made each token
 the newest checkpoint             which orders are still outstanding
 """
 
@@ -19,7 +20,7 @@ from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing, read_json
 from relax_hpc.spool.column import DamagedColumn, read_column
 from relax_hpc.spool.ledger import Entry, Ledger, Taken
-from relax_hpc.spool.orders import order_name
+from relax_hpc.spool.orders import evaluated_version, order_name
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 
@@ -40,6 +41,8 @@ class Audit:
     over_bound: list[str]
     """Orders with a token that was older than the bound when it was trained; steps, where older tokens are masked; groups that
     a step took once more and may not have."""
+    mixed: list[str]
+    """Evaluations with a token of another version than the one that they name, or whose orders were played by different weights."""
     mean_lengths: list[float]
     """Mean length in tokens of each trained group, in the order of training: kills must not bias it."""
 
@@ -57,7 +60,7 @@ def audit(path: str | Path) -> Audit:
     counts = Counter(
         f"{order}/{i}" for times in by_step.values() for order, indices in times[0].items() for i in indices
     )
-    found = Audit(state["step"], len(counts), lost=[], twice=[], torn=[], over_bound=[], mean_lengths=[])
+    found = Audit(state["step"], len(counts), lost=[], twice=[], torn=[], over_bound=[], mixed=[], mean_lengths=[])
     found.twice.extend(
         f"step {step}: replayed with other samples"
         for step, times in by_step.items()
@@ -85,7 +88,35 @@ def audit(path: str | Path) -> Audit:
             _look_at(run, taken, entry, counts, again, None if masked else state["max_staleness"], found)
     found.twice.extend(f"source {s}, prompt {i}, epoch {e}" for (s, i, e), count in drawn.items() if count > 1)
     found.lost.extend(_unsettled(state, settled, refilled))
+    _look_at_evaluations(run, found)
     return found
+
+
+def _look_at_evaluations(run: RunDir, found: Audit) -> None:
+    """Compare every evaluation's shards with the version that their names and the manifests say."""
+    weights: dict[tuple[int, int], set[str]] = {}
+    for path in sorted(run.evals.glob("*.h5")):
+        number, lineage = asked = evaluated_version(path.stem)
+        try:
+            with Shard(path) as shard:
+                shard.validate()
+                versions = {int(shard.meta["version"]), *shard.read("span_version").tolist()}
+                played = {(version, int(shard.meta["lineage"])) for version in versions}
+                checksum = shard.meta.get("weights")  # shards of older versions have none
+        except RunError as error:
+            found.torn.append(str(error))
+            continue
+        if played != {asked}:
+            found.mixed.append(f"{path.stem} was played by versions {sorted(played)} (number, lineage)")
+        if checksum is not None:
+            # There is none of versions before the oldest checkpoint.
+            manifest = read_json(run.weights / f"v{number:08d}.l{lineage}.json")
+            weights.setdefault(asked, {manifest["checksum"]} if manifest else set()).add(checksum)
+    found.mixed.extend(
+        f"version {number} (lineage {lineage}) was evaluated with weights {sorted(checksums)}"
+        for (number, lineage), checksums in weights.items()
+        if len(checksums) > 1
+    )
 
 
 def _settled_before(run: RunDir) -> set[str]:

@@ -107,7 +107,7 @@ def evaluate(
     begin(len(orders) - len(missing), len(orders))
     if missing:
         play(place, subject, recipe, missing, advance)
-    score = read_score(place, recipe, subject.step, [order.id for order in orders])
+    score = read_score(place, recipe, [order.id for order in orders])
     if missing:
         Telemetry(place, "trainer-0", 0).metrics("eval", **score.to_json())
     publish(

@@ -1,7 +1,12 @@
-"""Evaluations: orders on prompts that are never trained on, played by the rollout workers between orders, and their scores."""
+"""Evaluations: orders on prompts that are never trained on, played by the rollout workers between orders, and their scores.
+
+trainer: version 50 published, its files pinned ──► orders e000050-… ──► workers take version 50, whatever is the newest ──► shards
+         all shards there ──► score, files free again                     (a version of a later lineage: e000050l1-…)
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,48 +16,51 @@ from relax_hpc.analysis.scores import SourceScore, answers, score
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.source import labels
 from relax_hpc.run_dir import RunDir
-from relax_hpc.spool.orders import Order, order_seed
+from relax_hpc.spool.orders import Order, evaluated_version, evaluation_name, order_seed
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch
 from relax_hpc.telemetry import read_metrics
+from relax_hpc.weights import can_be_had
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
     """What a version reaches."""
 
-    asked: int
-    """The version that was asked for."""
     version: int
-    """The weights that really played it; a worker may have had newer ones than were asked for."""
+    lineage: int
     all: SourceScore
     sources: list[SourceScore]
 
     def to_json(self) -> dict[str, Any]:
         """For metrics: the score over all prompts, and that of each source."""
         whole = {key: value for key, value in self.all.to_json().items() if key not in ("source", "name")}
-        return {"asked": self.asked, "version": self.version, **whole, "sources": [s.to_json() for s in self.sources]}
+        return {
+            "version": self.version, "lineage": self.lineage, **whole, "sources": [s.to_json() for s in self.sources],
+        }  # fmt: skip
 
 
-def evaluation_orders(recipe: Recipe, prompts: Sequence[tuple[int, int]], version: int) -> list[Order]:
-    """The orders that evaluate `version` on `prompts`, (source, index) each; as many answers in one as training's orders have."""
+def evaluation_orders(
+    recipe: Recipe, prompts: Sequence[tuple[int, int]], version: int, lineage: int = 0
+) -> list[Order]:
+    """The orders that evaluate a version on `prompts`, (source, index) each; as many answers in one as training's orders have."""
     copies = recipe.evaluation.samples if recipe.evaluation else 1
     rows = max(1, recipe.rollout.groups_per_order * recipe.algorithm.group_size // copies)
-    names = [f"e{version:06d}-{k:03d}" for k in range(-(-len(prompts) // rows))]
+    # The answers of every lineage are drawn alike.
+    seed = lambda k: order_seed(recipe.run.seed, evaluation_name(version, 0, k))
     return [
-        Order(name, tuple(prompts[k * rows : (k + 1) * rows]), copies, order_seed(recipe.run.seed, name), version)
-        for k, name in enumerate(names)
+        Order(evaluation_name(version, lineage, k), tuple(prompts[k * rows : (k + 1) * rows]), copies, seed(k), version)
+        for k in range(-(-len(prompts) // rows))
     ]
 
 
-def read_score(run: RunDir, recipe: Recipe, version: int, orders: Sequence[str]) -> Score:
-    """The score of `version` from the shards of its orders."""
+def read_score(run: RunDir, recipe: Recipe, orders: Sequence[str]) -> Score:
+    """The score of the version that `orders` name, from their shards."""
     solved_at = recipe.evaluation.solved_at if recipe.evaluation else 1.0
     with ExitStack() as opened:
         shards = [opened.enter_context(Shard(run.shard(order))) for order in orders]
-        played = min(int(shard.meta["version"]) for shard in shards)
-        return Score(version, played, *score(answers(shards), labels(recipe.sources), solved_at))
+        return Score(*evaluated_version(orders[0]), *score(answers(shards), labels(recipe.sources), solved_at))
 
 
 @dataclass(slots=True)
@@ -64,17 +72,22 @@ class Evaluations:
     queue: Queue
     prompts: list[tuple[int, int]]
     """(source, index) of all that is evaluated."""
-    pending: dict[int, list[str]] = field(default_factory=dict)
+    pending: dict[tuple[int, int], list[str]] = field(default_factory=dict)
+    """(version, lineage) -> the orders of its evaluation, which is not complete."""
     watch: FolderWatch = field(init=False)
-    _asked: set[int] = field(default_factory=set)
+    _asked: set[tuple[int, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.watch = FolderWatch(self.run.evals)
 
-    def request(self, version: int) -> None:
-        """Ask for a score of `version` if one is due and was not asked for."""
-        if self.due(version) and version not in self._asked:
-            self._ask(version)
+    def request(self, version: int, lineage: int) -> None:
+        """Ask for a score of a version if one is due and was not asked for. The version must be pinned: see `needs`."""
+        if self.due(version) and (version, lineage) not in self._asked:
+            self._ask(version, lineage)
+
+    def needs(self, version: int) -> frozenset[int]:
+        """Versions whose weights are to be pinned when `version` is published: of what is pending, and this one if a score is due."""
+        return frozenset([number for number, _ in self.pending] + [version] * self.due(version))
 
     def due(self, version: int) -> bool:
         """Whether this version is to be scored."""
@@ -84,15 +97,27 @@ class Evaluations:
     def resume(self) -> None:
         """Wait again for the scores that a trainer before us asked for, and did not report."""
         records, _ = read_metrics(self.run.metrics / "trainer-0.jsonl")
-        reported = {r["asked"] for r in records if r["kind"] == "eval"}
-        orders = [i for i in (*self.queue.in_play(), *self.watch.names()) if i.startswith("e")]
-        for version in sorted({int(i[1:7]) for i in orders} - reported):
-            self._ask(version)
+        # Records of older versions say what was asked for and what played it, which was not always the same.
+        reported = {(r.get("asked", r["version"]), r.get("lineage", 0)) for r in records if r["kind"] == "eval"}
+        orders = {name.partition(".")[0] for name in (*self.queue.in_play(), *self.watch.names())}
+        for version, lineage in sorted({evaluated_version(i) for i in orders if i.startswith("e")} - reported):
+            self._ask_again(version, lineage)
 
-    def _ask(self, version: int) -> None:
-        self._asked.add(version)
-        orders = evaluation_orders(self.recipe, self.prompts, version)
-        self.pending[version] = [o.id for o in orders]
+    def _ask_again(self, version: int, lineage: int) -> None:
+        """Of what was asked for before: played by that very version or not at all."""
+        orders = evaluation_orders(self.recipe, self.prompts, version, lineage)
+        if all(self.run.shard(o.id).exists() for o in orders) or can_be_had(self.run, version, lineage):
+            self._ask(version, lineage)
+            return
+        self.queue.withdraw([o.id for o in orders])
+        logging.getLogger("trainer").warning(
+            "the evaluation of version %d (lineage %d) is given up: its weights are not on disk any more, or are damaged", version, lineage
+        )  # fmt: skip
+
+    def _ask(self, version: int, lineage: int) -> None:
+        self._asked.add((version, lineage))
+        orders = evaluation_orders(self.recipe, self.prompts, version, lineage)
+        self.pending[version, lineage] = [o.id for o in orders]
         in_play = self.queue.in_play()
         self.queue.put([o for o in orders if o.id not in in_play and not self.run.shard(o.id).exists()])
 
@@ -101,5 +126,5 @@ class Evaluations:
         if not self.pending:
             return
         names = self.watch.names()
-        for version in [v for v, orders in self.pending.items() if all(f"{o}.h5" in names for o in orders)]:
-            yield read_score(self.run, self.recipe, version, self.pending.pop(version))
+        for key in [key for key, orders in self.pending.items() if all(f"{o}.h5" in names for o in orders)]:
+            yield read_score(self.run, self.recipe, self.pending.pop(key))

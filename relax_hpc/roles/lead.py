@@ -125,7 +125,8 @@ class Lead:
         if not self.recipe.plays or (self.recipe.supervised and not self.is_taken(asked)):
             return
         version, alive = self.role.version, lambda: self.role.beat("publishing")
-        self.process.when_room(lambda: self.publisher.publish(version, export, alive), f"version {version}")
+        pinned = self.evaluations.needs(version)
+        self.process.when_room(lambda: self.publisher.publish(version, export, alive, pinned), f"version {version}")
 
     def is_taken(self, asked: bool) -> bool:
         """Of supervised fine-tuning: whether an evaluation takes these weights, and none still needs those that are there."""
@@ -165,9 +166,9 @@ class Lead:
         return self.make_room() or Word("wait")
 
     def would_overtake(self) -> bool:
-        """Whether the next step publishes what would take the place of a version that is still being scored. Only answers are
-        learned so fast: elsewhere the workers make what is trained on."""
-        behind = any(version <= self.role.step for version in self.evaluations.pending)
+        """Whether the next step publishes a version to be scored while another is being scored: each stays on disk until it is.
+        Only answers are learned so fast: elsewhere the workers make what is trained on."""
+        behind = any(version <= self.role.step for version, _ in self.evaluations.pending)
         return self.recipe.supervised and behind and self.evaluations.due(self.role.step + 1)
 
     def out_of_time(self) -> bool:
@@ -227,7 +228,7 @@ class Lead:
     def request_score(self) -> None:
         """Ask for a held-out score of this version, if one is due."""
         if self.role.debug is None:
-            self.evaluations.request(self.role.step)
+            self.evaluations.request(self.role.step, self.publisher.lineage)
 
     def report_scores(self) -> None:
         for score in self.evaluations.collect():
@@ -245,7 +246,7 @@ class Lead:
     def forget(self, oldest: int) -> None:
         """The oldest checkpoint is now that of step `oldest`: what only earlier steps replay may go."""
         self.remove_before(oldest)
-        self.publisher.forget(oldest)
+        self.publisher.forget(oldest, self.evaluations.needs(self.role.step))
 
     def remove_before(self, step: int) -> None:
         """Shards that only earlier steps replay may go, where they are this run's."""

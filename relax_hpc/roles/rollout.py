@@ -2,8 +2,8 @@
 
 open orders ────claim by rename─► this worker     loop:  claim ► sync ► play ► score ► claim …      (new weights are taken
 newest weights ──fetch, verify──► engine                                │        └► publish         with an order, or in
-                                                     half-played ◄──────┘                           mid-generation where
-                                               (async.partial) back to the open orders              async.late = "mask")
+ (an evaluation's: the version                       half-played ◄──────┘                           mid-generation where
+  that it names, no other)                     (async.partial) back to the open orders              async.late = "mask")
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from relax_hpc.roles.turn import Turn
 from relax_hpc.run_dir import RunError
 from relax_hpc.spool import parts
 from relax_hpc.spool.front import Front
+from relax_hpc.spool.orders import Order, evaluated_version
 from relax_hpc.spool.publisher import ShardPublisher
 from relax_hpc.spool.queue import Claim, Queue, end_claim
 from relax_hpc.spool.shard import encode
 from relax_hpc.spool.watch import SHARED_PAUSE_S, backoff
-from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver
+from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver, named
 
+GONE_S = 120.0
+"""How long an evaluation's version is looked for: a file system may show a folder a minute late."""
 ALOOF_S = 0.5
 """How long a worker waits before it says that it lives, while another one looks for orders."""
 
@@ -106,7 +109,7 @@ class RolloutWorker:
             self.turn.give()
 
     def wait_for_claim(self) -> tuple[Claim, float]:
-        """Wait for an order, and hold the newest weights for it; both and the seconds waited. Raises Stop when asked to stop.
+        """Wait for an order, and hold the weights for it; both and the seconds waited. Raises Stop when asked to stop.
 
         New versions are taken with an order, not before: a worker that has nothing to do would read them for nothing.
         """
@@ -116,7 +119,7 @@ class RolloutWorker:
             self.progress("idle" if self.held or self.turn else "syncing")
             self.report_published()
             if self.held is None and self.turn is None:
-                self.take_newest_or_again()
+                self.take_or_again()
             elif not self.lookout.looks():
                 if not self.lookout.called.wait(SHARED_PAUSE_S):  # nor is there anything open: who looks had left
                     self.give_turn()
@@ -139,48 +142,67 @@ class RolloutWorker:
         return backoff(last_s=SHARED_PAUSE_S, watchers=self.recipe.rollout.nodes, usual_s=self.usual_s)
 
     def catch_up(self, claim: Claim) -> None:
-        """Take the newest weights, which `claim` is to be played with; where they cannot be had, others get it."""
+        """Take the weights that `claim` is to be played with; where they cannot be had, others get it."""
         try:
-            self.wait_for_newest()
+            self.wait_for_weights(claim.order)
         except BaseException:
             self.queue.put_back(claim)
             raise
 
-    def wait_for_newest(self) -> None:
-        """Hold the newest weights, when they can be had. Raises Stop when asked to stop."""
+    def wait_for_weights(self, order: Order) -> None:
+        """Hold the weights for an order, when they can be had. Raises Stop when asked to stop, RunError where an evaluation's are gone."""
+        tried_s = 0.0
         for pause_s in backoff():
-            if self.take_turn() and self.take_newest_or_again():
-                return
+            if self.take_turn():
+                if self.take_or_again(order):
+                    return
+                tried_s += pause_s
+            if order.evaluates and tried_s > GONE_S:
+                raise RunError(
+                    f"evaluation {order.id} is to be played by version {order.batch}, whose weights are gone from "
+                    f"'{self.process.run.weights}'; resume with `relax-hpc run {self.process.run.root}`, which gives it up"
+                )
             self.give_turn()  # the trainer may have to publish them once more
             self.progress("syncing")
             time.sleep(pause_s)
 
-    def take_newest_or_again(self) -> bool:
-        """The same as take_newest, once more when the engine was lost and came back."""
+    def take_or_again(self, order: Order | None = None) -> bool:
+        """The same as `take`, once more when the engine was lost and came back."""
         try:
-            return self.take_newest()
+            return self.take(order)
         except EngineRestarted as error:
             self.report_restart(error)
-            return self.take_newest()
+            return self.take(order)
 
-    def take_newest(self) -> bool:
-        """Load the newest version unless it is held: verified whole before any of it is served. Whether it is held now."""
-        newest = self.receiver.newest()
-        if newest is None or newest == self.held:
-            return newest is not None
+    def version_for(self, order: Order | None) -> Version | None:
+        """The version that an order is to be played with; None when there is none yet."""
+        if order is None or not order.evaluates:
+            return self.receiver.newest()
+        try:
+            return named(self.process.run, *evaluated_version(order.id))
+        except WeightsError as error:
+            self.process.log.warning("%s", error)
+            return None
+
+    def take(self, order: Order | None = None) -> bool:
+        """Load the version for an order unless it is held: the one that an evaluation names, else the newest. It is verified whole before
+        any of it is served. Whether it is held now."""
+        version = self.version_for(order)
+        if version is None or version == self.held:
+            return version is not None
         began = time.perf_counter()
         try:
-            with self.receiver.fetch(newest, lambda: self.progress("syncing")) as tensors:
+            with self.receiver.fetch(version, lambda: self.progress("syncing")) as tensors:
                 beat = functools.partial(self.process.telemetry.beat, "syncing")
-                self.engine.load(newest.number, tensors, beat, tensors.files)
-            self.held = newest
+                self.engine.load(version.number, tensors, beat, tensors.files)
+            self.held = version
             return True
         except DamagedWeights as error:
             raise RunError(
                 f"{error}; resume with `relax-hpc run {self.process.run.root}`: the trainer publishes it again"
             ) from error
         except WeightsError as error:
-            # Retired while we looked, or damaged: what is held stays valid for its orders, the next look sees a newer one.
+            # Retired while we looked: what is held stays valid for its orders, the next look sees a newer one.
             self.process.log.warning("%s", error)
             return False
         finally:
@@ -209,11 +231,12 @@ class RolloutWorker:
             except HalfPlayed as played:
                 self.give_back(claim, played.part, time.perf_counter() - began)
                 return
+        refuse_other_weights(order, held, groups)
         score_s = self.player.scored_s - scored_s
         generate_s = time.perf_counter() - began - score_s
         swap_s, self.fetch_s = self.fetch_s, 0.0
         meta = {
-            "version": held.number, "lineage": held.lineage, "attempt": claim.ticket.attempt, "worker": self.workplace,
+            "version": held.number, "lineage": held.lineage, "weights": held.checksum, "attempt": claim.ticket.attempt, "worker": self.workplace,
             "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": generate_s,
             "aborts": claim.ticket.parts,
         }  # fmt: skip
@@ -260,7 +283,7 @@ class RolloutWorker:
 
     def episodes(self, claim: Claim, prompts: list[Prompt], part: Part | None) -> list[Group]:
         """The groups of an order. Raises HalfPlayed when it is to be given back."""
-        masks = self.recipe.async_.late == "mask" and not claim.order.evaluates  # an evaluation is of one version
+        masks = self.recipe.async_.late == "mask" and not claim.order.evaluates
         self.limits = Limits.of(self.recipe.async_.partial, claim.ticket.parts) if masks else Limits()
         self.swapping = masks and self.engine.swaps and not self.limits.at_publish
         try:
@@ -274,7 +297,7 @@ class RolloutWorker:
             return self.episodes(claim, prompts, part)
         except EngineRestarted as error:
             self.report_restart(error, order=claim.order.id)
-            self.wait_for_newest()
+            self.wait_for_weights(claim.order)
             return self.episodes(claim, prompts, part)
 
     def report_restart(self, error: EngineRestarted, **about: str) -> None:
@@ -291,7 +314,7 @@ class RolloutWorker:
         if self.process.stopping:
             raise Stop
         if self.swapping and state == "generating" and self.engine.version >= 0:  # else it is being started again
-            self.take_newest()
+            self.take()
 
     def has_enough(self) -> bool:
         """Whether the order that is played is to be given back half-played."""
@@ -323,6 +346,17 @@ class Limits:
             return cls(keeps=partial is not None)
         limit_s = float("inf") if partial.abort_after_s is None else partial.abort_after_s
         return cls(True, partial.abort_at_publish, time.monotonic() + limit_s)
+
+
+def refuse_other_weights(order: Order, held: Version, groups: Sequence[Group]) -> None:
+    """Raises RunError where an evaluation was played by another version than it names."""
+    versions = {version for group in groups for sample in group.samples for _, version in sample.spans}
+    made_by = {(held.number, held.lineage), *((version, held.lineage) for version in versions)}
+    if order.evaluates and made_by != {evaluated_version(order.id)}:
+        raise RunError(
+            f"evaluation {order.id} was played by versions {sorted(made_by)} (number, lineage), not by the one that it names: this is a "
+            "defect of relax_hpc, or somebody else changed the engine's weights; nothing of it was kept"
+        )
 
 
 def said_by_model(samples: Sequence[Sample]) -> int:

@@ -45,12 +45,12 @@ class Order:
 
     @property
     def batch(self) -> int:
-        """The step it was released for; the version that an evaluation asks for."""
+        """The step it was released for; the number of the version that an evaluation names."""
         return int(self.id[1:7])
 
     @property
     def evaluates(self) -> bool:
-        """Whether it is an evaluation: played with a temperature of its own, never trained on."""
+        """Whether it is an evaluation: played by the version that it names alone, with a temperature of its own, never trained on."""
         return self.id.startswith("e")
 
     def to_json(self) -> dict[str, Any]:
@@ -64,6 +64,17 @@ class Order:
 def order_name(batch: int, k: int) -> str:
     """Of the k-th order that was released for a batch."""
     return f"o{batch:06d}-{k:03d}"
+
+
+def evaluation_name(version: int, lineage: int, k: int) -> str:
+    """Of the k-th order that evaluates a version."""
+    return f"e{version:06d}{f'l{lineage}' if lineage else ''}-{k:03d}"
+
+
+def evaluated_version(order_id: str) -> tuple[int, int]:
+    """(number, lineage) of the version that an evaluation's order names."""
+    number, _, lineage = order_id[1:].partition("-")[0].partition("l")
+    return int(number), int(lineage or 0)
 
 
 def order_seed(run_seed: int, order_id: str) -> int:

@@ -33,9 +33,15 @@ class Ticket:
     order_id: str
     attempt: int
     version: int
-    """The oldest version it may start from while it is open; the version it was started with once it is claimed."""
+    """The oldest version it may start from while it is open; the version it was started with once it is claimed. An evaluation's
+    is always the one that it names."""
     parts: int = 0
     """How often it was given back half-played."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the order is an evaluation."""
+        return self.order_id.startswith("e")
 
     @property
     def name(self) -> str:
@@ -99,7 +105,7 @@ class Queue:
         """
         raised = False
         for name in os.listdir(self._run.open_orders):
-            if name.startswith((".", "e")) or (ticket := Ticket.parse(name)).version >= version:
+            if name.startswith(".") or (ticket := Ticket.parse(name)).evaluates or ticket.version >= version:
                 continue
             later = replace(ticket, version=version)
             raised |= _moved(self._run.open_orders / name, self._run.open_orders / later.name)
@@ -119,7 +125,7 @@ class Queue:
         return bool(self._open.names())
 
     def claim(self, worker: str, version: int) -> Claim | None:
-        """Claim the first order that weights `version` may start, evaluations first; None when there is none.
+        """Claim the first order that may be started where `version` is the newest, evaluations first; None when there is none.
 
         Raises FileNotFoundError when this worker counted as lost: its workplace is gone, only a new one can claim.
         """
@@ -128,7 +134,7 @@ class Queue:
         for ticket in tickets:
             if ticket.version > version:
                 continue
-            mine = replace(ticket, version=version)
+            mine = ticket if ticket.evaluates else replace(ticket, version=version)
             path = folder / mine.name
             if _moved(self._run.open_orders / ticket.name, path):
                 order = _read(path)

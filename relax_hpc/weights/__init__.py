@@ -14,6 +14,8 @@ from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.gloo import GlooMeeting
 from relax_hpc.weights.mpi import MpiMeeting
 from relax_hpc.weights.nccl import NcclMeeting
+from relax_hpc.weights.stored import can_be_had
+from relax_hpc.weights.versions import named
 
 __all__ = [
     "MEETINGS",
@@ -30,8 +32,10 @@ __all__ = [
     "Receiver",
     "Version",
     "WeightsError",
+    "can_be_had",
     "make_publisher",
     "make_receiver",
+    "named",
 ]
 
 MEETINGS: dict[str, Callable[..., Meeting]] = {"gloo": GlooMeeting, "mpi": MpiMeeting, "nccl": NcclMeeting}

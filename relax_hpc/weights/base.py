@@ -8,7 +8,7 @@ the incarnation's folder, whatever the transport). How its bytes travel is the t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,16 +61,21 @@ class Publisher(Protocol):
         """Of the version published last; until then, the oldest there can be."""
         ...
 
-    def publish(self, number: int, export: Export, progress: Progress = lambda: None) -> Version:
-        """Make version `number` the newest. Publishing the same bits again is no new version."""
+    def publish(
+        self, number: int, export: Export, progress: Progress = lambda: None, pinned: Collection[int] = ()
+    ) -> Version:
+        """Make version `number` the newest. Publishing the same bits again is no new version.
+
+        pinned: versions that stay on disk, this one too if it is among them, until a publication does not name them.
+        """
         ...
 
     def wanted(self) -> bool:
         """Whether somebody needs the newest version once more, on disk: publish it again. Cheap, to be asked often."""
         ...
 
-    def forget(self, oldest_step: int) -> None:
-        """Versions before the oldest restorable checkpoint are compared with no more."""
+    def forget(self, oldest_step: int, pinned: Collection[int] = ()) -> None:
+        """Versions before the oldest restorable checkpoint are compared with no more, but for the pinned ones."""
         ...
 
     def close(self) -> None: ...

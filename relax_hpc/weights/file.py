@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,23 +53,27 @@ class FilePublisher:
     def lineage(self) -> int:
         return self._versions.lineage
 
-    def publish(self, number: int, export: Export, progress: Progress = lambda: None) -> Version:
+    def publish(
+        self, number: int, export: Export, progress: Progress = lambda: None, pinned: Collection[int] = ()
+    ) -> Version:
         """Make version `number` the newest, unless the same bits were published before. Raises FileNotFoundError if fenced."""
         asked, published = self._asks.names(), self._versions.find(number)
         if published and checksum(digest(export(), self._bucket_bytes, progress)) == published.version.checksum:
-            self._repair(published.version, export, progress)
+            self._repair(published.version, export, progress, number in pinned)
             version = self._versions.catch_up(published)
         else:
             version = self._bring(number, export, published, progress)
-            self._retire(number)
+            if number in pinned and not tensors_path(self._run, version).exists():  # it was broadcast
+                self._write(version, export, progress)
+            self._retire(number, pinned)
         self._answer(asked)
         return version
 
     def wanted(self) -> bool:
         return bool(self._asks.names())
 
-    def forget(self, oldest_step: int) -> None:
-        self._versions.forget(oldest_step)
+    def forget(self, oldest_step: int, pinned: Collection[int] = ()) -> None:
+        self._versions.forget(oldest_step, pinned)
 
     def close(self) -> None:
         """The run goes on elsewhere, or not at all: this node's memory is free again."""
@@ -91,8 +95,8 @@ class FilePublisher:
             raise AssertionError(f"version {version.number} was exported twice, with different bits")
         self._name(staged, version)
 
-    def _repair(self, published: Version, export: Export, progress: Progress) -> None:
-        """Write the newest version's tensors where they are missing or damaged; at the restart that a damage leads to."""
+    def _repair(self, published: Version, export: Export, progress: Progress, pinned: bool) -> None:
+        """Write the tensors of the newest version, or of a pinned one, where they are missing or damaged; at the restart that a damage leads to."""
         newest, there = latest(self._run), tensors_path(self._run, published).exists()
         if there and not self._checked:
             try:
@@ -100,7 +104,7 @@ class FilePublisher:
             except WeightsError:
                 there = False
         self._checked = True
-        if not there and (newest is None or newest == published):
+        if not there and (newest is None or newest == published or pinned):
             self._write(published, export, progress)
 
     def _base(self) -> Version | None:
@@ -148,10 +152,10 @@ class FilePublisher:
         finally:
             staged.remove()
 
-    def _retire(self, newest: int) -> None:
+    def _retire(self, newest: int, pinned: Collection[int]) -> None:
         """Remove tensors that no receiver takes any more: neither for themselves nor as the base of a change."""
         there = self._versions.on_disk()
-        kept = [path for path in there if number_of(path) > newest - KEPT_FILES]
+        kept = [path for path in there if number_of(path) > newest - KEPT_FILES or number_of(path) in pinned]
         if len(kept) == len(there):
             return
         needed = {path.name for path in kept} | {name for path in kept for name in bases(path)}
@@ -202,12 +206,14 @@ class FileReceiver:
         expected(self._run, version)
         if not tensors_path(self._run, version).exists():
             raise self._missing(version)
-        yield Fetched(read(self._run, version, self._copies, progress).items(), files(self._run, version, self._copies))
+        # An older version, which an evaluation names, would push the copy out that the next change is against.
+        copies = self._copies if version == self.newest() else None
+        yield Fetched(read(self._run, version, copies, progress).items(), files(self._run, version, copies))
 
     def _missing(self, version: Version) -> WeightsError:
         """A version that is not on disk; the newest one is asked for."""
         if version != latest(self._run):
-            return WeightsError(f"version {version.number} was retired: take the newest one")
+            return WeightsError(f"version {version.number} (lineage {version.lineage}) is not on disk: it was retired")
         asks = self._run.weights / "wanted"
         asks.mkdir(exist_ok=True)
         (asks / name_of(version)).touch()

@@ -33,7 +33,7 @@ from relax_hpc.weights.parts import (
     read_parts,
     verify,
 )
-from relax_hpc.weights.versions import expected, name_of, number_of, tensors_path
+from relax_hpc.weights.versions import expected, name_of, named, number_of, tensors_path
 
 KEPT_COPIES = 2
 """On a node: the newest, and the one that the next change is against. Whoever maps an older one keeps its memory."""
@@ -104,6 +104,15 @@ def read(
     with copies.lock(progress):
         held = copies.verified(version, contents, progress)  # somebody copied it while we waited
         return _copied(run, version, contents, copies, progress) if held is None else held
+
+
+def can_be_had(run: RunDir, number: int, lineage: int) -> bool:
+    """Whether a version's tensors are on the shared disk, and are what its manifest says: all of them are read."""
+    try:
+        read(run, named(run, number, lineage), None)
+    except WeightsError:
+        return False
+    return True
 
 
 def files(run: RunDir, version: Version, copies: NodeCopies | None) -> tuple[Path, ...]:

@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,10 +97,10 @@ class Versions:
         """The folders of versions, oldest first."""
         return sorted(self.run.weights.glob("v????????.l*.i*"), key=number_of)
 
-    def forget(self, oldest_step: int) -> None:
-        """Manifests of versions before the oldest restorable checkpoint are compared with no more."""
+    def forget(self, oldest_step: int, pinned: Collection[int]) -> None:
+        """Manifests of versions before the oldest restorable checkpoint are compared with no more, but for the pinned ones."""
         for path in self.run.weights.glob("v*.json"):
-            if number_of(path) < oldest_step:
+            if number_of(path) < oldest_step and number_of(path) not in pinned:
                 self.remove(path)
 
 
@@ -129,20 +130,30 @@ def manifest(run: RunDir, number: int, lineage: int) -> Manifest | None:
         raise DamagedWeights(f"the manifest '{path}' is damaged: {error!r}: refused") from error
 
 
+def named(run: RunDir, number: int, lineage: int) -> Version:
+    """The full name of a published version. Raises WeightsError where there is no such version."""
+    return _known(run, number, lineage).version
+
+
 def expected(run: RunDir, version: Version) -> Contents:
     """What `version` must hold. Raises WeightsError when there is no such version."""
-    found = manifest(run, version.number, version.lineage)
-    if found is None:
-        raise WeightsError(
-            f"version {version.number} (lineage {version.lineage}) has no manifest: it was never published, or is older "
-            "than every checkpoint"
-        )
+    found = _known(run, version.number, version.lineage)
     if found.version != version or checksum(found.contents) != version.checksum:
         raise DamagedWeights(
             f"version {version.number} (lineage {version.lineage}) has checksum {checksum(found.contents)} in its manifest, "
             f"{version.checksum} is asked for: refused"
         )
     return found.contents
+
+
+def _known(run: RunDir, number: int, lineage: int) -> Manifest:
+    """A version's manifest. Raises WeightsError when there is none."""
+    found = manifest(run, number, lineage)
+    if found is None:
+        raise WeightsError(
+            f"version {number} (lineage {lineage}) has no manifest: it was never published, or is older than every checkpoint"
+        )
+    return found
 
 
 def latest(run: RunDir) -> Version | None:

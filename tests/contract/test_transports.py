@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from relax_hpc.weights import (
     Receiver,
     Version,
     WeightsError,
+    can_be_had,
 )
 from relax_hpc.weights.versions import tensors_path
 from tests.runs import wait_for
@@ -73,10 +74,10 @@ class Remembering:
     def __init__(self, publisher: Publisher, settle: Callable[[Publisher], None]) -> None:
         self.publisher, self.settle = publisher, settle
 
-    def publish(self, number: int, seed: int | None = None) -> Version:
+    def publish(self, number: int, seed: int | None = None, pinned: Collection[int] = ()) -> Version:
         self.number, self.given = number, weights(number if seed is None else seed)
         self.settle(self.publisher)
-        return self.publisher.publish(number, self.given.items)
+        return self.publisher.publish(number, self.given.items, pinned=pinned)
 
     def look(self) -> None:
         """What it does all the time between two steps."""
@@ -384,6 +385,26 @@ def test_file_cut_to_nothing_is_refused(transport: Transport) -> None:
     path.write_bytes(b"")
     with pytest.raises(WeightsError, match="checksum"):
         fetch(transport, version)
+
+
+def test_pinned_versions_can_be_had_after_any_number_of_others_and_no_longer(transport: Transport) -> None:
+    """An evaluation's version, for who may just have come. Manifests stay with them, whatever checkpoints there are."""
+    publisher = transport.trainer(1)
+    pinned = [publisher.publish(n, pinned=[1, 4]) for n in range(9)][1:5:3]
+    publisher.publisher.forget(7, pinned=[1, 4])
+    for version in pinned:
+        assert can_be_had(transport.run, version.number, version.lineage)
+        assert_bits(fetch(transport, version), weights(version.number))
+    publisher.publish(9, pinned=[4])
+    publisher.publish(10, pinned=[4])
+    assert not can_be_had(transport.run, 1, 0) and can_be_had(transport.run, 4, 0)
+    with pytest.raises(WeightsError):
+        fetch(transport, pinned[0])
+    (part,) = transport.run.weights.glob("v00000004.*/part-0000.safetensors")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    assert not can_be_had(transport.run, 4, 0), "damaged"
 
 
 @pytest.mark.parametrize("transport", FILES, indirect=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from relax_hpc.algorithms.filters import make_filters, zero_std
 from relax_hpc.analysis.audit import audit
@@ -28,6 +29,7 @@ from relax_hpc.spool.orders import Order, OrderBook
 from relax_hpc.spool.queue import Queue, publish_shard
 from relax_hpc.spool.shard import encode
 from relax_hpc.telemetry import Telemetry
+from relax_hpc.weights import FilePublisher
 from tests import tiny
 from tests.unit.test_orders import Counting
 
@@ -124,8 +126,10 @@ def image(order: str, version: int, flat: bool = False) -> Any:
     return encode(order, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), samples)], {"version": version})
 
 
-def sample_of_version_0() -> Sample:
-    return Sample(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, 0)], Finish.STOP)
+def sample(version: int = 0) -> Sample:
+    return Sample(
+        np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, version)], Finish.STOP
+    )
 
 
 def in_play(run: RunDir) -> set[str]:
@@ -355,18 +359,44 @@ def evaluations(run: RunDir) -> Evaluations:
 def test_a_score_is_asked_for_once_and_told_once(run: RunDir) -> None:
     asked = evaluations(run)
     for version in (0, 0, 1):
-        asked.request(version)
+        asked.request(version, 0)
     assert in_play(run) == {"e000000-000", "e000000-001"}
-    assert list(asked.collect()) == []
+    assert list(asked.collect()) == [] and asked.needs(1) == {0} and asked.needs(2) == {0, 2}
     play(run, 1)
     (score,) = asked.collect()
-    assert (score.version, score.all.prompts, score.all.failed) == (1, 2, 0)
-    asked.request(0)
-    assert list(asked.collect()) == [] and asked.pending == {} and in_play(run) == set()
+    assert (score.version, score.lineage, score.all.prompts, score.all.failed) == (0, 0, 2, 0)
+    asked.request(0, 0)
+    assert list(asked.collect()) == [] and asked.pending == {} and in_play(run) == set() == asked.needs(1)
+
+
+def test_a_version_of_another_lineage_is_evaluated_by_itself_and_drawn_alike(run: RunDir) -> None:
+    asked = evaluations(run)
+    asked.request(2, 0)
+    asked.request(2, 1)
+    assert in_play(run) == {"e000002-000", "e000002-001", "e000002l1-000", "e000002l1-001"}
+    orders = {name.partition(".")[0]: read_json(run.open_orders / name) for name in os.listdir(run.open_orders)}
+    assert orders["e000002-001"]["seed"] == orders["e000002l1-001"]["seed"] != orders["e000002-000"]["seed"]
+    play(run, 2)
+    assert {(score.version, score.lineage) for score in asked.collect()} == {(2, 0), (2, 1)}
+
+
+def test_an_evaluation_whose_weights_are_gone_is_given_up_by_the_successor(
+    run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluations(run).request(2, 0)
+    play(run, 2, count=1)
+    successor = evaluations(run)
+    successor.resume()
+    assert in_play(run) == set() and successor.pending == {}
+    assert "the evaluation of version 2 (lineage 0) is given up: its weights are not on disk" in caplog.text
+    successor.request(2, 0)
+    assert in_play(run) == {"e000002-001"}, "published again, it can be played after all"
 
 
 def test_a_score_that_an_earlier_trainer_asked_for_is_waited_for(run: RunDir) -> None:
-    evaluations(run).request(2)
+    (via := run.lease / "000001").mkdir()
+    FilePublisher(run, via, 1).publish(2, lambda: [("w", torch.zeros(2))])
+    evaluations(run).request(2, 0)
     play(run, 2, count=1)
     successor = evaluations(run)
     successor.resume()
@@ -377,13 +407,13 @@ def test_a_score_that_an_earlier_trainer_asked_for_is_waited_for(run: RunDir) ->
 
 
 def test_a_score_that_was_complete_but_not_told_is_told_by_the_successor(run: RunDir) -> None:
-    evaluations(run).request(2)
+    evaluations(run).request(2, 0)
     play(run, 2)
     successor = evaluations(run)
     successor.resume()
     (score,) = successor.collect()
-    assert score.asked == 2
-    Telemetry(run, "trainer-0", 0).metrics("eval", asked=2)
+    assert score.version == 2
+    Telemetry(run, "trainer-0", 0).metrics("eval", version=2, lineage=0)
     third = evaluations(run)
     third.resume()
     assert list(third.collect()) == [] and in_play(run) == set()
@@ -421,7 +451,7 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     run.identity.write_bytes(to_json({"id": "test"}))
     run.recipe.write_text(dump_recipe(role.recipe))
     found = audit(run.root)
-    assert (found.lost, found.twice, found.torn, found.over_bound) == ([], [], [], [])
+    assert (found.lost, found.twice, found.torn, found.over_bound, found.mixed) == ([], [], [], [], [])
     path = run.ledger_entry(5)
     entry = Ledger(run).find(5)
     assert entry is not None
@@ -433,16 +463,27 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     assert entry is not None
     path.write_bytes(to_json(dataclasses.replace(entry, again={}).to_json()))
     assert audit(run.root).twice == ["o000001-000/0", "o000001-000/1"]
+    for name, version, weights in (("e000002-000", 2, "a"), ("e000002-001", 3, "a"), ("e000004l1-000", 4, "b")):
+        group = Group(Prompt(0, 0, "", np.zeros(1, np.int32)), [sample(version)])
+        publish(
+            run.shard(name), encode(name, [group], {"version": 2, "lineage": int("l1" in name), "weights": weights})
+        )
+    publish(run.weights / "v00000002.l0.json", to_json({"checksum": "c"}))
+    assert audit(run.root).mixed == [
+        "e000002-001 was played by versions [(2, 0), (3, 0)] (number, lineage)",
+        "e000004l1-000 was played by versions [(2, 1), (4, 1)] (number, lineage)",
+        "version 2 (lineage 0) was evaluated with weights ['a', 'c']",
+    ]
 
 
 def test_an_entry_says_how_many_samples_of_each_source_were_solved(run: RunDir) -> None:
     trainer = Trainer(run, 1, solved_at=1.0)
     assert trainer.entry() is None
-    queue, sample = Queue(run), sample_of_version_0()
+    queue = Queue(run)
     claims = [queue.claim(WORKER, 0) for _ in range(2)]
     for claim, source, rewards in zip(claims, (3, 0), ((1.0, 1.0), (0.5, 1.5)), strict=True):
         assert claim is not None
-        samples = [dataclasses.replace(sample, raw_reward=reward) for reward in rewards]
+        samples = [dataclasses.replace(sample(), raw_reward=reward) for reward in rewards]
         groups = [
             Group(Prompt(source, 0, "x", np.arange(2, dtype=np.int32), "1"), samples, reason)
             for reason in ("", "failed")

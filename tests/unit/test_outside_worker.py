@@ -88,6 +88,21 @@ def test_it_plays_what_its_version_may_start_and_leaves_with_the_run(run: RunDir
     assert (read_beat(run, agent.stem) or {})["state"] == "gone"
 
 
+def test_it_plays_an_evaluation_by_the_version_that_it_names(run: RunDir) -> None:
+    publisher = FilePublisher(run, run.lease / "000001", 1)
+    for number in range(VERSION + 1, VERSION + 6):
+        given = {"w": torch.full((2,), float(number))}
+        publisher.publish(number, given.items, pinned=[VERSION])
+    Queue(run).put([Order(f"e{VERSION:06d}-000", ((0, 7),), 1, 1, VERSION)])
+    thread = start(run, lambda order, number, alive: groups(order, number), {})
+    wait_for(lambda: run.shard(f"e{VERSION:06d}-000").exists() and run.shard("o000004-000").exists())
+    end(run)
+    thread.join(30)
+    for order, version in ((f"e{VERSION:06d}-000", VERSION), ("o000004-000", VERSION + 5)):
+        with Shard(run.shard(order)) as shard:
+            assert (shard.first_version, shard.meta["version"]) == (version, version)
+
+
 def test_what_it_holds_is_given_back_when_it_falls_silent(run: RunDir) -> None:
     held, done = threading.Event(), threading.Event()
 

@@ -69,7 +69,7 @@ def test_an_order_is_claimed_whole_evaluations_first_then_in_order(queue: Queue)
     queue.put([order(1), order(0), order(5, kind="e", batch=9)])
     claims = [queue.claim("a", 3) for _ in range(4)]
     assert [c.order for c in claims if c] == [order(5, kind="e", batch=9), order(0), order(1)]
-    assert claims[0] is not None and claims[0].ticket == Ticket("e000009-005", 0, 3)
+    assert claims[0] is not None and claims[0].ticket == Ticket("e000009-005", 0, 0)
 
 
 def test_older_weights_than_asked_for_claim_nothing(queue: Queue) -> None:
