@@ -123,6 +123,8 @@ class Rollouts:
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """[T] each, of the tokens in the loss: other policies' logprobs by policy ("reference", "recomputed", "teacher"), a critic's
     "values"."""
+    too_old: NDArray[np.uint8] | None = None
+    """[T] 1 on tokens that the model generated and that are out of the loss for their age alone."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -132,8 +134,15 @@ class Rollouts:
         lengths: NDArray[np.int64] = np.diff(self.offsets) + np.diff(self.prompt_offsets)
         return lengths
 
+    def generated(self) -> NDArray[np.int64]:
+        """[N] tokens that the model generated, also those that are too old for the loss; observations are none."""
+        own = self.loss_mask if self.too_old is None else self.loss_mask | self.too_old
+        counted = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
+        found: NDArray[np.int64] = counted[self.offsets[1:]] - counted[self.offsets[:-1]]
+        return found
+
 
 def mask_old(rollouts: Rollouts, oldest: int) -> tuple[Rollouts, int]:
     """`rollouts` without the tokens of versions before `oldest` in the loss, and how many those are."""
     out = (rollouts.versions < oldest) & (rollouts.loss_mask == 1)
-    return replace(rollouts, loss_mask=rollouts.loss_mask * ~out), int(out.sum())
+    return replace(rollouts, loss_mask=rollouts.loss_mask * ~out, too_old=out.astype(np.uint8)), int(out.sum())

@@ -100,8 +100,11 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 
 
 def overlong_penalty(rollouts: Rollouts, begin: int, end: int) -> Tensor:
-    """[N] 0 up to `begin` tokens, rising to 1 at `end` (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13)."""
-    lengths = torch.from_numpy(np.diff(rollouts.offsets)).double()
+    """[N] 0 up to `begin` tokens, rising to 1 at `end` (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13).
+
+    Tokens are those that the model generated: how long an environment's observations are is not its doing.
+    """
+    lengths = torch.from_numpy(rollouts.generated()).double()
     return ((lengths - begin) / (end - begin)).clamp(0, 1)
 
 

@@ -13,21 +13,39 @@ Filter = Callable[[Group], str | None]
 """filter(group) -> why the group is kept out of training, or None."""
 
 
-def zero_std(group: Group) -> str | None:
-    """Every sample has the same reward, so that every group-relative advantage is 0 (DAPO, arXiv 2503.14476, section 3.2)."""
-    rewards = {sample.reward for sample in group.samples}
-    if len(rewards) > 1:
+ZERO_STD = "zero_std"
+
+
+def zero_std(group: Group, column: str = "reward") -> str | None:
+    """Every sample has the same reward, so that every group-relative advantage is 0 (DAPO, arXiv 2503.14476, section 3.2).
+
+    column: `raw_reward`, or a number that rewards or the environment added, in the place of the whole reward; samples without it count for
+    nothing. Raises RunError where all are.
+    """
+    numbers = [{"reward": s.reward, "raw_reward": s.raw_reward, **s.extra} for s in group.samples]
+    values = {own[column] for own in numbers if column in own}
+    if len(values) > 1:
         return None
-    return f"all {len(group.samples)} rewards are {rewards.pop()}" if rewards else "no samples"
+    if numbers and not values:
+        raise RunError(
+            f"filter '{ZERO_STD}:{column}': no sample of source {group.prompt.source}, prompt {group.prompt.index} has a '{column}', they have "
+            f"{sorted(set().union(*numbers))}: name one of those, in a new run or with `relax-hpc run RUN_DIR --fork NAME --set algorithm.filters=…`"
+        )
+    what = "rewards" if column == "reward" else f"values of '{column}'"
+    return f"all {len(numbers)} {what} are {values.pop()}" if values else "no samples"
 
 
-BUILTIN: dict[str, Filter] = {"zero_std": zero_std}
+BUILTIN: dict[str, Filter] = {ZERO_STD: zero_std}
 
 
 def make_filters(names: Sequence[str]) -> list[Filter]:
     """The recipe's filters, in its order. Raises RegistryError for one that is unknown or takes other arguments."""
     filters: list[Filter] = []
     for name in names:
+        builtin, colon, column = name.partition(":")
+        if builtin == ZERO_STD and colon:
+            filters.append(functools.partial(zero_std, column=column))
+            continue
         function = resolve("filter", name, BUILTIN)
         check_call("filter", name, function, "group")
         filters.append(function if name in BUILTIN else functools.partial(_own, name, function))

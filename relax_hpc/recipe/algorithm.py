@@ -11,6 +11,10 @@ from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 from relax_hpc.recipe.correction import AnyCorrection
 from relax_hpc.recipe.table import Key, Table, conflict, named
 
+FILTERS = (
+    "Groups kept out of training: 'zero_std', whose rewards are all the same ('zero_std:COLUMN': whose raw_reward, or a number that rewards or the "
+    "environment added), or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None."
+)
 AGGREGATE = (
     "What the loss is a mean of: `token`, all tokens of the step; `sequence`, each sample's mean over its tokens; "
     "`constant`, each sample's sum over rollout.max_new_tokens · max_turns."
@@ -36,7 +40,7 @@ class Algorithm(Table):
     group_size: PositiveInt = Key(8, "Samples drawn for each prompt.")
     filters: list[str] = Key(
         [],
-        "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
+        FILTERS,
         looked_up=True,
     )
     refill: int = Key(0, REFILL, ge=0)
@@ -61,9 +65,10 @@ class Algorithm(Table):
 
     @model_validator(mode="after")
     def _filters(self) -> Algorithm:
-        if self.group_size == 1 and "zero_std" in self.filters:
+        alike = [name for name in self.filters if name.partition(":")[0] == "zero_std"]
+        if self.group_size == 1 and alike:
             raise conflict(
-                "algorithm.filters: 'zero_std' keeps every group of one sample out of training, but "
+                f"algorithm.filters: '{alike[0]}' keeps every group of one sample out of training, but "
                 "algorithm.group_size = 1: raise it or leave the filter out"
             )
         return self
@@ -75,7 +80,7 @@ class PolicyGradient(Algorithm):
     aggregate: Literal["token", "sequence", "constant"] = Key("token", AGGREGATE)
     overlong: tuple[int, PositiveInt] | None = Key(
         None,
-        "[from, to] tokens of an answer over which a penalty on its reward rises from 0 to 1 (soft overlong punishment, "
+        "[from, to] tokens that the model generates for an answer (observations do not count) over which a penalty on its reward rises from 0 to 1 (soft overlong punishment, "
         "arXiv 2503.14476); DAPO's is [max_new_tokens - 4096, max_new_tokens].",
     )
     kl_coef: float = Key(0.0, "Weight of the KL to the reference (version 0); 0 holds no reference.", ge=0)
@@ -222,7 +227,7 @@ class Dapo(Clipped, Grouped):
     name: Literal["dapo"] = Key("dapo", "Decoupled clip and dynamic sampling policy optimisation.")
     filters: list[str] = Key(
         ["zero_std"],
-        "Groups kept out of training: 'zero_std' or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None.",
+        FILTERS,
         looked_up=True,
     )
     refill: int = Key(3, REFILL, ge=0)

@@ -73,7 +73,8 @@ class Entry:
         learned = tuple((int(s), int(i), int(e)) for s, i, e in value.get("learned", ()))
         # Older versions wrote whatever a filter of the user's returned.
         filtered = {
-            name: r if isinstance(r, str) else f"a filter returned {r!r}" for name, r in value.get("filtered", {}).items()
+            name: r if isinstance(r, str) else f"a filter returned {r!r}"
+            for name, r in value.get("filtered", {}).items()
         }
         return cls(**{**value, "take": take, "filtered": filtered, "dropped": dropped, "learned": learned})
 

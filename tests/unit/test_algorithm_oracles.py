@@ -110,7 +110,7 @@ def oracle_estimates(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]:
     for i in range(len(rollouts)):
         if "overlong" in c:
             begin, end = c["overlong"]
-            length = int(rollouts.offsets[i + 1] - rollouts.offsets[i])
+            length = len(tokens[i])  # of the model's own
             rewards[i] += 0 if length <= begin else -1 if length > end else (begin - length) / (end - begin)
     penalty = {t: 0.0 for ts in tokens.values() for t in ts}
     in_reward = c.get("kl_in", "reward" if c["name"] in TOKEN_REWARDS else "loss") == "reward"
@@ -344,8 +344,7 @@ def test_the_critics_loss_and_gradient_are_the_papers_under_every_split(name: st
             t: c.get("kl_coef", 0.0) * (float(rollouts.logprobs[t]) - float(rollouts.columns["reference"][t]))
             for t in ts
         }
-        length = int(rollouts.offsets[i + 1] - rollouts.offsets[i])
-        overlong = min(1.0, max(0.0, (length - 4) / 8)) if "overlong" in c else 0.0
+        overlong = min(1.0, max(0.0, (len(ts) - 4) / 8)) if "overlong" in c else 0.0
         earned = {t: -penalty[t] + (float(rollouts.rewards[i]) - overlong if t == ts[-1] else 0.0) for t in ts}
         returns |= {t: a + old[t] for t, a in gae_oracle(c, ts, earned, old, 0.9).items()}
     count = len(returns)

@@ -34,7 +34,7 @@ from relax_hpc.recipe.algorithm import (
     Rloo,
     Sapo,
 )
-from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.records import Finish, Group, Prompt, Sample, mask_old
 from relax_hpc.registry import RegistryError, shown
 from relax_hpc.run_dir import RunError
 from tests import tiny
@@ -305,6 +305,20 @@ def test_an_overlong_answer_is_punished_from_the_first_token_over_the_limit() ->
     np.testing.assert_allclose(relative, grpo_oracle(rewards, True), rtol=1e-5)
 
 
+def test_an_overlong_answer_is_one_of_many_generated_tokens_whatever_was_observed_or_is_too_old() -> None:
+    """Of 9 tokens each, 9, 4 and 6 were generated, and of the last one's 4 are too old for the loss."""
+    answers = tiny.prompts([9, 9, 9])
+    rollouts = tiny.rollouts([answers[0]] * 3, answers, 3)
+    rollouts.rewards[:] = 1.0
+    rollouts.loss_mask[9 + 4 : 18] = rollouts.loss_mask[18 + 6 :] = 0
+    rollouts.versions[:] = 7
+    rollouts.versions[18 : 18 + 4] = 3
+    rollouts, masked = mask_old(rollouts, oldest=5)
+    relative = make_algorithm(Dapo(overlong=(4, 8))).advantages(rollouts)[[8, 12, 23]]
+    assert masked == 4
+    np.testing.assert_allclose(relative, grpo_oracle([0.0, 1.0, 0.5], True), rtol=1e-5)
+
+
 def test_metrics_say_what_a_correction_did() -> None:
     recomputed = torch.tensor([0.0, 1.0, -1.0, 0.1]).double()
     tis, icepop, mis = (
@@ -412,7 +426,11 @@ def test_an_own_algorithm_with_an_unknown_column_is_refused(tmp_path: Path, need
             "torch.from_numpy(rollouts.columns['reference'])",
             r"KeyError: 'reference' \(.*mine.py:3, in advantages",
         ),
-        ("advantages", "rollouts.logprobs", r"advantages returned array(?s:.)*ndarray\), expected a float tensor \[\d+\]"),
+        (
+            "advantages",
+            "rollouts.logprobs",
+            r"advantages returned array(?s:.)*ndarray\), expected a float tensor \[\d+\]",
+        ),
         (
             "advantages",
             "torch.zeros(len(rollouts))",
@@ -493,6 +511,22 @@ def test_zero_std_filters_groups_without_a_signal() -> None:
     [zero_std] = make_filters(["zero_std"])
     assert zero_std(group([1.0, 1.0, 1.0])) == "all 3 rewards are 1.0"
     assert zero_std(group([1.0, 0.0, 1.0])) is None
+
+
+def test_zero_std_looks_at_a_part_of_the_reward_where_one_is_named() -> None:
+    """All are right, and a bonus for length differs."""
+    samples = group([1.1, 1.3, 1.2])
+    for sample in samples.samples:
+        sample.raw_reward, sample.extra = 1.0, {"correct": 1.0, "bonus": sample.reward - 1}
+    whole, correct, bonus, raw, wrong = make_filters(
+        ["zero_std", *(f"zero_std:{c}" for c in ("correct", "bonus", "raw_reward", "right"))]
+    )
+    assert whole(samples) is None and bonus(samples) is None
+    assert correct(samples) == "all 3 values of 'correct' are 1.0" and raw(samples) is not None
+    with pytest.raises(RunError, match=r"zero_std:right.*they have \['bonus', 'correct', 'raw_reward', 'reward'\]"):
+        wrong(samples)
+    samples.samples[0].extra["correct"] = 0.0
+    assert correct(samples) is None
 
 
 def test_a_filter_of_the_wrong_shape_is_refused(tmp_path: Path) -> None:
