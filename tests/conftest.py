@@ -1,1 +1,27 @@
-"""Makes the modules of this folder importable for the tests below it."""
+"""Takes the machine's own settings away from the tests, makes the modules of this folder importable, says what is quick."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+SETTINGS = re.compile(
+    r"PYTHON|PIP_|OMP_|GOMP_|KMP_|OPENBLAS_|GOTO_|BLIS_|MKL_|NUMEXPR_|TORCH_|PMI_|PMIX_|MPICH_|OMPI_|HYDRA_|RELAX_HPC_|WANDB_|CLEARML_"
+    r"|(SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SINFO|SCONTROL|SACCT)_|(COLUMNS|LINES|FORCE_COLOR|NO_COLOR|CLICOLOR\w*)$"
+)
+"""Of a shell, a container or a job around the tests: none may decide whether they pass."""
+
+for name in filter(
+    SETTINGS.match, list(os.environ)
+):  # before torch is loaded, and before there are processes to inherit them
+    del os.environ[name]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as quick the unit tests that are not marked as slow; other tests are when they say so."""
+    for item in items:
+        if "unit" in item.path.parts and item.get_closest_marker("slow") is None:
+            item.add_marker("quick")

@@ -43,7 +43,8 @@ def test_a_broken_line_names_file_and_line(tmp_path):
     good = json.dumps({"prompt": "1 + 1 = ", "answer": "2"})
     error = refused(with_prompts(tmp_path, lines=[good, good, '{"prompt": ', good]))
     assert "prompts.jsonl" in error and ":3:" in error
-    assert not [p for p in tmp_path.iterdir() if p.is_dir()], "half a run was left behind"
+    folders = {p.name for p in tmp_path.iterdir() if p.is_dir()}
+    assert folders <= {"__pycache__"}, "half a run was left behind"  # Python's own, beside the reward's file
 
 
 def test_a_prompt_longer_than_the_context_names_it_and_the_lengths(tmp_path):
