@@ -5,6 +5,7 @@ With --check nothing is written; the exit status is 1 when the file is not curre
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 from typing import get_origin
@@ -67,7 +68,7 @@ def _inner(name: str, table: type[Table]) -> list[str]:
 
 def _table(header: str, table: type[Table]) -> str:
     member = f', {member_key(table)} = "{member_name(table)}"' if member_name(table) else ""
-    lines = [f"## {header}{member}", "", (table.__doc__ or "").strip(), ""]
+    lines = [f"## {header}{member}", "", inspect.cleandoc(table.__doc__ or ""), ""]
     lines += ["| key | type | default | resume | |", "|---|---|---|---|---|"]
     return "\n".join([*lines, *map(_row, keys(table)), ""])
 
