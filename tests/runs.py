@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from relax_hpc.analysis.audit import Audit, audit
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 
+ROOT = Path(__file__).resolve().parents[1]
 SMALL = """
 [run]
 name = "small"
@@ -64,6 +66,8 @@ allow_parentheses = false
 allow_negation = false
 """
 """6 steps of 2 orders of 4 groups of 4 samples."""
+STRONG = SMALL.replace('task = "basic', f'reward = "{ROOT / "tools" / "bench" / "varied.py"}:score"\ntask = "basic')
+"""The same, with a reward that gives every step a gradient: for runs whose bits are compared."""
 
 
 def write_recipe(folder: Path, text: str = SMALL) -> Path:
@@ -77,7 +81,7 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "relax_hpc", *map(str, arguments)]
 
 
-def relax_hpc(*arguments: str | Path, code: int | None = 0, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def relax_hpc(*arguments: str | Path, code: int | None = 0, timeout: float = 900) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; `code`: the exit code it must have."""
     done = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=timeout, check=False)
     assert code is None or done.returncode == code, f"{done.args}: exit {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -89,14 +93,22 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def wait_for(what: Callable[[], Any], timeout: float = 180) -> Any:
-    """The first true value of `what()`; fails when none comes in time. Looking takes a fifth of the time at most."""
-    deadline = time.monotonic() + timeout
-    while (began := time.monotonic()) < deadline:
+def wait_for(what: Callable[[], Any], timeout: float = 180, progress: Callable[[], object] = lambda: None) -> Any:
+    """The first true value of `what()`; fails when none comes in `timeout` seconds. Looking takes a fifth of the time at most.
+
+    The seconds are those of a machine that has nothing else to do: with three processes a core waiting, one passes in three.
+    They are counted anew whenever the value of `progress()` changes.
+    """
+    left, before = timeout, progress()
+    while left > 0:
+        began = time.monotonic()
         if value := what():
             return value
+        if (now := progress()) != before:
+            before, left = now, timeout
         time.sleep(max(0.01, 4 * (time.monotonic() - began)))
-    raise AssertionError(f"nothing came in {timeout} s")
+        left -= (time.monotonic() - began) / max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+    raise AssertionError(f"nothing came in {timeout} s" + (f" after {before}" if before is not None else ""))
 
 
 def steps_of(run: RunDir) -> list[dict[str, Any]]:

@@ -15,11 +15,12 @@ from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, tiny, trace_rules
-from tests.runs import SMALL, outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
+from tests.runs import STRONG, outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
+from tools.bench.bits import ENOUGH_GRADIENTS, gradient_fraction
 
 STEPS = 20
 SCORED = (
-    SMALL.replace("max_staleness = 1", "max_staleness = 0")
+    STRONG.replace("max_staleness = 1", "max_staleness = 0")
     .replace("steps = 6", f"steps = {STEPS}")
     .replace("checkpoint_every = 2", "checkpoint_every = 100")
     .replace(
@@ -53,6 +54,7 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     assert len(last) == STEPS and len(trained) >= 5
     for name in ("loss", "grad_norm", "reference_kl", "teacher_kl", "correction_weight"):
         assert [last[s["step"]][name] for s in trained] == [s[name] for s in trained], name
+    assert gradient_fraction(run) >= ENOUGH_GRADIENTS
     assert last[STEPS - 1]["reference_kl"] and last[0]["teacher_kl"], "they say something"
     kinds = metric_lists.listed()
     lines = {role: read_metrics(run.metrics / f"{role}.jsonl")[0] for role in ("trainer-0", "scorer-0", "scorer-1")}

@@ -9,10 +9,10 @@ import pytest
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_metrics
-from tests.runs import SMALL, relax_hpc, step_now, steps_of, wait_for, write_recipe
+from tests.runs import STRONG, relax_hpc, step_now, steps_of, wait_for, write_recipe
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import LONG, STEPS, ClusterRun, preempted, sound, submit
-from tools.bench.chaos import final_weights
+from tools.bench.bits import same_bits
 from tools.bench.common import SIDES
 
 SLOWLY = f'algorithm={{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=0.4}}, group_size=4}}'
@@ -23,7 +23,7 @@ SLOWLY = f'algorithm={{name="own", factory="{SIDES / "paced.py"}:paced", options
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """The same run on this machine, without Slurm."""
     folder = tmp_path_factory.mktemp("calm")
-    relax_hpc("run", write_recipe(folder, SMALL), *(word for one in LONG for word in ("--set", one)))
+    relax_hpc("run", write_recipe(folder, STRONG), *(word for one in LONG for word in ("--set", one)))
     return RunDir(folder / "small")
 
 
@@ -82,7 +82,7 @@ def test_a_run_survives_untouched_with_the_same_bits(
     partition = ["slurm.trainer.partition=low"] if fault is preempted else []
     # Slurm notices after ten seconds that a node is cut off: the run must last longer.
     pace = [SLOWLY] if fault in (leaders_node_cut_off, rollout_node_cut_off) else []
-    ours = submit(cluster, name, *LONG, *partition, *pace)
+    ours = submit(cluster, name, *LONG, *partition, *pace, recipe=STRONG)
     ours.wait_for_step(14)
     heal = fault(ours)
     assert step_now(ours.run) < STEPS, "the run was over before the fault: it proves nothing"
@@ -96,7 +96,7 @@ def test_a_run_survives_untouched_with_the_same_bits(
     ]
     assert len(events) > 1, "the fault did nothing: it proves nothing"
     sound(ours, STEPS)
-    assert final_weights(ours.run, STEPS) == final_weights(undisturbed, STEPS)
+    assert same_bits(ours.run, undisturbed, STEPS)
 
 
 def test_a_step_that_is_longer_than_the_grace_time_is_abandoned_and_made_again(cluster: SlurmCluster) -> None:

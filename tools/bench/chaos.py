@@ -6,6 +6,9 @@ Three pairs of runs of one small recipe, each against an undisturbed run:
     max_staleness 1   the other half; lengths of groups against the undisturbed run (Kolmogorov-Smirnov)
     spare worker      rollout workers alone are killed, one more than the trainer needs: how long it waits then
 
+That the bits say something: every step has a gradient (gradient_fraction), and one bit of one token that is trained on ends
+in other weights (control_differs).
+
 A kill hits the supervisor, a trainer or a rollout worker: at a random moment, or as soon as a file that is being published
 or a checkpoint that is being written is seen. A killed supervisor is followed by the same command again, as a person or a
 scheduler would do. What was trained is counted from the samples that entered the loss (relax_hpc.analysis.audit).
@@ -35,6 +38,7 @@ from relax_hpc.launch.lease import holder
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 from tools.bench import common
+from tools.bench.bits import final_weights, flip_a_bit, gradient_fraction
 
 STEPS_A_KILL = 8
 STEPS_A_SPARE_KILL = 150
@@ -42,6 +46,7 @@ STEPS_A_SPARE_KILL = 150
 MOMENTS = ("any", "publishing a shard", "checkpointing")
 MOMENT_S = 1.0
 """How long a kill waits for its moment before it comes anyway."""
+CONTROL_STEPS = 20
 RECIPE = common.ROOT / "tools" / "bench" / "chaos.toml"
 
 
@@ -70,6 +75,10 @@ class Monkey:
         self._until(self._over)
         if self.process is not None:
             self.process.wait(60)
+
+    def play_until(self, step: int) -> None:
+        """Run until this step is made, and on."""
+        self._until(lambda: self.step() >= step)
 
     def step(self) -> int:
         return int((read_beat(self.run, "trainer-0") or {}).get("step", 0)) if self.run.exists else -1
@@ -150,11 +159,6 @@ def monkey(
     return Monkey(RunDir(folder / name), arguments, roles, random.Random(seed), done)
 
 
-def final_weights(run: RunDir, step: int) -> str:
-    """The checksum of the last version."""
-    return str(read_json(run.weights / f"v{step:08d}.l0.json")["checksum"])
-
-
 def waits(run: RunDir) -> list[float]:
     """Seconds that the trainer waited for data, step by step, the first ones (loading) left out."""
     records, _ = read_metrics(run.metrics / "trainer-0.jsonl")
@@ -165,6 +169,19 @@ def order_seconds(run: RunDir) -> float:
     """How long an order takes, median."""
     records = [r for path in run.metrics.glob("rollout-?.jsonl") for r in read_metrics(path)[0]]
     return statistics.median(r["generate_s"] + r["score_s"] + r["publish_s"] for r in records if r["kind"] == "order")
+
+
+def control_differs(folder: Path, seed: int) -> bool:
+    """Whether one bit of one token makes a difference to the weights at the end."""
+    untouched, flipped = (
+        monkey(folder, name, CONTROL_STEPS, seed, [], lambda: None, "async.max_staleness=0")
+        for name in ("untouched", "flipped")
+    )
+    untouched.play(0, CONTROL_STEPS)
+    flipped.play_until(CONTROL_STEPS // 2)
+    flip_a_bit(flipped.run)
+    flipped.play(0, CONTROL_STEPS)
+    return final_weights(untouched.run, CONTROL_STEPS) != final_weights(flipped.run, CONTROL_STEPS)
 
 
 def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
@@ -186,9 +203,10 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
                 for key in ("lost", "twice", "torn"):
                     result[key] += len(getattr(found, key))
         steps = max(half * STEPS_A_KILL, 20)
-        result["bit_identical"] = final_weights(pairs["calm", 0].run, steps) == final_weights(
-            pairs["killed", 0].run, steps
-        )
+        calm, killed = pairs["calm", 0].run, pairs["killed", 0].run
+        result["bit_identical"] = final_weights(calm, steps) == final_weights(killed, steps)
+        result["gradient_fraction"] = min(map(gradient_fraction, (calm, killed)))
+        result["control_differs"] = control_differs(folder, seed)
         lengths = {name: audit(pairs[name, 1].run.root).mean_lengths for name in ("calm", "killed")}
         result["ks_p"] = float(ks_2samp(lengths["calm"], lengths["killed"]).pvalue)
 

@@ -39,7 +39,8 @@ from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 from tests.slurm.cluster import SlurmCluster
 from tools.bench import common
-from tools.bench.chaos import RECIPE, final_weights, order_seconds, waits
+from tools.bench.bits import final_weights, gradient_fraction
+from tools.bench.chaos import RECIPE, order_seconds, waits
 
 SLURM = """
 [slurm]
@@ -160,7 +161,7 @@ FAULTS = {
 
 def submit(cluster: SlurmCluster, name: str, *sets: str) -> Target:
     recipe = cluster.shared / f"{name}.toml"
-    recipe.write_text(RECIPE.read_text() + SLURM)
+    recipe.write_text(RECIPE.read_text().replace('"./', f'"{RECIPE.parent}/') + SLURM)
     root = cluster.shared / "runs"
     values = (f"run.root={root}", f"run.name={name}", *SETS, *sets)
     options = [word for value in values for word in ("--set", value)]
@@ -266,6 +267,7 @@ def part_faults(cluster: SlurmCluster, given: argparse.Namespace, done: Callable
         "faults": len(target.struck), "manual": 0, "lost": len(found.lost), "twice": len(found.twice), "torn": len(found.torn),
         "over_bound": len(found.over_bound), "steps": steps,
         "bit_identical": final_weights(calm(cluster, steps, "async.max_staleness=0", *given.set), steps) == bits,
+        "gradient_fraction": gradient_fraction(target.run),
         "restart_s": {k: v for name, some in by_kind.items() for k, v in percentiles([r.seconds for r in some], name).items()},
         "replay_s": percentiles([r.replay_s for r in by_kind["chain"]], "chain"),
     }  # fmt: skip
