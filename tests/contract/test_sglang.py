@@ -26,7 +26,7 @@ from tests import tiny
 from tests.runs import wait_for
 
 PROMPTS = tiny.prompts([3, 9, 1, 9, 5, 3])
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 LONG = Sampling(temperature=2.0, max_new_tokens=200)
 MODEL = {"context": 512}
 

@@ -26,7 +26,7 @@ from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_scoring, make_trainer
 from tests import processes, tiny
 
-JOIN_S = 240
+JOIN_S = 900
 WORLD = 4
 LAYERS = 4
 ODD = "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n!"

@@ -17,7 +17,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.trainers import make_trainer
 from tests import processes, tiny
 
-JOIN_S = 120
+JOIN_S = 600
 STEPS = 4
 
 

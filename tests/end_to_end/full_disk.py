@@ -27,7 +27,7 @@ def main(folder: Path) -> None:
     process = start("run", recipe, "--set", "spool.full_disk_wait_s=4.0", "--set", "run.keep_checkpoints=1")
     wait_for(lambda: run.exists and step_now(run) >= 3)
     fill(ballast)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 2, output
     assert "no room for" in output and "spool.full_disk_wait_s" in output and "Traceback" not in output, output
     ballast.unlink()

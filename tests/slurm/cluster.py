@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.runs import wait_for
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "slurm-cluster"
-COMMAND_TIMEOUT_S = 60.0
+COMMAND_TIMEOUT_S = 300.0
 
 
 class SlurmCluster:

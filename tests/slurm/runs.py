@@ -56,13 +56,15 @@ class ClusterRun:
         return self.cluster.fields(job)["BatchHost"]
 
     def wait_for_step(self, step: int, timeout: float = 180) -> None:
-        wait_for(lambda: step_now(self.run) >= step, timeout)
+        wait_for(lambda: step_now(self.run) >= step, timeout, lambda: step_now(self.run))
 
     def wait_for_end(self, timeout: float = 240) -> dict[str, object]:
         """The outcome, when all of the run's jobs have left too."""
         try:
             wait_for(
-                lambda: self.run.outcome.exists() and not self.cluster.exec("squeue", "--noheader").stdout, timeout
+                lambda: self.run.outcome.exists() and not self.cluster.exec("squeue", "--noheader").stdout,
+                timeout,
+                lambda: step_now(self.run),
             )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.cluster.exec('squeue').stdout}\n{self.logs()}") from None

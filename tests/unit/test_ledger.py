@@ -80,7 +80,7 @@ def test_processes_that_race_agree_on_every_entry(run: RunDir) -> None:
         processes.append(context.Process(target=_commit, args=(run.root, number, results)))
     for process in processes:
         process.start()
-    answers = [results.get(timeout=60) for _ in processes]
+    answers = [results.get(timeout=600) for _ in processes]
     for process in processes:
         process.join(30)
     assert all(a == answers[0] for a in answers)

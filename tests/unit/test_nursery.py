@@ -72,12 +72,13 @@ def test_nobody_waits_for_an_unborn_one(run: RunDir) -> None:
     began = time.monotonic()
     unborn = bear(nursery, log, *waiting)
     unborn.send_signal(signal.SIGTERM)
-    assert time.monotonic() - began < 1 and unborn.poll() is None, "it takes seconds to import torch"
-    assert unborn.wait(120) == -signal.SIGTERM
+    signalled = time.monotonic()
+    assert unborn.wait(600) == -signal.SIGTERM
+    assert signalled - began < time.monotonic() - signalled, "it takes seconds to import torch, which were waited for"
     nursery.give_up()
     unborn = bear(nursery, log, *waiting)
     unborn.kill()
-    assert unborn.wait(1) == -signal.SIGKILL
+    assert unborn.wait(60) == -signal.SIGKILL
 
 
 def test_what_is_imported_later_comes_from_the_runs_copy_of_the_code(run: RunDir) -> None:

@@ -22,7 +22,7 @@ from relax_hpc.run_dir import RunDir, RunError, replace, to_json
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Queue, Ticket
 from relax_hpc.telemetry import Telemetry, read_beat, read_metrics
-from tests.runs import write_recipe
+from tests.runs import wait_for, write_recipe
 
 LIMIT_S = 0.2
 
@@ -89,12 +89,8 @@ def test_an_agent_that_falls_silent_loses_its_orders_and_they_do_not_count(run: 
     says(run, "agent-a", workplaces={"w": "rollout-0"})
     agents = Agents(run, recipe, telemetry(run))
     agents.look()
-    for _ in range(4):
-        assert open_attempts(run) == []
-        time.sleep(LIMIT_S / 2.5)
-        agents.look()
-        if open_attempts(run):
-            break
+    assert open_attempts(run) == []
+    wait_for(lambda: agents.look() or open_attempts(run))
     assert open_attempts(run) == [0]
 
 

@@ -64,7 +64,7 @@ def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
         agents.read()
         core.look_after(agents)
         assert not core.failure, "it has time to start"
-        wait_for(lambda: core.look_after(agents) or core.failure, 30)
+        wait_for(lambda: core.look_after(agents) or core.failure)
     finally:
         core.end(0)
     assert core.suspect == "n2"
@@ -75,7 +75,7 @@ def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
 @pytest.fixture
 def trainers(run: RunDir, tmp_path: Path, python: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[StepTrainers]:
     monkeypatch.setattr(trainers_module, "RANKS_EVERY_S", 0.0)
-    started = StepTrainers(run, recipe(tmp_path, "supervision.start_s=1.0", "supervision.hang_s=0.4"), python, None)
+    started = StepTrainers(run, recipe(tmp_path, "supervision.start_s=1.0", "supervision.hang_s=1.5"), python, None)
     started.start(tmp_path)
     yield started
     started.end(0)
@@ -95,21 +95,15 @@ def test_a_rank_is_silent_when_its_heartbeat_stands_still_whatever_its_clock_say
             beats(run, rank, time.time() + off)
         assert trainers.silent() is None
         time.sleep(0.1)
-    until = time.monotonic() + 0.6
-    while time.monotonic() < until and (ending := trainers.silent()) is None:
-        beats(run, 0, time.time() + off)
-        time.sleep(0.02)
-    assert ending is not None and ending.host == "n2"
-    assert ending.reason.startswith("trainer rank 1 on n2: no heartbeat for 0 s")
+    ending = wait_for(lambda: beats(run, 0, time.time() + off) or trainers.silent())
+    assert ending.host == "n2" and ending.reason.startswith("trainer rank 1 on n2: no heartbeat for ")
 
 
 def test_a_rank_that_srun_never_starts_is_named_with_its_node(run: RunDir, trainers: StepTrainers) -> None:
     began = time.monotonic()
-    while (ending := trainers.silent()) is None:
-        beats(run, 0, time.time())
-        time.sleep(0.02)
+    ending = wait_for(lambda: beats(run, 0, time.time()) or trainers.silent())
     assert time.monotonic() - began > 0.9
-    assert ending.reason.startswith("trainer rank 1 on n2, which has not begun: no heartbeat for 1 s")
+    assert ending.reason.startswith("trainer rank 1 on n2, which has not begun: no heartbeat for ")
 
 
 @pytest.mark.parametrize("state", ["training", "done"])
@@ -120,7 +114,7 @@ def test_only_a_trainer_that_says_so_is_done(run: RunDir, tmp_path: Path, python
     replace(
         run.heartbeats / "trainer-0.json", to_json({"attempt": 0, "host": "n1", "state": state, "time": time.time()})
     )
-    ending = wait_for(trainers.ending, 5)
+    ending = wait_for(trainers.ending)
     assert ending is not None and ending.final == ("done" if state == "done" else None)
 
 
