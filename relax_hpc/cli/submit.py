@@ -38,8 +38,9 @@ def submit(
                 typer.echo(f"##### {kind}.sbatch\n{text}")
             return
         jobs = slurm.submit(target, sets, site=site, local_root_ok=local_root_ok)
-        for index, job in enumerate(jobs):
-            waits = f", when {jobs[index - 1].job_id} has ended" if index and job.kind == "leader" else ""
+        for job in jobs:
+            how, _, other = job.dependency.partition(":")
+            waits = f", when {other} has {'ended' if how == 'afterany' else 'begun'}" if other else ""
             typer.echo(f"{job.job_id}  {job.kind}{waits}")
         for warning in load_recipe(jobs[0].run.recipe).warnings:
             warn(warning)

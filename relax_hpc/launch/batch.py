@@ -26,6 +26,7 @@ from relax_hpc.launch.slurm.beside import StepBeside
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, NoCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
+from relax_hpc.launch.slurm.hopeless import Vigil
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job, own_job
 from relax_hpc.launch.slurm.send import exclude, record_own
@@ -156,16 +157,20 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     leave = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, lambda number, frame: leave.set())
-    while not (core.left or core.failure or leave.wait(LOOK_S)):
+    vigil, in_vain = Vigil(run, recipe), ""
+    while not (core.left or core.failure or in_vain or leave.wait(LOOK_S)):
         agents.read()
         core.look_after(agents)
+        in_vain = vigil.in_vain()
     core.ask_to_stop()
     core.end(GRACE_S)
+    if in_vain:
+        print(f"error: these nodes wait for a leader that cannot start: {in_vain}", file=sys.stderr)
     if core.failure:
         print(f"error: {core.failure}", file=sys.stderr)
         if core.suspect:
             exclude(run, core.suspect, core.failure)
-    return 1 if core.failure else 0
+    return 1 if core.failure or in_vain else 0
 
 
 def _own_job() -> str:

@@ -193,6 +193,12 @@ class Slurm(Resources):
         resume=True,
     )
     queue_ahead: int = Key(1, "Successors that wait in the queue, with restart = 'chain'.", resume=True, ge=0, le=20)
+    rollout_after_leader: bool = Key(
+        False,
+        "With shape = 'split', the rollout job waits in the queue until the trainer's has begun: no rollout node idles for a trainer "
+        "that waits, but the trainer's nodes then idle for rollout. By default both queue at once, and whoever is first waits.",
+        resume=True,
+    )
     max_jobs: PositiveInt = Key(50, "Trainer jobs of a chain at most.", resume=True)
     max_idle_jobs: PositiveInt = Key(
         3, "Trainer jobs in a row without a new step after which the chain ends itself.", resume=True
@@ -261,6 +267,11 @@ class Slurm(Resources):
                 )
             if own is not None and self.shape == "single":
                 _refuse_alone(name, own)
+        if self.rollout_after_leader and self.shape != "split":
+            raise conflict(
+                f"slurm.rollout_after_leader = true: with slurm.shape = '{self.shape}' there is no rollout job of its own that could "
+                "wait; leave it out, or use shape = 'split'"
+            )
         self._fit_environment()
         return self
 

@@ -90,12 +90,18 @@ def submit(
     cluster: SlurmCluster, name: str, *sets: str, slurm: str = SLURM + GROUPS, recipe: str = SMALL
 ) -> ClusterRun:
     """Send SMALL as a run of this name."""
+    return sent(cluster, name, *sets, slurm=slurm, recipe=recipe)[0]
+
+
+def sent(
+    cluster: SlurmCluster, name: str, *sets: str, slurm: str = SLURM + GROUPS, recipe: str = SMALL, code: int = 0
+) -> tuple[ClusterRun, str]:
+    """The same, and what `relax-hpc submit` said, which ended with `code`."""
     path = cluster.shared / f"{name}.toml"
     path.write_text(recipe.format(root=cluster.shared / "runs").replace('name = "small"', f'name = "{name}"') + slurm)
     made = ClusterRun(cluster, RunDir(cluster.shared / "runs" / name))
     options = [word for one in (*QUICK, *sets) for word in ("--set", one)]
-    made.relax_hpc("submit", path, "--local-root-ok", *options)
-    return made
+    return made, made.relax_hpc("submit", path, "--local-root-ok", *options, code=code)
 
 
 def preempted(ours: ClusterRun) -> None:

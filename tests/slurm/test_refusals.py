@@ -6,7 +6,7 @@ from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.telemetry import read_metrics
 from tests.runs import step_now, wait_for
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.runs import ClusterRun, sound, submit
+from tests.slurm.runs import ClusterRun, sent, sound, submit
 
 
 def events(ours: ClusterRun, kind: str, role: str) -> list[dict[str, object]]:
@@ -37,3 +37,21 @@ def test_where_nodes_may_not_send_jobs_a_run_goes_on_with_one_sent_by_hand(clust
     finally:
         for partition in partitions:
             cluster.exec("scontrol", "update", f"partition={partition}", "AllocNodes=ALL")
+
+
+def test_nodes_do_not_burn_for_a_leader_that_can_never_start(cluster: SlurmCluster) -> None:
+    _, said = sent(cluster, "never", "trainer.nodes=5", "trainer.processes=5", code=2)
+    assert "(leader): Partition" in said and "change trainer.nodes" in said and "cancelled" in said, said
+    wait_for(lambda: not cluster.exec("squeue", "--noheader").stdout)
+
+    cluster.exec("scontrol", "update", "partition=trainer", "State=DOWN")  # that ends: the run is sent
+    try:
+        ours = submit(cluster, "in-vain", "supervision.leader_silent_s=4.0")
+        rollout = ours.job_of("rollout")
+        wait_for(lambda: any(ours.run.heartbeats.glob("agent-*.json")))
+        cluster.exec("scontrol", "update", "partition=trainer", "MaxTime=1", "State=UP")  # that does not
+        assert cluster.wait_for_state(rollout, "FAILED", "COMPLETED", "CANCELLED") == "FAILED"
+        assert "wait for a leader that cannot start: job" in (ours.run.logs / "slurm" / f"in-vain-rollout-{rollout}.out").read_text()  # fmt: skip
+        ours.relax_hpc("stop", ours.run.root)
+    finally:
+        cluster.exec("scontrol", "update", "partition=trainer", "MaxTime=UNLIMITED", "State=UP")

@@ -25,6 +25,7 @@ from relax_hpc.cli import app
 from relax_hpc.launch import batch, cluster_view
 from relax_hpc.launch.slurm import queue_state, send
 from relax_hpc.launch.slurm.chain import Chain
+from relax_hpc.launch.slurm.hopeless import Vigil, hopeless
 from relax_hpc.launch.slurm.overview import JobRow, Overview
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, outside_job, reason_in_words
@@ -498,6 +499,107 @@ def test_reasons_in_words(reason: str, words: str) -> None:
 
 def test_every_state_that_waits_is_alive() -> None:
     assert queue_state.WAITING < queue_state.ALIVE
+
+
+# --- jobs that never start ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "fix"),
+    [
+        # Seen on the private cluster (22.05).
+        ("PartitionNodeLimit", "trainer.nodes and rollout.nodes"),
+        ("PartitionTimeLimit", "slurm.time"),
+        ("PartitionConfig", "slurm.cpus_per_task"),
+        ("JobHeldUser", "slurm.options.hold"),
+        ("PartitionDown", ""),
+        ("Resources", ""),
+        ("Dependency", ""),
+        ("None", ""),
+        ("ReqNodeNotAvail, UnavailableNodes:t2", ""),
+        ("Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions", ""),
+        # Slurm's list of reasons.
+        ("BadConstraints", "slurm.constraint"),
+        ("DependencyNeverSatisfied", "send the run again"),
+        ("AssocMaxNodePerJobLimit", "slurm.time, the numbers of nodes"),
+        ("QOSMaxWallDurationPerJobLimit", "slurm.time, the numbers of nodes"),
+        ("QOSMaxGRESPerNode", "slurm.time, the numbers of nodes"),
+        ("QOSMaxCpuMinutesPerJobLimit", "slurm.time, the numbers of nodes"),
+        ("QOSMinCpuNotSatisfied", "slurm.time, the numbers of nodes"),
+        ("QOSGrpCpuLimit", ""),
+        ("AssocGrpGRES", ""),
+        ("MaxNodePerAccount", ""),
+        ("JobHeldAdmin", ""),
+    ],
+)
+def test_reasons_that_waiting_does_not_end_come_with_what_mends_them(bin_folder: Path, reason: str, fix: str) -> None:
+    program(bin_folder, "squeue", "echo '5|RUNNING|None'", f"echo '6|PENDING|{reason}'", "echo '7|PENDING|Priority'")
+    found = hopeless(["5", "6", "7"])
+    assert found.keys() == ({"6"} if fix else set())
+    assert not fix or (found["6"].startswith(f"{reason}: ") and fix in found["6"])
+
+
+@pytest.mark.parametrize("reason", ["QOSMaxJobsPerUserLimit", "QOSMaxNodePerUserLimit", "AssocMaxJobsLimit"])
+def test_a_limit_on_all_jobs_of_a_user_ends_only_where_others_of_theirs_run(bin_folder: Path, reason: str) -> None:
+    def squeue(mine: str) -> None:
+        program(bin_folder, "squeue", f'[[ "$*" == *"-u "* ]] && echo "{mine}" && exit 0', "echo '5|RUNNING|None'", f"echo '6|PENDING|{reason}'")  # fmt: skip
+
+    squeue("5")
+    assert "need to run at the same time" in hopeless(["5", "6"])["6"]
+    squeue("5 99")
+    assert hopeless(["5", "6"]) == {}
+
+
+def test_of_a_heterogeneous_job_every_component_counts(bin_folder: Path) -> None:
+    program(bin_folder, "squeue", "echo '17+1|PENDING|PartitionNodeLimit'", "echo '17+0|PENDING|Resources'")
+    assert hopeless(["17"]).keys() == {"17"}
+    assert hopeless([]) == {}
+
+
+def test_jobs_that_can_never_start_are_cancelled_when_they_are_sent(
+    run: RunDir, recipe: Path, bin_folder: Path, tmp_path: Path
+) -> None:
+    run.create()
+    write_file(run.identity, b"{}")
+    write_file(run.recipe, dump_recipe(load_recipe(recipe, [f"run.root={tmp_path}"])).encode())
+    (tmp_path / "next").write_text("4")
+    program(bin_folder, "srun", "exit 1")
+    program(bin_folder, "sbatch", f"n=$(cat {tmp_path}/next)", f"echo $((n+1)) > {tmp_path}/next", "echo $n")
+    program(bin_folder, "scancel", f'echo "$@" > {tmp_path}/cancelled')
+    program(bin_folder, "squeue", "echo '4|PENDING|PartitionTimeLimit'", "echo '5|PENDING|Dependency'")
+    with pytest.raises(
+        RunError, match=r"cannot ever start all.*job 4 \(leader\): PartitionTimeLimit.*slurm\.time.*cancelled"
+    ):
+        submit(run.root, local_root_ok=True)
+    assert (tmp_path / "cancelled").read_text() == "--quiet 4 5 6\n"
+    program(bin_folder, "squeue", "echo '7|RUNNING|None'")
+    sent = submit(run.root, ["slurm.rollout_after_leader=true"], local_root_ok=True)
+    assert [(job.kind, job.dependency) for job in sent] == [
+        ("leader", ""),
+        ("leader", "afterany:7"),
+        ("rollout", "after:7"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first", "leaves"),
+    [
+        ("PENDING|PartitionTimeLimit", True),
+        ("PENDING|Resources", False),
+        ("RUNNING|None", False),
+    ],
+)
+def test_rollout_nodes_leave_when_their_leader_can_never_start(
+    run: RunDir, recipe: Path, bin_folder: Path, first: str, leaves: bool
+) -> None:
+    run.create()
+    for job, after in (("4", None), ("5", "afterany:4")):
+        send.record(run, job, "leader", dependency=after)
+    program(bin_folder, "squeue", f"echo '4|{first}'", "echo '5|PENDING|Dependency'")
+    vigil = Vigil(run, load_recipe(recipe, ["supervision.leader_silent_s=1e-9"]))
+    assert vigil.in_vain() == "", "the silence begins with the first look"
+    assert ("job 4: PartitionTimeLimit" in vigil.in_vain()) is leaves
+    assert vigil.in_vain() == "", "the controller is not asked each time"
 
 
 # --- submitit -----------------------------------------------------------------------------------------------------

@@ -56,6 +56,8 @@ class RunJob(slurm.SlurmJob[dict[str, Any]]):
         self.run = RunDir(Path(folder).parent)
         about = read_json(self.run.slurm / "jobs" / f"{job_id}.json") or {}
         self.kind: str = about.get("kind", "leader")
+        self.dependency: str = about.get("dependency") or ""
+        """As sbatch takes it: "afterany:4"; empty where it waits for no other job."""
         self._since: float = about.get("submitted", 0.0)
 
     def outcome(self) -> dict[str, Any] | None:
@@ -137,16 +139,17 @@ class ScriptExecutor(submitit.SlurmExecutor):
             ) from None
         self.run, self.plan = run, plan
 
-    def send(self, kind: Kind, after: str | None = None) -> RunJob:
-        """Send a job of this kind. Raises RunError in sbatch's words."""
-        return self._submit_command(kind if after is None else f"{kind} {after}")
+    def send(self, kind: Kind, after: str | None = None, begun: str | None = None) -> RunJob:
+        """Send a job of this kind, to start when job `after` has ended or `begun` has begun. Raises RunError in sbatch's words."""
+        return self._sent(submit_script(self.run, kind, after=after, begun=begun))
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return render(self.plan, cast(Kind, command.split()[0]))
 
     def _submit_command(self, command: str) -> RunJob:
-        kind, _, after = command.partition(" ")
-        job_id = submit_script(self.run, cast(Kind, kind), after=after or None)
+        return self._sent(submit_script(self.run, cast(Kind, command.split()[0])))
+
+    def _sent(self, job_id: str) -> RunJob:
         return self.job_class(folder=self.folder, job_id=job_id)
 
     def _internal_process_submissions(self, delayed_submissions: Any) -> NoReturn:

@@ -78,10 +78,16 @@ def read_leaders(run: RunDir) -> list[dict[str, Any]]:
 
 
 def submit_script(
-    run: RunDir, kind: Kind, *, after: str | None = None, options: Sequence[str] = (), first_wait_s: float = 2.0
+    run: RunDir,
+    kind: Kind,
+    *,
+    after: str | None = None,
+    begun: str | None = None,
+    options: Sequence[str] = (),
+    first_wait_s: float = 2.0,
 ) -> str:
-    """Send RUN/slurm/KIND.sbatch and write the job down; its id. `after`: it starts when that job has ended, however.
-    `options`: further ones for sbatch, over those in the script.
+    """Send RUN/slurm/KIND.sbatch and write the job down; its id. `after`: it starts when that job has ended, however; `begun`: when
+    that one has begun. `options`: further ones for sbatch, over those in the script.
 
     Raises RunError with sbatch's own words and the key of the recipe that mends it. Waits up to minutes for a
     controller that is busy or being restarted.
@@ -89,8 +95,9 @@ def submit_script(
     path = script(run, kind)
     if not path.is_file():
         raise RunError(f"'{run.root}' has no batch script '{path}': `relax-hpc submit {run.root}` writes them")
-    dependency = [f"--dependency=afterany:{after}"] if after else []
-    command = ["sbatch", "--parsable", *dependency, *_excluding(run, kind), *options, str(path)]
+    dependency = f"afterany:{after}" if after else f"after:{begun}" if begun else None
+    waits = [f"--dependency={dependency}"] if dependency else []
+    command = ["sbatch", "--parsable", *waits, *_excluding(run, kind), *options, str(path)]
     retrying = Retrying(
         stop=stop_after_attempt(ATTEMPTS),
         wait=wait_random_exponential(multiplier=first_wait_s, max=LONGEST_WAIT_S),
@@ -104,7 +111,7 @@ def submit_script(
             f"Slurm's controller does not answer, after {ATTEMPTS} attempts: {error}; look with `scontrol ping`, then "
             f"`relax-hpc submit {run.root}`"
         ) from None
-    record(run, job, kind, dependency=f"afterany:{after}" if after else None)
+    record(run, job, kind, dependency=dependency)
     return job
 
 

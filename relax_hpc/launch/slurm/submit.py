@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from relax_hpc.launch.create import create, existing, place, resume
 from relax_hpc.launch.lease import refuse_if_held
 from relax_hpc.launch.nursery import Nursery
+from relax_hpc.launch.slurm.hopeless import hopeless
 from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
 from relax_hpc.launch.slurm.queue_state import cancel, look
 from relax_hpc.launch.slurm.render import render
@@ -63,11 +64,24 @@ def _send(run: RunDir, plan: Plan) -> list[RunJob]:
     try:
         for kind in _kinds(plan):
             after = sent[-1].job_id if sent and kind == "leader" else None
-            sent.append(executor.send(kind, after))
+            begun = sent[0].job_id if kind == "rollout" and plan.slurm.rollout_after_leader else None
+            sent.append(executor.send(kind, after, begun))
+        _refuse_hopeless(run, sent)
     except RunError:
         cancel(job.job_id for job in sent)
         raise
     return sent
+
+
+def _refuse_hopeless(run: RunDir, sent: Sequence[RunJob]) -> None:
+    """Raises RunError for jobs that Slurm took and will never start: the others would burn nodes waiting for them."""
+    why = hopeless([job.job_id for job in sent])
+    if why:
+        told = "; ".join(f"job {job.job_id} ({job.kind}): {why[job.job_id]}" for job in sent if job.job_id in why)
+        raise RunError(
+            f"Slurm took the jobs of '{run.root}' but cannot ever start all of them: {told}. All were cancelled; the run is there: "
+            f"`relax-hpc submit {run.root} --set KEY=VALUE` sends it again"
+        )
 
 
 @contextlib.contextmanager
