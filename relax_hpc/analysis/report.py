@@ -100,8 +100,21 @@ def tiles(view: RunView) -> list[tuple[str, str, str]]:
             found.append(
                 ("trainer waits", f"{steps['wait_s'].sum() / max(steps['step_s'].sum(), 1e-9):.0%}", "of its time")
             )
-    restarts = sum(e.get("kind") == "restart" for e in view.events())
-    return [*found, ("restarts", str(restarts), "of roles")]
+    return [*found, ("restarts", str(restarts(view.events())), "of roles that were lost")]
+
+
+def restarts(events: list[dict[str, Any]]) -> int:
+    """Count the starts of roles that had been lost; the first start of a role, or after a planned end, is none."""
+    lost: set[str] = set()
+    found = 0
+    for event in events:
+        role = event.get("role", "")
+        if event.get("kind") == "lost":
+            lost.add(role)
+        elif event.get("kind") == "restart" and role in lost:
+            lost.remove(role)
+            found += 1
+    return found
 
 
 def sections(view: RunView) -> list[tuple[str, list[Figure]]]:

@@ -20,7 +20,7 @@ from relax_hpc.analysis import RunView, plots
 from relax_hpc.analysis.counts import count
 from relax_hpc.analysis.examples import best_and_worst
 from relax_hpc.analysis.export import export_parquet
-from relax_hpc.analysis.report import render
+from relax_hpc.analysis.report import render, restarts
 from relax_hpc.run_dir import RunDir, RunError
 
 
@@ -232,6 +232,14 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+def test_a_planned_start_is_no_restart() -> None:
+    first = [{"kind": "start"}, {"kind": "restart", "role": "trainer"}, {"kind": "restart", "role": "rollout-0"}]
+    successor = [{"kind": "outcome"}, *first]
+    assert restarts([*first, *successor]) == 0
+    lost = [{"kind": "lost", "role": "trainer"}, {"kind": "restart", "role": "trainer"}]
+    assert restarts([*first, *lost, {"kind": "lost", "role": "rollout-0"}, *successor, *lost]) == 3
 
 
 def test_the_report_is_one_page_that_asks_for_nothing(view: RunView) -> None:
