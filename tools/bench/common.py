@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
+import time
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,15 +78,31 @@ def interleave(
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; yields the function that moves it on by one."""
+    """A progress bar on stderr, lines where that is no terminal; yields the function that moves it on by one."""
+    if not console.is_terminal:
+        began, made = time.monotonic(), itertools.count(1)
+        console.print(f"{what}: 0 of {total}")
+        yield lambda: console.print(f"{what}: {next(made)} of {total} after {time.monotonic() - began:.0f} s")
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
 
 
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Say what is being done, for as long as it is; a line where stderr is no terminal."""
+    if not console.is_terminal:
+        console.print(f"{what} …")
+    with console.status(what):
+        yield
+
+
 def parser(docstring: str | None) -> argparse.ArgumentParser:
-    """The command line that all benchmarks have."""
+    """The command line that all benchmarks have. Defaults answer within ten minutes on two cores; docs/benchmarks.md says with
+    how many seeds, rounds and faults its figures were made.
+    """
     made = argparse.ArgumentParser(description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
         "--json", action="store_true", help="print the results as one JSON object, the last line of stdout"
@@ -140,7 +158,7 @@ def peer_environment(name: str) -> Path:
     wanted = hashlib.sha256(TORCH.encode() + lock.read_bytes()).hexdigest()
     if stamp.is_file() and stamp.read_text() == wanted:
         return python
-    with console.status(f"installing {lock.name} into {folder} (some minutes, once)"):
+    with doing(f"installing {lock.name} into {folder} (some minutes, once)"):
         venv.create(folder, with_pip=True, clear=True, symlinks=True)
         for what in ([TORCH], ["-r", str(lock)]):
             subprocess.run([str(python), "-m", "pip", "install", "-qq", *what], check=True, stdout=sys.stderr)

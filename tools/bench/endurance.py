@@ -94,8 +94,8 @@ def tenths(values: Sequence[float]) -> list[float]:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--steps", type=int, default=2000, help="default: %(default)s")
-    arguments.add_argument("--faults", type=int, default=12, help="default: %(default)s")
+    arguments.add_argument("--steps", type=int, default=1000, help="default: %(default)s")
+    arguments.add_argument("--faults", type=int, default=6, help="default: %(default)s")
     arguments.add_argument("--seed", type=int, default=0, help="of the kills")
     given = parse(arguments)
     folder = disk_directory("endurance") / time.strftime("%H%M%S")

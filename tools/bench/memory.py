@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from tools.bench.common import SIDES, console, disk_directory, finish, our_environment, parse, parser
+from tools.bench.common import SIDES, console, disk_directory, doing, finish, our_environment, parse, parser
 from tools.bench.runs import QUICKSTART, run
 
 EVERY_S = 0.5
@@ -91,7 +91,7 @@ def main() -> None:
     arguments.add_argument("--shard-bytes", type=int, default=10**9, help="size of the shard that is read")
     given = parse(arguments)
     folder = disk_directory("memory")
-    with console.status("making the shard"):
+    with doing("making the shard"):
         make = [sys.executable, SCRIPT, "make", str(folder / "large.h5"), "--bytes", str(given.shard_bytes)]
         subprocess.run(make, check=True, env=our_environment())
     reader, strided = reader_peak(folder, "stretch"), reader_peak(folder, "strided")
@@ -100,7 +100,7 @@ def main() -> None:
         console.print(f"{how}: peak {seen['peak'] / 1e6:.0f} MB = {seen['peak'] / seen['slice']:.2f} × the slice in memory ({seen['slice'] / 1e6:.0f} MB) "
                       f"= {seen['peak'] / seen['file_slice']:.2f} × its bytes in the file")  # fmt: skip
     watch = Watch()
-    with console.status(f"quickstart, {given.steps} steps"):
+    with doing(f"quickstart, {given.steps} steps"):
         run(QUICKSTART, "memory", {"run.steps": given.steps}, watch)
     table = Table("process", "peak MB of its own", "in the second fifth", "in the last fifth")
     for name, series in watch.series.items():

@@ -130,10 +130,12 @@ def rounded(found: dict[str, Ratio]) -> dict[str, float]:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--parts", nargs="+", choices=("real", "drawn"), default=["real", "drawn"])
-    arguments.add_argument("--seeds", type=int, default=8, metavar="N", help="real: run.seed = 0 … N-1 (default: 8)")
-    arguments.add_argument("--steps", type=int, default=60, help="real: steps of each run (default: %(default)s)")
-    arguments.add_argument("--drawn-seeds", type=int, default=3, metavar="N")
-    arguments.add_argument("--drawn-steps", type=int, default=30)
+    arguments.add_argument(
+        "--seeds", type=int, default=2, metavar="N", help="real: run.seed = 0 … N-1 (default: %(default)s)"
+    )
+    arguments.add_argument("--steps", type=int, default=30, help="real: steps of each run (default: %(default)s)")
+    arguments.add_argument("--drawn-seeds", type=int, default=1, metavar="N")
+    arguments.add_argument("--drawn-steps", type=int, default=12)
     arguments.add_argument("--orders", type=int, default=8, help="drawn: orders of a batch (default: %(default)s)")
     arguments.add_argument(
         "--rollout", type=int, default=4, help="drawn: devices of 16 that generate (default: %(default)s)"

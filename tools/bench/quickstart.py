@@ -14,7 +14,7 @@ from tools.bench.runs import QUICKSTART, run
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--seeds", type=int, default=3, metavar="N", help="runs, with run.seed = 0 … N-1")
+    arguments.add_argument("--seeds", type=int, default=2, metavar="N", help="runs, with run.seed = 0 … N-1")
     arguments.add_argument("--steps", type=int, help="run.steps, where another number than the recipe's is wanted")
     given = parse(arguments)
     sets = {"run.steps": given.steps} if given.steps else {}

@@ -141,8 +141,8 @@ def apart(trainer: Any, rollouts: Rollouts) -> dict[str, float]:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=5, help="pairs of runs (default: %(default)s)")
-    arguments.add_argument("--steps", type=int, default=60, help="of each run (default: %(default)s)")
+    arguments.add_argument("--rounds", type=int, default=2, help="pairs of runs (default: %(default)s)")
+    arguments.add_argument("--steps", type=int, default=40, help="of each run (default: %(default)s)")
     arguments.add_argument("--prompts", type=int, default=16, help="whose answers are compared (default: %(default)s)")
     given = parse(arguments)
     torch.set_num_threads(1)

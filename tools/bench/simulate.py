@@ -45,8 +45,8 @@ def predicted_s(calibration: Finished, point: str) -> float:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--points", nargs="+", default=list(POINTS), help="setups; the first one calibrates")
-    arguments.add_argument("--steps", type=int, default=60, help="run.steps (default: %(default)s)")
+    arguments.add_argument("--points", nargs="+", default=list(POINTS[:3]), help="setups; the first one calibrates")
+    arguments.add_argument("--steps", type=int, default=40, help="run.steps (default: %(default)s)")
     given = parse(arguments)
     if given.steps < DROP + 10:
         arguments.error(f"--steps {given.steps}: at least {DROP + 10}, since the first {DROP} are left out")

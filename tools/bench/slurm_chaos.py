@@ -338,10 +338,10 @@ PARTS = {"faults": part_faults, "requeue": part_requeue, "stall": part_stall, "e
 def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument("--parts", nargs="+", choices=PARTS, default=["faults", "requeue", "stall"])
-    arguments.add_argument("--faults", type=int, default=100)
+    arguments.add_argument("--faults", type=int, default=16)
     arguments.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults: only these")
-    arguments.add_argument("--requeues", type=int, default=5)
-    arguments.add_argument("--stalls", type=int, default=5)
+    arguments.add_argument("--requeues", type=int, default=2)
+    arguments.add_argument("--stalls", type=int, default=2)
     arguments.add_argument("--gap", type=int, default=12, help="steps from a recovery to the next fault")
     arguments.add_argument("--pace", type=float, default=10.0, help="ettr: seconds a step")
     arguments.add_argument("--every", type=int, nargs=2, default=[10, 100], help="ettr: steps between two faults")

@@ -23,12 +23,12 @@ from tools.bench.runs import QUICKSTART, run
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="runs of each bound, with run.seed = 0 … N-1"
+        "--seeds", type=int, default=1, metavar="N", help="runs of each bound, with run.seed = 0 … N-1"
     )
     arguments.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4], help="values of async.max_staleness")
-    arguments.add_argument("--steps", type=int, help="run.steps, where another number than the recipe's is wanted")
+    arguments.add_argument("--steps", type=int, default=300, help="run.steps (default: %(default)s)")
     given = parse(arguments)
-    sets = {"run.steps": given.steps} if given.steps else {}
+    sets = {"run.steps": given.steps}
     score, max_age, seconds = (
         defaultdict[str, list[float]](list),
         defaultdict[str, list[int]](list),

@@ -139,7 +139,7 @@ def words(found: Ratio) -> dict[str, float]:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=9, help="interleaved rounds, after one that warms up")
+    arguments.add_argument("--rounds", type=int, default=5, help="interleaved rounds, after one that warms up")
     arguments.add_argument("--samples", type=int, default=128, help="of a step (default: %(default)s)")
     given = parse(arguments)
     if given.samples < GROUP or given.samples % GROUP:

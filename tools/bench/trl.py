@@ -18,7 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,7 @@ def prepare(folder: Path, size: str) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def theirs(folder: Path, size: str, steps: int, threads: Sequence[int]) -> dict[str, Any]:
-    """A run of TRL with each of these numbers of threads; the fastest one."""
-    return max((with_threads(folder, size, steps, n) for n in threads), key=lambda seen: seen["rate"])
-
-
-def with_threads(folder: Path, size: str, steps: int, threads: int) -> dict[str, Any]:
+def theirs(folder: Path, size: str, steps: int, threads: int) -> dict[str, Any]:
     """One run of TRL: rate in samples/s, mean length, seconds a step by part, threads."""
     script = [
         str(peer_environment("trl")),
@@ -172,18 +167,28 @@ def compare(size: str, given: argparse.Namespace, done: Callable[[], None]) -> d
     folder = BENCH / "trl" / size
     prepare(folder, size)
     sets = {"workers": given.workers, "groups_per_order": given.groups_per_order, "staleness": given.staleness}
-    sides = {
-        "theirs": lambda _: theirs(folder, size, given.steps, given.peer_threads),
-        "ours": lambda _: ours(folder, size, given.steps, sets),
-    }
-    return interleave(sides, given.rounds, done=done)
+
+    def fastest(_: int) -> dict[str, Any]:
+        """TRL with each number of threads."""
+        seen = []
+        for threads in given.peer_threads:
+            seen.append(theirs(folder, size, given.steps, threads))
+            done()
+        return max(seen, key=lambda one: one["rate"])
+
+    def we(_: int) -> dict[str, Any]:
+        seen = ours(folder, size, given.steps, sets)
+        done()
+        return seen
+
+    return interleave({"theirs": fastest, "ours": we}, given.rounds)
 
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument(
-        "--steps", type=int, default=60, help=f"steps of a run, of which the first {DROP} are dropped"
+        "--steps", type=int, default=16, help=f"steps of a run, of which the first {DROP} are dropped"
     )
     arguments.add_argument("--sizes", nargs="+", choices=NEW_TOKENS, default=list(NEW_TOKENS))
     arguments.add_argument(
@@ -196,7 +201,7 @@ def main() -> None:
     found: dict[str, Ratio] = {}
     parts: dict[str, dict[str, float]] = {}
     table = Table("model", "ratio", "samples/s ours", "samples/s TRL (threads)", "mean length ours · TRL")
-    with progress("trl: rounds", given.rounds * len(given.sizes)) as step:
+    with progress("trl: runs", given.rounds * len(given.sizes) * (1 + len(given.peer_threads))) as step:
         for size in given.sizes:
             seen = compare(size, given, step)
             rates = {side: [r["rate"] for r in results] for side, results in seen.items()}

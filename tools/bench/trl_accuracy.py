@@ -172,7 +172,7 @@ def reached(scores: Mapping[int, float], target: float) -> int | None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--seeds", type=int, default=3, metavar="N")
+    arguments.add_argument("--seeds", type=int, default=1, metavar="N")
     arguments.add_argument("--steps", type=int, default=300, help="of each run (default: %(default)s)")
     arguments.add_argument("--every", type=int, default=10, help="steps between two scores")
     arguments.add_argument("--target", type=float, default=0.65, help="held-out accuracy (default: %(default)s)")
