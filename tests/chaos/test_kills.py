@@ -55,6 +55,7 @@ def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp
     assert same_bits(killed.run, calm.run, STEPS)
 
 
+@pytest.mark.quick
 def test_one_bit_of_one_token_that_is_trained_on_makes_other_weights(tmp_path):
     """The control of the tests here: what they compare at the end depends on all that was trained on."""
     steps = 10

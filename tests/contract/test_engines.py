@@ -74,6 +74,7 @@ def alike(a: list[Completion], b: list[Completion]) -> bool:
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
 def test_logprobs_are_those_of_the_model(setup: Setup, temperature: float) -> None:
     """Many rows that end early and leave the batch: a row mixed up with another one would show."""
@@ -268,6 +269,7 @@ def test_a_version_is_taken_whole_or_not_at_all(setup: Setup) -> None:
     assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
 
 
+@pytest.mark.quick
 def test_new_weights_are_used_and_named(setup: Setup) -> None:
     sampling = Sampling(temperature=0, max_new_tokens=5)
     before = setup.engine.generate(PROMPTS, 2, sampling, 0)

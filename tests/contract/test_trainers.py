@@ -122,6 +122,7 @@ def oracle_steps(
     return said, dict(model.named_parameters())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.0, 0.0), (0.5, 0.3)])
 @pytest.mark.parametrize("budget", [10000, 64, 9])
 def test_steps_are_those_of_the_plain_formula(
@@ -572,6 +573,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, name: str) -> None:
     recipe = tiny.recipe(trainer={"backend": backend, "schedule": "cosine"}, algorithm=RESUMED[name], run={"steps": 4})
@@ -620,6 +622,7 @@ def test_a_checkpoint_before_the_first_step_loads(backend: str, tmp_path: Path) 
     )
 
 
+@pytest.mark.quick
 def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(backend: str, tmp_path: Path) -> None:
     small, large = (
         tiny.recipe(model={"layers": n, "intermediate_size": 32 * n}, trainer={"backend": backend}) for n in (2, 3)

@@ -185,6 +185,7 @@ def newest(transport: Transport) -> Version:
     return version
 
 
+@pytest.mark.quick
 def test_the_same_bits_arrive(transport: Transport) -> None:
     assert transport.receiver().newest() is None
     version = publish(transport.trainer(1), 0)
@@ -219,6 +220,7 @@ def test_a_version_of_other_bits_is_refused(transport: Transport) -> None:
         fetch(transport, Version(version.number, version.lineage, version.incarnation, "0" * 32))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("transport", FILES, indirect=True)
 def test_a_flipped_bit_on_disk_is_refused_before_a_tensor_is_given(transport: Transport) -> None:
     version = publish(transport.trainer(1), 0)
@@ -246,6 +248,7 @@ def test_a_replay_to_the_bit_changes_nothing_and_goes_on(transport: Transport) -
     assert newest(transport) == sixth and (sixth.lineage, sixth.incarnation) == (0, 2)
 
 
+@pytest.mark.quick
 def test_a_replay_that_differs_opens_a_lineage(transport: Transport) -> None:
     publisher = transport.trainer(1)
     before = [publish(publisher, n) for n in range(6)]

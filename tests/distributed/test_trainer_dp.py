@@ -107,6 +107,7 @@ def run(
     return [rest for _, *rest in said]
 
 
+@pytest.mark.quick
 def test_any_number_of_processes_makes_the_same_steps(tmp_path: Path) -> None:
     where = tiny.folder(recipe_of(0.3), tmp_path / "model")
     [(alone, alone_loss, _)] = run(1, where, tmp_path / "w1", 0.3)

@@ -270,6 +270,7 @@ def speaking_nccl(pid: int) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("transport", ["gloo"], indirect=True)
 def test_nobody_answers(run: RunDir, transport: str) -> None:
     """Names of the dead cost some seconds of a thread, once; the trainer publishes by files meanwhile."""

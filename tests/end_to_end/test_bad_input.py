@@ -39,6 +39,7 @@ def test_an_unknown_key_names_the_valid_ones(tmp_path):
     assert "learningrate" in error and "learning_rate" in error and not (tmp_path / "small").exists()
 
 
+@pytest.mark.quick
 def test_a_broken_line_names_file_and_line(tmp_path):
     good = json.dumps({"prompt": "1 + 1 = ", "answer": "2"})
     error = refused(with_prompts(tmp_path, lines=[good, good, '{"prompt": ', good]))

@@ -52,6 +52,7 @@ def tokens_of(path):
         return shard.read("tokens").tolist()
 
 
+@pytest.mark.quick
 def test_a_run_ends_done_with_every_step_trained_once(finished):
     _, run, _ = finished
     assert outcome(run)["outcome"] == "done" and outcome(run)["step"] == 6
@@ -146,6 +147,7 @@ def test_a_key_that_may_not_change_on_resume_points_to_fork(finished):
     assert "algorithm.group_size" in error and "--fork" in error
 
 
+@pytest.mark.quick
 def test_exports_a_model_that_from_pretrained_loads(finished, tmp_path):
     _, run, _ = finished
     relax_hpc("export", run.root, tmp_path / "model")
@@ -160,6 +162,7 @@ def test_exports_a_model_that_from_pretrained_loads(finished, tmp_path):
     assert "has no checkpoint of step 5" in relax_hpc("export", run.root, tmp_path / "x", "--step", "5", code=2).stderr
 
 
+@pytest.mark.quick
 def test_status_report_and_shards_work_after_the_end(finished):
     _, run, _ = finished
     shown = relax_hpc("status", run.root).stdout

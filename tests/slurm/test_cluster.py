@@ -50,6 +50,7 @@ def test_there_is_no_way_out_of_the_network(cluster):
         assert "default" not in cluster.exec("ip", "route", node=node).stdout
 
 
+@pytest.mark.quick
 def test_a_job_runs_on_a_host_of_its_partition(cluster):
     jobs = {
         partition: cluster.sbatch("hostname; echo $SLURMD_NODENAME", f"--partition={partition}")

@@ -44,6 +44,7 @@ def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str, transpor
     assert cluster.state(ours.leaders()[1]) == "CANCELLED", "the successor of a finished run was not cancelled"
 
 
+@pytest.mark.quick
 def test_a_leader_that_a_person_cancelled_is_not_run_again(cluster: SlurmCluster) -> None:
     ours = submit(cluster, "cancelled", "run.steps=100000")
     ours.wait_for_step(2)
