@@ -131,7 +131,7 @@ def test_steps_are_those_of_the_plain_formula(
     """Whatever the micro-batches: packed into one, several, or one sample each."""
     recipe = tiny.recipe(
         trainer={"backend": backend, "tokens_per_micro_batch": budget, "clip_grad_norm": 0.5},
-        algorithm={"kl_coef": kl_coef, "entropy_coef": entropy_coef},
+        algorithm={"kl_coef": kl_coef, "entropy_coef": entropy_coef, "dual_clip": 0},
         rollout={"temperature": 0.8},
     )
     trainer, algorithm = trainer_of(recipe, tmp_path), make_algorithm(recipe.algorithm)
