@@ -8,12 +8,15 @@ It outlives the trainer: when the run's leader is lost it waits for the successo
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
+import sys
 import time
 import uuid
 from typing import Any
 
+from relax_hpc.launch.io_errors import IoRetry
 from relax_hpc.launch.lease import Holder
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.chain import Chain
@@ -23,7 +26,7 @@ from relax_hpc.launch.supervisor import ENDED, outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_node
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles import gpus
-from relax_hpc.run_dir import RunDir, open_existing, publish, read_json, replace, to_json
+from relax_hpc.run_dir import RunDir, RunError, is_there, open_existing, publish, read_json, replace, to_json
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
 POLL_S = 0.05
@@ -54,7 +57,8 @@ class Agent:
         self.workers.fatal = bool(self.workers.failure)
         self._place = run.slurm / "places" / f"{about['group']}-{about['index']}.json"
         """Names the agent that was started last for this node of the group."""
-        self._state, self._asked_at, self._followed_at = "starting", 0.0, 0.0
+        self._state, self._asked_at, self._followed_at = "starting", float("-inf"), float("-inf")
+        self._looked_at = float("-inf")
         self._orders = 0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}
@@ -68,21 +72,12 @@ class Agent:
 
     def work(self) -> None:
         """Until the run is over, or this node's time is."""
-        looked_at = float("-inf")
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, self._leave)
-        self._take_place()
+        io = IoRetry(self.run, self.recipe.supervision.io_wait_s, self.telemetry.metrics)
+        io(self._take_place)
         while not self.leaving and not self.workers.failure:
-            if time.monotonic() - looked_at > LOOK_S:
-                looked_at = time.monotonic()
-                self.workers.look_for_silence()
-                self.left = {w: lost for w, lost in self.left.items() if (self.run.claimed_orders / w).exists()}
-                self._state = self.state()
-                if self.over() or self._is_replaced():
-                    self.leaving = True  # never set back: a signal may have set it meanwhile
-                continue
-            self.workers.look_after()
-            self.say()
+            io(self._tick)
             time.sleep(POLL_S)
         self.workers.ask_to_stop()
         self.say()
@@ -90,6 +85,19 @@ class Agent:
         if not self.replaced:  # else the memory may be the other's, on this node
             clear_node(self.run, self.recipe)
         self.say(ended=True)
+
+    def _tick(self) -> None:
+        """Look after the workers, and now and then at the run; done again where the file system fails in the middle."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            self.workers.look_after()
+            self.say()
+            return
+        self.workers.look_for_silence()
+        self.left = {w: lost for w, lost in self.left.items() if is_there(self.run.claimed_orders / w)}
+        self._state = self.state()
+        if self.over() or self._is_replaced():
+            self.leaving = True  # never set back: a signal may have set it meanwhile
+        self._looked_at = time.monotonic()
 
     def _take_place(self) -> None:
         self._place.parent.mkdir(exist_ok=True)
@@ -178,7 +186,11 @@ def main() -> None:
     first = index * arguments.workers
     prefix = "rollout" if arguments.group == CORE else f"rollout-{arguments.group}"
     names = [f"{prefix}-{first + i}" for i in range(arguments.workers)]
-    Agent(open_existing(arguments.run), about, names).work()
+    try:
+        Agent(open_existing(arguments.run), about, names).work()
+    except RunError as error:
+        logging.getLogger("agent").error("%s", error)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rich.console import Console
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_fixed
 
 from relax_hpc.launch.agent import CORE
+from relax_hpc.launch.io_errors import IoRetry
 from relax_hpc.launch.lease import RENEW_S, Lease, acquire
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.beside import StepBeside
@@ -52,17 +53,18 @@ def lead(run: RunDir) -> int:
     """Go on with the run as its leader until it, or this job, is over; the exit code."""
     recipe, job = load_recipe(run.recipe), _own_job()
     assert recipe.slurm is not None
-    record_own(run, job, "leader")
+    io = IoRetry(run, recipe.supervision.io_wait_s, lambda kind, **about: None)
+    io(lambda: record_own(run, job, "leader"))
     chain = Chain(run, recipe.slurm, job)
     console = Console()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: None)  # what follows the supervisor must not be cut short
-    reason = chain.begin()
+    reason = io(chain.begin)
     if reason is not None:
         console.print(f"nothing to do: {reason}", soft_wrap=True, markup=False)
         return 0
     lease = wait_for_lease(run)
-    chain.lead()
+    io(chain.lead)
     ended = threading.Event()
     with ThreadPoolExecutor(2) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
         queued, ending = background.submit(queue_until_taken, chain, ended), list[Future[bool]]()
@@ -72,17 +74,17 @@ def lead(run: RunDir) -> int:
                 outcome = supervise(run, recipe, lease, console, signalled)
         finally:
             ended.set()
-            lease.release()
+            io(lease.release)
     queued.result()
     console.print(f"{outcome['outcome']} at step {outcome['step']} {outcome['reason']}", soft_wrap=True, markup=False)
-    chain.end(outcome, warned=not (ending and ending[0].result()))
+    io(lambda: chain.end(outcome, warned=not (ending and ending[0].result())))
     return 1 if outcome["outcome"] == "failed" else 0
 
 
 def queue_until_taken(chain: Chain, ended: threading.Event) -> None:
     """Queue the successor; where Slurm refuses it, as by a limit on jobs, try again until it takes one or `ended` is set."""
     retrying = Retrying(
-        retry=retry_if_exception_type(RunError),
+        retry=retry_if_exception_type((RunError, OSError)),
         wait=wait_fixed(SUCCESSOR_RETRY_S),
         sleep=sleep_using_event(ended),
         stop=stop_when_event_set(ended),
@@ -95,7 +97,20 @@ def supervise(
     run: RunDir, recipe: Recipe, lease: Lease, console: Console, signalled: Callable[[], None]
 ) -> dict[str, Any]:
     """Carry the run on; `signalled` is called when this job is asked to end."""
-    plan, telemetry = make_plan(recipe), Telemetry(run, "supervisor", lease.number)
+    telemetry = Telemetry(run, "supervisor", lease.number)
+    io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
+    trainers, workers = io(lambda: groups(run, recipe, telemetry))
+    io(lambda: sweep(run, older_than_s=SWEEP_S))
+    with live(run, console) as look:
+        supervisor = Supervisor(
+            run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted", signalled=signalled
+        )
+        return supervisor.supervise()
+
+
+def groups(run: RunDir, recipe: Recipe, telemetry: Telemetry) -> tuple[StepTrainers, Together]:
+    """The trainer, and all that works beside it; nothing is started."""
+    plan = make_plan(recipe)
     python = step_command(plan)
     trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(_own_job()))
     core: Core
@@ -107,13 +122,7 @@ def supervise(
         core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry)
     crew = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
     beside = [StepBeside(run, recipe, n, [*beside_step(plan, n), *python], telemetry.metrics) for n in plan.beside]
-    workers = Together(crew, *beside)
-    sweep(run, older_than_s=SWEEP_S)
-    with live(run, console) as look:
-        supervisor = Supervisor(
-            run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted", signalled=signalled
-        )
-        return supervisor.supervise()
+    return trainers, Together(crew, *beside)
 
 
 @contextlib.contextmanager
@@ -122,8 +131,10 @@ def renewing(lease: Lease) -> Iterator[None]:
     ended = threading.Event()
 
     def renew() -> None:
-        while not ended.wait(RENEW_S) and lease.renew():
-            pass
+        while not ended.wait(RENEW_S):
+            with contextlib.suppress(OSError):  # the next one may do well
+                if not lease.renew():
+                    return
 
     thread = threading.Thread(target=renew, daemon=True)
     thread.start()
@@ -140,7 +151,7 @@ def wait_for_lease(run: RunDir) -> Lease:
     while True:
         try:
             return acquire(run)
-        except RunError:
+        except (RunError, OSError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
@@ -153,15 +164,15 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     plan, telemetry = make_plan(recipe), Telemetry(run, f"agent-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), *step_command(plan)]
     core = StepCore(run, recipe, python, telemetry, f"job{job}" if elastic else CORE, 1 if elastic else None)
-    agents = Agents(run, recipe, telemetry)
+    io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
+    agents = io(lambda: Agents(run, recipe, telemetry))
     leave = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, lambda number, frame: leave.set())
     vigil, in_vain = Vigil(run, recipe), ""
     while not (core.left or core.failure or in_vain or leave.wait(LOOK_S)):
-        agents.read()
-        core.look_after(agents)
-        in_vain = vigil.in_vain()
+        io(lambda: core.look_after(agents.read()))
+        in_vain = io(vigil.in_vain)
     core.ask_to_stop()
     core.end(GRACE_S)
     if in_vain:

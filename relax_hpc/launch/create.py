@@ -64,6 +64,11 @@ def create(
     except FileExistsError:
         raise RunError(f"'{final}' exists already") from None
     except OSError as error:
+        if RunDir(final).exists:
+            raise RunError(
+                f"'{final}' was made by another command at this moment, which works on it now: `relax-hpc status {final}` shows it, "
+                f"`relax-hpc run {final}` goes on with it when that has ended"
+            ) from None
         if final.exists():
             raise RunError(
                 f"'{final}' exists and is no run of this recipe: choose another with --set run.name=NAME"

@@ -56,6 +56,8 @@ _INCARNATION = re.compile(r"i\d{6}(\.\w+)?")
 _DRAFT = re.compile(r"\.\w{32}")
 _renewals: dict[Path, tuple[int, float]] = {}
 """Leases of other hosts that this process has looked at: their time, and since when it has not changed by our own clock."""
+_given_up = set[str]()
+"""Of leases that this process began to take, when the file system failed: a further attempt takes them over."""
 
 
 @dataclass(slots=True)
@@ -132,6 +134,7 @@ def acquire(run: RunDir) -> Lease:
         "host": os.uname().nodename, "pid": process.pid, "started": _started(process), "since": time.time(),
         "job": own_job(), "restart": os.environ.get("SLURM_RESTART_COUNT", "0"), "token": token,
     }  # fmt: skip
+    _given_up.add(token)  # until all went well
     if not _appears(run.lease / f".{token}", folder, about):
         raise _overtaken(run)
     if any(lease != folder and int(lease.name[:6]) >= number for lease in _leases(run)):
@@ -141,6 +144,7 @@ def acquire(run: RunDir) -> Lease:
     for name in os.listdir(run.lease):
         if _DRAFT.fullmatch(name):  # of who was killed, or comes too late now
             shutil.rmtree(run.lease / name, ignore_errors=True)
+    _given_up.remove(token)
     return Lease(run, number, folder, time.monotonic())
 
 
@@ -243,7 +247,7 @@ def _read(lease: Path) -> dict[str, Any] | None:
 
 def _lives(lease: Path, about: dict[str, Any] | None, glance: bool = False) -> bool:
     """Whether a holder is at work still. A lease appears with its holder's name: without one, none is."""
-    if about is None:
+    if about is None or about.get("token") in _given_up:
         return False
     if about.get("host") == os.uname().nodename:
         return _is_process(about["pid"], about["started"])

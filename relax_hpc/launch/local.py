@@ -9,12 +9,13 @@ from typing import Any, cast, get_args
 from rich.console import Console
 
 from relax_hpc.launch.create import Debug, create, existing, identity, place, resume
+from relax_hpc.launch.io_errors import IoRetry
 from relax_hpc.launch.lease import acquire, refuse_if_held
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.status import Status
 from relax_hpc.launch.supervisor import Supervisor, outcome_of, sweep
 from relax_hpc.launch.trainers import LocalTrainers
-from relax_hpc.launch.view import live, render
+from relax_hpc.launch.view import in_any_case, live, render
 from relax_hpc.launch.workers import LocalWorkers, Together, beside_here, clear_node
 from relax_hpc.recipe import load_recipe, site_file
 from relax_hpc.recipe.schema import Recipe
@@ -74,32 +75,32 @@ def open_or_create(
 def run_here(opened: Opened, console: Console) -> dict[str, Any]:
     """Supervise the run until it ends; its outcome."""
     run, recipe, nursery = opened.run, opened.recipe, opened.nursery
-    lease = acquire(run)
+    io = IoRetry(run, recipe.supervision.io_wait_s, lambda kind, **about: None)
+    lease = io(lambda: acquire(run))
     try:
         queue, telemetry = Queue(run), Telemetry(run, "supervisor", lease.number)
-        run.stop.unlink(missing_ok=True)
-        sweep(run)
-        for workplace in queue.workers():  # of a supervisor that died; its lease is ours now
-            queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
-        wanted = recipe.rollout.workers if recipe.plays and identity(run)["debug"] != "train-only" else 0
-        workers = LocalWorkers(
-            run,
-            recipe,
-            nursery,
-            [f"rollout-{i}" for i in range(wanted)],
-            f"{lease.number:06d}",
-            queue.give_back,
-            telemetry.metrics,
-        )
-        together = Together(workers, *beside_here(run, recipe, nursery, telemetry.metrics))
+        io(lambda: _clear(run, queue))
+        wanted = recipe.rollout.workers if recipe.plays and io(lambda: identity(run))["debug"] != "train-only" else 0
+        names, tag, say = [f"rollout-{i}" for i in range(wanted)], f"{lease.number:06d}", telemetry.metrics
+        workers = io(lambda: LocalWorkers(run, recipe, nursery, names, tag, queue.give_back, say))
+        together = Together(workers, *io(lambda: beside_here(run, recipe, nursery, say)))
+        trainers = io(lambda: LocalTrainers(run, recipe, nursery))
         with nursery, live(run, console) as look:
-            supervisor = Supervisor(run, recipe, lease, LocalTrainers(run, recipe, nursery), together, telemetry, look)
+            supervisor = Supervisor(run, recipe, lease, trainers, together, telemetry, look)
             outcome = supervisor.supervise()
     finally:
-        lease.release()
+        io(lease.release)
     clear_node(run, recipe)
-    console.print(render(Status.of(run)))
+    in_any_case(lambda: console.print(render(Status.of(run))))
     return outcome
+
+
+def _clear(run: RunDir, queue: Queue) -> None:
+    """Take away what a supervisor that died left; its lease is ours now."""
+    run.stop.unlink(missing_ok=True)
+    sweep(run)
+    for workplace in queue.workers():
+        queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
 
 
 def _go_on(run: RunDir, overrides: list[str]) -> Opened:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from typing import Any
 from relax_hpc.launch.nursery import Child, Nursery
 from relax_hpc.launch.silence import Quiet
 from relax_hpc.recipe.schema import Supervision
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, names
 from relax_hpc.telemetry import read_beat
 
 LONGEST_BACKOFF_S = 60.0
@@ -47,8 +48,13 @@ class Member:
         command = [
             self.role, str(self.run.root), "--name", self.name, "--attempt", str(self.attempt), *arguments,
         ]  # fmt: skip
-        self.process = self.nursery.bear(command, self.log, writing, environment)
-        os.close(writing)
+        try:
+            self.process = self.nursery.bear(command, self.log, writing, environment)
+        except OSError:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
         self._close_pipe()
         self._last_words = reading
         self._quiet = Quiet()
@@ -141,8 +147,9 @@ class Patience:
 
 def next_attempt(run: RunDir, name: str) -> int:
     """The number of the next attempt at a role, whoever made those before: each has a log, or a heartbeat."""
-    logs = [int(path.name.split(".")[-2]) for path in run.logs.glob(f"{name}.*.log")]
-    return max([*logs, int((read_beat(run, name) or {}).get("attempt", -1))], default=-1) + 1
+    log = re.compile(rf"{re.escape(name)}\.(\d+)\.log")
+    logs = [int(match[1]) for path in names(run.logs) if (match := log.fullmatch(path))]
+    return max([*logs, int((read_beat(run, name) or {}).get("attempt", -1))]) + 1
 
 
 def silence_limit(beat: dict[str, Any] | None, limits: Supervision) -> float:

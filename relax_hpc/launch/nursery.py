@@ -69,28 +69,28 @@ class Nursery:
         if self._socket is None:
             self._start(log)
         assert self._socket is not None
-        child = Child(self)
-        self._unborn.append(child)
-        code = _snapshot(self._run)
+        child, code = Child(self), _snapshot(self._run)
         request = {"arguments": arguments, "environment": dict(environment), "code": str(code) if code else None}
-        with (
-            log.open("ab") as file,
-            contextlib.suppress(OSError),
-        ):  # a lost nursery is noticed when its child is looked at
+        with log.open("ab") as file:
+            self._unborn.append(
+                child
+            )  # from here on nothing fails: a lost nursery is noticed when its child is looked at
             descriptors = [file.fileno()] if last_words is None else [file.fileno(), last_words]
-            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         return child
 
     def _start(self, log: Path) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-m", "relax_hpc.launch.nursery", str(theirs.fileno())]
+        environment = role_environment(self._run)
         with log.open("ab") as file:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-P", "-m", "relax_hpc.launch.nursery", str(theirs.fileno())]
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=role_environment(self._run),
+                env=environment,
                 start_new_session=True,
                 pass_fds=(theirs.fileno(),),
             )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from relax_hpc.launch.io_errors import IoRetry, IoTrouble
 from relax_hpc.launch.lease import Lease
 from relax_hpc.launch.members import Patience
 from relax_hpc.launch.tracker import GRACE_S as TRACKER_GRACE_S
@@ -20,6 +21,7 @@ from relax_hpc.launch.tracker import Tracker
 from relax_hpc.launch.trainers import Ending, Trainers
 from relax_hpc.launch.workers import GRACE_S, Workers
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles.process import is_full
 from relax_hpc.run_dir import RunDir, read_json, to_json
 from relax_hpc.telemetry import Telemetry, read_beat
 
@@ -50,6 +52,7 @@ class Supervisor:
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
         self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
         self.patience = Patience(recipe.supervision)
+        self.io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
         self.tracker = Tracker(run, recipe, telemetry.metrics)
         self._interrupted, self._signalled = interrupted, signalled
         # Slurm sends TERM after USR2, and leaves time in between.
@@ -60,31 +63,31 @@ class Supervisor:
 
     def supervise(self) -> dict[str, Any]:
         """Run to the end; the outcome, as it stands in outcome.json. Raises RunError when another supervisor took over."""
-        self.run.outcome.unlink(missing_ok=True)
+        self.io(lambda: self.run.outcome.unlink(missing_ok=True))
         self.telemetry.metrics("start", lease=self.lease.number)
         with self._signals():
             try:
-                outcome = self._watch()
+                while (outcome := self.io(self._tick)) is None:
+                    time.sleep(POLL_S)
+                outcome |= {"step": self.io(self._steps_made), "time": time.time()}
                 self._write_outcome(outcome)  # before anything that takes time: whoever kills us now knows how it ended
             finally:
                 self._end_all()
-        self.lease.release()
+        self.io(self.lease.release)
         return outcome
 
-    def _watch(self) -> dict[str, Any]:
-        self._start_trainers()
-        while True:
-            if self.interrupts > 1 and self._hasty:
-                return self._outcome(self._interrupted, "interrupted twice: stopped at once")
-            if (self.interrupts or self.workers.failure) and not self._asked:
-                self._ask_to_stop()
-            outcome = self._look_after_trainers(self._look_for_silence())
-            if outcome is not None:
-                return outcome
+    def _tick(self) -> dict[str, Any] | None:
+        """Look after everything once; the outcome, when there is one. Where the file system fails in the middle, it is done again."""
+        if self.interrupts > 1 and self._hasty:
+            return _outcome(self._interrupted, "interrupted twice: stopped at once")
+        if (self.interrupts or self.workers.failure) and not self._asked:
+            self._ask_to_stop()
+        outcome = self._look_after_trainers(self._look_for_silence())
+        if outcome is None:
             self.workers.look_after()
             self.tracker.look_after()
             self.look()
-            time.sleep(POLL_S)
+        return outcome
 
     def _ask_to_stop(self) -> None:
         """An orderly stop: the trainer ends its step and checkpoints; workers give their orders back."""
@@ -107,26 +110,33 @@ class Supervisor:
         if self.workers.failure or ending.final == "failed":
             fatal = self.workers.fatal or ending.final == "failed"
             about = {"fatal": fatal, "suspect": self.workers.suspect}
-            return self._outcome("failed", self.workers.failure or ending.reason) | about
+            return _outcome("failed", self.workers.failure or ending.reason) | about
         reason = ending.reason if ending.final else f"lost while stopping: {ending.reason}"
         if ending.final == "done":
-            return self._outcome("done", reason)
-        return self._outcome("stopped" if self.run.stop.exists() else self._interrupted, reason)
+            return _outcome("done", reason)
+        return _outcome("stopped" if self.run.stop.exists() else self._interrupted, reason)
 
     def _lost_trainers(self, ending: Ending) -> dict[str, Any] | None:
         step = (read_beat(self.run, "trainer-0") or {}).get("step")
         self.telemetry.metrics("lost", role="trainer", reason=ending.reason, step=step)
         log = self.run.logs / f"trainer-0.{self.trainers.attempt:04d}.log"
         self.trainers.end(grace_s=0)
+        said = self.trainers.last_words()
         if not self.patience.failed(ending.reason, step):
-            said = self.trainers.last_words()
             about = {"fatal": False, "suspect": ending.host}
-            return self._outcome("failed", self.patience.exhausted("trainer", ending.reason, said, log)) | about
+            return _outcome("failed", self.patience.exhausted("trainer", ending.reason, said, log)) | about
         return None
 
     def _start_trainers(self) -> None:
-        incarnation = self.lease.new_incarnation()
-        self.trainers.start(incarnation)
+        try:
+            incarnation = self.lease.new_incarnation()
+        except FileNotFoundError as error:
+            raise self.lease.superseded() from error
+        try:
+            self.trainers.start(incarnation)
+        except OSError:
+            self.trainers.end(grace_s=0)  # some of them may have begun
+            raise
         self.telemetry.metrics("restart", role="trainer", attempt=self.trainers.attempt, incarnation=incarnation.name)
 
     def _look_for_silence(self) -> Ending | None:
@@ -142,27 +152,39 @@ class Supervisor:
     def _end_all(self) -> None:
         grace_s = 0 if self.interrupts > 1 and self._hasty else GRACE_S
         self.trainers.ask_to_stop()
-        self.workers.end(grace_s)
+        self.io(lambda: self.workers.end(grace_s))
         self.trainers.end(grace_s)
         self.tracker.end(grace_s and TRACKER_GRACE_S)  # last: it copies what the others said last
 
-    def _outcome(self, outcome: str, reason: str) -> dict[str, Any]:
-        beat = read_beat(self.run, "trainer-0") or {}
-        return {"outcome": outcome, "reason": reason, "step": beat.get("step", 0), "time": time.time()}
+    def _steps_made(self) -> int:
+        """By the newest checkpoint, which is the truth, and the trainer's word where that is further on: a heartbeat may be late."""
+        said = int((read_beat(self.run, "trainer-0") or {}).get("step", 0))
+        return max([said, *self.run.checkpoint_steps()])
 
     def _write_outcome(self, outcome: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not hide the reason that is printed next
-            self.lease.commit(self.run.outcome, to_json(outcome))
+        def write() -> None:
+            try:
+                self.lease.commit(self.run.outcome, to_json(outcome))
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self.io.log.warning("'%s' is not written: %s", self.run.outcome, error)
+
+        with contextlib.suppress(IoTrouble):  # neither it nor a full disk may hide the reason that is printed next
+            self.io(write)
         self.telemetry.metrics("outcome", **{k: v for k, v in outcome.items() if k != "time"})
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C, TERM and USR2 mean: stop in order; a second time: at once."""
+        """Ctrl-C, TERM and USR2 mean: stop in order; a second time: at once. HUP, the end of the terminal, may come twice, and means the first."""
 
         def count(number: int, frame: Any) -> None:
-            self.interrupts += 1
+            self.interrupts = max(self.interrupts, 1) if number == signal.SIGHUP else self.interrupts + 1
 
-        before = {s: signal.signal(s, count) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+        wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+            wanted.append(signal.SIGHUP)
+        before = {s: signal.signal(s, count) for s in wanted}
         try:
             yield
         finally:
@@ -177,6 +199,10 @@ def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime >= older_than_s:
                     path.unlink()
+
+
+def _outcome(outcome: str, reason: str) -> dict[str, Any]:
+    return {"outcome": outcome, "reason": reason}
 
 
 def is_final(outcome: dict[str, Any] | None) -> bool:

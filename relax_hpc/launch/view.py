@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 """How often a line is printed where there is no terminal."""
 STATE_COLOURS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "pending": "cyan", "waiting for a successor": "cyan", "starting": "cyan"}  # fmt: skip
+_complained = set[str]()
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -71,31 +73,46 @@ def line(status: Status) -> str:
 
 @contextmanager
 def live(run: RunDir, console: Console, status: Status | None = None) -> Iterator[Callable[[], None]]:
-    """A live view; the function it gives is to be called often, and looks at the run's files as often as people can read."""
-    status = status if status is not None else Status.of(run)
-    last, said = float("-inf"), ""
-    if not console.is_terminal:
+    """A live view; the function it gives is to be called often, and looks at the run's files as often as people can read.
 
-        def plain() -> None:
-            nonlocal last, said
-            if time.monotonic() - last > PLAIN_EVERY_S:
-                last = time.monotonic()
-                status.refresh()
-                if (now := line(status)) != said:
-                    console.print(said := now, highlight=False, soft_wrap=True, markup=False)
+    It never raises: a file that cannot be read, or a terminal that is gone, is no reason to end what is looked at.
+    """
+    display = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+    every_s, last, said = REFRESH_S if display else PLAIN_EVERY_S, float("-inf"), ""
 
-        yield plain
-        return
-    with Live(render(status), console=console, auto_refresh=False, transient=True) as display:
+    def draw() -> None:
+        nonlocal status, said
+        status = status if status is not None else Status.of(run)
+        status.refresh()
+        if display is not None:
+            display.start()
+            display.update(render(status), refresh=True)
+        elif (now := line(status)) != said:
+            console.print(said := now, highlight=False, soft_wrap=True, markup=False)
 
-        def draw() -> None:
-            nonlocal last
-            if time.monotonic() - last > REFRESH_S:
-                last = time.monotonic()
-                status.refresh()
-                display.update(render(status), refresh=True)
+    def look() -> None:
+        nonlocal last
+        if time.monotonic() - last > every_s:
+            last = time.monotonic()
+            in_any_case(draw)
 
-        yield draw
+    try:
+        yield look
+    finally:
+        if display is not None:
+            in_any_case(display.stop)
+
+
+def in_any_case(show: Callable[[], object]) -> None:
+    """Show something, where that can be done: nothing that files and terminals do to a picture may reach whoever runs the run."""
+    try:
+        show()
+    except OSError:  # it is looked again in a moment; or nobody looks any more
+        pass
+    except Exception as error:
+        if repr(error) not in _complained:
+            logging.getLogger("view").warning("cannot be shown: %r", error)
+        _complained.add(repr(error))
 
 
 def _progress(status: Status) -> RenderableType:

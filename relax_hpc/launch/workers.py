@@ -118,14 +118,14 @@ class LocalWorkers:
         return {gpus.VARIABLE: ",".join(visible[begin : begin + share])}
 
     def _ended(self, worker: Member, code: int) -> None:
-        worker.process = None
+        beat = read_beat(self.run, worker.name) or {}
         given = self._gone(worker.workplace, code != Exit.STOPPED)
+        worker.process = None  # when all is done that the file system may refuse: until then it is noticed again
         if code == Exit.FATAL:
             self.failure, self.fatal = self.failure or f"{worker.name}: {worker.error()}", True
         if self._asked or code == Exit.FATAL:
             return
         reason, patience = how_it_ended(code), self._patience[worker]
-        beat = read_beat(self.run, worker.name) or {}
         done = beat.get("orders", 0) + beat.get("learned", 0)
         self._say("lost", role=worker.name, reason=reason, orders_given_back=given)
         if patience.failed(reason, (worker.attempt, done) if done else None):
@@ -153,8 +153,8 @@ class LocalWorkers:
         for worker in self.members:
             worker.end(grace_s)
             if worker.process is not None:
-                worker.process = None
                 self._gone(worker.workplace, False)
+                worker.process = None
 
     def in_use(self) -> dict[str, str]:
         """The workplaces that are in use, with the worker's name."""
@@ -197,10 +197,11 @@ class LocalGroup(LocalBeside):
             # the others end because one has: the one that says why is heard
             worker = next((m for m, ended in codes.items() if ended == Exit.FATAL), worker)
             code = codes.get(worker) or code
+        super()._ended(worker, code)
+        if not self._asked:
             for other in self.members:
                 other.end(grace_s=0)
                 other.process = None
-        super()._ended(worker, code)
         self._even()
 
     def _even(self) -> None:

@@ -143,6 +143,12 @@ class Supervision(Table):
     leader_wait_s: PositiveFloat = Key(
         3600.0, "On a cluster: rollout nodes that wait this long for a leader leave.", resume=True
     )
+    io_wait_s: PositiveFloat = Key(
+        600.0,
+        "Supervisor, agents and leaders outlive errors of the file system (input/output error, stale handle, no room, no permission) that "
+        "last no longer than this: they try again every few seconds.",
+        resume=True,
+    )
     max_restarts: int = Key(
         10, "Restarts of one role without progress in between before the run fails.", ge=0, resume=True
     )

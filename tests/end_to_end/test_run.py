@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import shutil
 import signal
+import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -20,7 +24,7 @@ from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, trace_rules
-from tests.runs import SMALL, audited, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+from tests.runs import SMALL, audited, command, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 EVALUATION = """
 [evaluation]
@@ -230,6 +234,28 @@ def test_ctrl_c_checkpoints_and_the_run_goes_on_with_more_steps(tmp_path):
     assert f'"step": {stopped_at}' in run.changes.read_text()
     found = audit(run.root)
     assert (found.lost, found.twice) == ([], [])
+
+
+def test_a_run_whose_terminal_is_closed_checkpoints_before_it_ends(tmp_path):
+    recipe, run = write_recipe(tmp_path), RunDir(tmp_path / "small")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(
+            sys.executable, command("run", recipe, "--set", "run.steps=5000", "--set", "run.checkpoint_every=1000")
+        )
+    os.set_blocking(terminal, False)
+
+    def three_steps_made():
+        with contextlib.suppress(BlockingIOError):
+            os.read(terminal, 1 << 20)
+        return step_now(run) >= 3
+
+    wait_for(three_steps_made)
+    os.close(terminal)  # the kernel sends SIGHUP to whoever works there, and refuses whatever they print from now on
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) >= 0, "killed"
+    ended = outcome(run)
+    assert ended["outcome"] == "stopped" and run.checkpoint_steps()[-1] == ended["step"] >= 3
+    assert audited(run).trained == ended["step"] * 32
 
 
 def test_stop_from_another_process(tmp_path):

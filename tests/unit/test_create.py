@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from relax_hpc.launch.create import USER_FILE, _copy_user_files, existing, place
+from relax_hpc.launch import create as create_module
+from relax_hpc.launch.create import USER_FILE, _copy_user_files, create, existing, place
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunError, to_json, write_file
+from relax_hpc.run_dir import RunDir, RunError, read_json, to_json, write_file
 from tests.runs import write_recipe
 
 USERS = """
@@ -40,3 +42,18 @@ def test_the_same_recipe_means_the_run_it_made_though_that_names_copies_of_the_u
     changed = Recipe.model_validate(plain)
     with pytest.raises(RunError, match=r"run of another recipe.*:judge.*:other"):
         existing(changed)
+
+
+def test_of_two_commands_that_begin_the_same_run_the_second_is_told_of_the_first(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place(recipe)
+
+    def meanwhile(draft: RunDir, nursery: Any) -> None:
+        run.create()
+        write_file(run.identity, to_json({"id": "of the first"}))
+
+    monkeypatch.setattr(create_module, "_prepare", meanwhile)
+    with pytest.raises(RunError, match=r"made by another command at this moment.*relax-hpc status"):
+        create(recipe, None)  # type: ignore[arg-type]
+    assert read_json(run.identity) == {"id": "of the first"} and len(list(run.root.parent.iterdir())) == 1

@@ -44,8 +44,8 @@ class Agents:
         self._at_first = {path.stem: (read_beat(run, path.stem) or {}).get("time") for path in self._paths()}
         """Of agents that were there before us."""
 
-    def read(self) -> None:
-        """Read the heartbeats."""
+    def read(self) -> Agents:
+        """Read the heartbeats; itself."""
         began = time.monotonic()
         for path in self._paths():
             if path.stem in self._seen and self._is_over(self._seen[path.stem].beat):
@@ -60,6 +60,7 @@ class Agents:
                 seen.changed = max(seen.changed, began)
             self._unowned = dict.fromkeys(self._unowned, now)
         self._looked_at = now
+        return self
 
     def look(self) -> None:
         """Read the heartbeats, and give back the claims of workers that are gone: for who holds the lease."""

@@ -119,6 +119,8 @@ class StepCore:
         self._group = group
         self._steps: dict[int, Step] = {}
         """Node of the group -> the step that its agent lives in."""
+        self._noted = set[int]()
+        """Nodes whose loss is written down, and whose next step is not started: the file system refused its log."""
         self._patience = {i: Patience(recipe.supervision) for i in range(nodes or recipe.rollout.nodes)}
         self.failure = self.suspect = ""
 
@@ -150,14 +152,17 @@ class StepCore:
         host, limit_s = beat["host"] if beat else "", self._recipe.supervision.agent_silent_s
         reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
         who = f"rollout node {index}" + (f" ({host})" if host else "")
-        self._telemetry.metrics("lost", role=who, reason=reason)
-        # The node's own work: the run may go on well without it.
-        if not patience.failed(reason, step.started_at if beat and beat.get("orders") else None):
-            self.failure, self.suspect = patience.exhausted(who, reason, "", step.log), host
-            return
+        if index not in self._noted:
+            self._telemetry.metrics("lost", role=who, reason=reason)
+            # The node's own work: the run may go on well without it.
+            if not patience.failed(reason, step.started_at if beat and beat.get("orders") else None):
+                self.failure, self.suspect = patience.exhausted(who, reason, "", step.log), host
+                return
+            self._noted.add(index)
         self._steps[index] = self._start(
             ["--overlap", "--nodes=1", "--ntasks=1", *([f"--nodelist={host}"] if host else [])], index
         )
+        self._noted.discard(index)
 
     def _start(self, options: list[str], index: int | None) -> Step:
         step = Step(self._run, "srun-agents")

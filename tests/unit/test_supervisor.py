@@ -1,0 +1,265 @@
+"""The supervisor's loop over a file system that fails, with roles that are scripts: whatever call goes wrong, the run goes on."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from relax_hpc.launch import io_errors, local, supervisor
+from relax_hpc.launch.io_errors import IoRetry, passes
+from relax_hpc.launch.lease import acquire
+from relax_hpc.launch.local import Opened, run_here
+from relax_hpc.launch.nursery import Nursery
+from relax_hpc.recipe import dump_recipe, load_recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.roles.process import Exit
+from relax_hpc.run_dir import RunDir, RunError, read_json, to_json, write_file
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.queue import Queue
+from relax_hpc.telemetry import Telemetry, read_metrics
+from tests.io_faults import Faults, inject
+from tests.runs import write_recipe
+
+POLLS = 3
+"""How often a role is looked at before its script goes on."""
+
+
+class Scripted:
+    """A role's process: what it does is done at its POLLS-th look, and then it ends with `code`, or works on."""
+
+    def __init__(self, act: Callable[[], int | None], spared: Any) -> None:
+        self._act, self._spared, self._polls = act, spared, 0
+        self.code: int | None = None
+        self.signals = list[signal.Signals]()
+
+    def poll(self) -> int | None:
+        self._polls += 1
+        if self.code is None and self._polls >= POLLS:
+            with self._spared():
+                self.code = Exit.STOPPED if signal.SIGTERM in self.signals else self._act()
+        return self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        while self.poll() is None:
+            if signal.SIGTERM not in self.signals:
+                raise subprocess.TimeoutExpired("role", timeout or 0.0)
+        assert self.code is not None
+        return self.code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.code = self.code if self.code is not None else -signal.SIGKILL
+
+
+class Stage(Nursery):
+    """Bears roles that are scripts: a worker claims an order and dies, the second one plays; the first trainer dies, the second one ends."""
+
+    def __init__(self, run: RunDir, faults: Faults) -> None:
+        super().__init__(run)
+        self.faults, self.queue = faults, Queue(run)
+        self.born = list[tuple[str, int]]()
+
+    def bear(
+        self,
+        arguments: Any,
+        log: Path,
+        last_words: int | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Any:
+        role, name = arguments[0], arguments[arguments.index("--name") + 1]
+        attempt = int(arguments[arguments.index("--attempt") + 1])
+        log.open("ab").close()  # as the nursery does
+        self.born.append((name, attempt))
+        voice = Telemetry(self._run, name, attempt)
+        if role == "trainer":
+            folder = Path(arguments[arguments.index("--incarnation") + 1])
+            act = lambda: self.train(voice, folder)
+        else:
+            workplace = arguments[arguments.index("--workplace") + 1]
+            act = lambda: self.play(voice, workplace)
+        return Scripted(act, self.faults.spared)
+
+    def train(self, voice: Telemetry, folder: Path) -> int | None:
+        if len(self._run.checkpoint_steps()) == 0:
+            done = self._run.checkpoint(3)
+            done.mkdir()
+            (done / "DONE").touch()
+            voice.beat("training", step=3)
+            return -signal.SIGKILL
+        if self.claimed() or ("rollout-0", 1) not in self.born:
+            return None  # it waits for what the dead worker had, and for the next one
+        assert folder.is_dir(), "the incarnation that it commits by"
+        done = self._run.checkpoint(6)
+        done.mkdir()
+        (done / "DONE").touch()
+        return Exit.DONE
+
+    def play(self, voice: Telemetry, workplace: str) -> int | None:
+        voice.beat("idle", orders=0)
+        if workplace.endswith("0000"):
+            self.queue.open_workplace(workplace)
+            assert self.queue.claim(workplace, 0) is not None
+            return -signal.SIGKILL
+        return None
+
+    def claimed(self) -> list[str]:
+        return [name for worker in self.queue.workers() for name in os.listdir(self._run.claimed_orders / worker)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_errors, "FIRST_PAUSE_S", 1e-4)
+    monkeypatch.setattr(io_errors, "LONGEST_PAUSE_S", 2e-4)
+    monkeypatch.setattr(supervisor, "POLL_S", 1e-4)
+    monkeypatch.setattr(supervisor, "BEATS_S", 1e-3)
+    monkeypatch.setattr(local, "clear_node", lambda run, recipe: None)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return load_recipe(write_recipe(tmp_path), ["supervision.backoff_s=0.0001", "supervision.max_restarts=3"])
+
+
+def prepared(root: Path, recipe: Recipe) -> RunDir:
+    """A run that an earlier supervisor, now dead, began: a claim of its worker is left."""
+    run = RunDir(root)
+    run.create()
+    write_file(run.identity, to_json({"id": root.name, "debug": None, "shards_from": None}))
+    write_file(run.recipe, dump_recipe(recipe).encode())
+    queue = Queue(run)
+    queue.put([Order(f"o000000-00{k}", ((0, k),), 4, k, 0) for k in range(2)])
+    queue.open_workplace("rollout-0-before")
+    assert queue.claim("rollout-0-before", 0) is not None
+    return run
+
+
+def supervise(run: RunDir, recipe: Recipe, faults: Faults) -> tuple[dict[str, Any], Stage]:
+    stage = Stage(run, faults)
+    return run_here(Opened(run, recipe, stage), Console(file=io.StringIO())), stage
+
+
+def check(run: RunDir, outcome: dict[str, Any], stage: Stage) -> None:
+    """The run came to its end, and all that had to be done was done."""
+    assert (outcome["outcome"], outcome["step"]) == ("done", 6), outcome
+    assert read_json(run.outcome) == outcome
+    assert set(Queue(run).in_play()) == {"o000000-000", "o000000-001"} and stage.claimed() == []
+    assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
+    assert {("trainer-0", 0), ("trainer-0", 1), ("rollout-0", 0), ("rollout-0", 1)} <= set(stage.born)
+    lost = [r["role"] for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
+    assert sorted(lost) in (["rollout-0", "trainer"], ["rollout-0"], ["trainer"], []), (
+        "each loss is noted once at the most"
+    )
+
+
+def test_whatever_call_fails_once_the_run_goes_on(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file operation of a short run in turn: it fails, its answer is a stale handle, or it is done and its answer is lost."""
+    kinds = [("before", errno.EIO), ("before", errno.ESTALE), ("lost", errno.EIO)]
+    calls, number = 10**6, 0
+    while number < calls:
+        number += 1
+        how, error = kinds[number % len(kinds)]
+        run = prepared(tmp_path / f"run{number}", recipe)
+        with monkeypatch.context() as patch:
+            faults = inject(patch, run.root)
+            faults.fail(number, how, error)
+            try:
+                outcome, stage = supervise(run, recipe, faults)
+            except BaseException as failure:
+                raise AssertionError(f"call {number}, {faults.hit}: {how} {errno.errorcode[error]}") from failure
+        check(run, outcome, stage)
+        calls = calls if faults.hit else number
+    assert number > 100
+
+
+def test_trouble_is_said_once_and_ends_the_run_only_when_it_lasts(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, said, tries = RunDir(tmp_path), list[str](), 0
+
+    def fails() -> int:
+        nonlocal tries
+        tries += 1
+        if tries < 20:
+            raise OSError(errno.EIO, "Input/output error", "there")
+        return tries
+
+    retry = IoRetry(run, 60.0, lambda kind, **about: said.append(kind))
+    assert retry(fails) == 20 and said == ["io_error", "io_well"]
+    tries = -(10**9)
+    with pytest.raises(RunError, match=rf"'{tmp_path}' fails for 0 s \(supervision.io_wait_s\).*there.*goes on"):
+        IoRetry(run, 0.01, lambda kind, **about: None)(fails)
+
+
+@pytest.mark.parametrize(
+    ("number", "waits"),
+    [
+        *[(n, True) for n in (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)],
+        *[(n, True) for n in (errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO, errno.ENOLCK)],
+        *[(n, False) for n in (errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.EINVAL)],
+    ],
+    ids=lambda value: errno.errorcode[value] if not isinstance(value, bool) else "",
+)
+def test_what_passes_and_what_is_an_answer(number: int, waits: bool) -> None:
+    assert passes(OSError(number, "x")) is waits
+
+
+def test_a_superseded_supervisor_is_told_at_once_and_not_after_minutes(tmp_path: Path, recipe: Recipe) -> None:
+    run = prepared(tmp_path / "run", recipe)
+
+    class Overtaken(Stage):
+        def train(self, voice: Telemetry, folder: Path) -> int:
+            os.rename(folder.parent, folder.parent.with_name("000001.x.over"))
+            return -signal.SIGKILL
+
+    stage = Overtaken(run, Faults(Path("/nowhere")))
+    with pytest.raises(RunError, match="another supervisor has taken over"):
+        run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
+    assert not run.outcome.exists()
+
+
+def test_a_picture_that_fails_ends_nothing(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("a heartbeat of another version")
+
+    monkeypatch.setattr("relax_hpc.launch.view.Status.refresh", fails)
+    for terminal in (True, False):
+        run = prepared(tmp_path / f"terminal-{terminal}", recipe)
+        console = Console(file=io.StringIO(), force_terminal=terminal)
+        outcome = run_here(Opened(run, recipe, Stage(run, Faults(Path("/nowhere")))), console)
+        assert outcome["outcome"] == "done"
+
+
+def test_a_log_that_cannot_be_opened_leaves_no_role_that_is_waited_for(tmp_path: Path, recipe: Recipe) -> None:
+    run = RunDir(tmp_path / "run")
+    with Nursery(run) as nursery, pytest.raises(FileNotFoundError):
+        nursery.bear(["trainer"], run.logs / "x.log")
+    assert nursery._unborn == [] and nursery._process is None
+
+
+def test_the_lease_is_ours_after_the_file_system_failed_while_it_was_taken(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    with monkeypatch.context() as patch:
+        faults = inject(patch, run.root)
+        faults.error = errno.EIO
+        appeared = run.lease / "000001"
+        faults.rule = lambda n, call, path: "before" if call == "listdir" and appeared.is_dir() else None
+        with pytest.raises(OSError, match="Input/output"):
+            acquire(run)
+    assert acquire(run).number == 2
