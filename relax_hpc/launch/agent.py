@@ -20,13 +20,13 @@ from relax_hpc.launch.io_errors import IoRetry
 from relax_hpc.launch.lease import Holder
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.chain import Chain
-from relax_hpc.launch.slurm.queue_state import WAITING, cancel, job_state, own_job
-from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.launch.slurm.queue_state import WAITING, job_state, own_job
+from relax_hpc.launch.slurm.send import end_jobs, jobs
 from relax_hpc.launch.supervisor import ENDED, outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_node
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles import gpus
-from relax_hpc.run_dir import RunDir, RunError, is_there, open_existing, publish, read_json, replace, to_json
+from relax_hpc.run_dir import RunDir, RunError, is_there, open_existing, read_json, replace, to_json
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
 POLL_S = 0.05
@@ -80,8 +80,12 @@ class Agent:
             io(self._tick)
             time.sleep(POLL_S)
         self.workers.ask_to_stop()
+        deadline = time.monotonic() + GRACE_S
+        while any(member.running for member in self.workers.members) and time.monotonic() < deadline:
+            self.say()  # one that leaves is not silent
+            time.sleep(POLL_S)
         self.say()
-        self.workers.end(GRACE_S)
+        self.workers.end(grace_s=0)
         if not self.replaced:  # else the memory may be the other's, on this node
             clear_node(self.run, self.recipe)
         self.say(ended=True)
@@ -117,16 +121,8 @@ class Agent:
             return True
         silent_s = self.leader.silent_for()
         if silent_s > self.recipe.supervision.leader_silent_s and self.leader.job and self._is_followed():
-            # The successor must not take this for a person's scancel.
-            why = {
-                "by": self.telemetry.role,
-                "reason": f"its lease was silent for {silent_s:.0f} s",
-                "time": time.time(),
-            }
-            ended = self.run.slurm / "ended" / f"{self.leader.job}.json"
-            publish(ended, to_json(why))
-            if not cancel([self.leader.job]):  # no scancel here, as in some containers: Slurm's time-out ends the job
-                ended.unlink(missing_ok=True)
+            # Where there is no scancel, as in some containers, Slurm's time-out ends the job.
+            end_jobs(self.run, [self.leader.job], f"its lease was silent for {silent_s:.0f} s")
             self.leader.forget()
         return silent_s > self.recipe.supervision.leader_wait_s or self._was_cancelled(silent_s)
 

@@ -119,7 +119,7 @@ def groups(run: RunDir, recipe: Recipe, telemetry: Telemetry) -> tuple[StepTrain
     elif plan.slurm.shape == "split":
         core = JobCore(run, recipe, telemetry)
     else:
-        core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry)
+        core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry, leader=_own_job())
     crew = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
     beside = [StepBeside(run, recipe, n, [*beside_step(plan, n), *python], telemetry.metrics) for n in plan.beside]
     return trainers, Together(crew, *beside)

@@ -38,7 +38,7 @@ def one_line(overview: Overview) -> str:
 
 def _jobs(overview: Overview) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("job", "kind", "state", "nodes", "start", "why it waits"):
+    for column in ("job", "kind", "state", "nodes", "start", "remarks"):
         table.add_column(column, overflow="fold")
     for job in overview.shown():
         state = "unknown" if job.state == UNKNOWN else job.state.lower()

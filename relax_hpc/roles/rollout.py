@@ -58,6 +58,8 @@ class RolloutWorker:
         process.telemetry.beat("starting", orders=0, gpus=gpus.visible() or None)
         self.held: Version | None = None
         self.orders, self.blocked_s = 0, 0.0
+        self.swapping = False
+        """Whether new weights are taken while an order is played."""
         self.turn = Turn(process.run, alone=False) if self.recipe.run.placement == "colocate" else None
         self.wait_for_turn()
         self.player = Player(self.recipe, process.run.model)
@@ -70,8 +72,6 @@ class RolloutWorker:
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
         self.usual_s = 0.0
         """How long it looked for the orders before."""
-        self.swapping = False
-        """Whether new weights are taken while an order is played."""
         self.limits, self.why = Limits(), ""
         """Of the order that is played; why the last one was given back."""
         self.fetch_s = 0.0

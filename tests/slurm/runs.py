@@ -8,7 +8,7 @@ from pathlib import Path
 
 from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.telemetry import read_beat
+from relax_hpc.telemetry import read_beat, read_metrics
 from tests.runs import SMALL, audited, outcome, pid_of, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
 
@@ -39,7 +39,15 @@ class ClusterRun:
 
     def relax_hpc(self, *arguments: str | Path, code: int = 0) -> str:
         """A command on the login node; what it printed."""
-        done = self.cluster.exec(sys.executable, "-m", "relax_hpc", *map(str, arguments), check=False)
+        command = [
+            "env",
+            "COLUMNS=200",
+            sys.executable,
+            "-m",
+            "relax_hpc",
+            *map(str, arguments),
+        ]  # tables as on a wide terminal
+        done = self.cluster.exec(*command, check=False)
         assert done.returncode == code, f"{arguments}: exit {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
@@ -81,6 +89,10 @@ class ClusterRun:
         assert beat is not None and pid_of(self.run, role)
         self.cluster.exec("kill", "-9", str(beat["pid"]), node=beat["host"])
 
+    def log_of(self, job: str) -> str:
+        """What a job's own script printed."""
+        return next((self.run.logs / "slurm").glob(f"*-{job}.out")).read_text()
+
     def logs(self) -> str:
         files = [*(self.run.logs / "slurm").glob("*"), *self.run.logs.glob("*.log")]
         return "\n".join(f"== {path.name}\n{path.read_text()[-1500:]}" for path in files)
@@ -104,6 +116,17 @@ def sent(
     return made, made.relax_hpc("submit", path, "--local-root-ok", *options, code=code)
 
 
+def array(cluster: SlurmCluster, name: str, seeds: int, *sets: str) -> list[ClusterRun]:
+    """Send a job array of runs of SMALL that differ in their seed, as `relax-hpc render --seeds` writes it."""
+    path = cluster.shared / f"{name}.toml"
+    path.write_text(SMALL.format(root=cluster.shared / "runs").replace('name = "small"', f'name = "{name}"') + SLURM)
+    ours = [ClusterRun(cluster, RunDir(cluster.shared / "runs" / f"{name}-{i}")) for i in range(seeds)]
+    options = [w for one in (*QUICK, 'slurm.shape="single"', "slurm.partition=low", *sets) for w in ("--set", one)]
+    ours[0].relax_hpc("render", path, *options, "--seeds", str(seeds), "-o", cluster.shared)
+    cluster.exec("sbatch", f"--chdir={cluster.shared}", f"{cluster.shared}/{name}-seeds.sbatch")
+    return ours
+
+
 def preempted(ours: ClusterRun) -> None:
     leader = ours.job_of("leader")
     ours.cluster.sbatch(SLEEP.format(ours.node_of(leader), 3))
@@ -114,3 +137,12 @@ def sound(ours: ClusterRun, steps: int) -> None:
     """Every step made, no prompt lost, none trained twice, no token over the bound."""
     assert {s["step"] for s in steps_of(ours.run)} == set(range(steps))
     audited(ours.run)
+
+
+def undisturbed(ours: ClusterRun) -> None:
+    """Nobody was taken for silent or lost: no process was started twice, and no node is avoided."""
+    files = [ours.run.metrics / "supervisor.jsonl", *ours.run.metrics.glob("agent-*.jsonl")]
+    events = [event for path in files for event in read_metrics(path)[0] if event["kind"] in ("lost", "silent")]
+    assert not events, f"{events}\n{ours.logs()}"
+    assert len(list(ours.run.logs.glob("srun-agents.*.log"))) == 1
+    assert not (ours.run.slurm / "excluded.json").exists()

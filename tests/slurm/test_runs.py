@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 from tests.runs import SMALL, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, sound, submit
+from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, array, sound, submit, undisturbed
 from tools.bench.common import SIDES
 
 
@@ -36,6 +36,7 @@ def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str, transpor
     ours = submit(cluster, shape, *sets, slurm=SLURM + ("" if shape == "single" else GROUPS))
     assert ours.wait_for_end()["outcome"] == "done"
     sound(ours, 20)
+    undisturbed(ours)
     columns = {"het": "reference", "split": "values"}
     assert len(list(ours.run.columns.rglob(f"*.{columns.get(shape, '*')}.h5"))) == (40 if shape in columns else 0)
     broadcast = "weights are broadcast to ['rollout-" in (ours.run.logs / "trainer-0.0000.log").read_text()
@@ -58,12 +59,79 @@ def test_a_leader_that_a_person_cancelled_is_not_run_again(cluster: SlurmCluster
     sound(ours, step_now(ours.run))
 
 
-def test_stop_ends_the_run_and_all_its_jobs(cluster: SlurmCluster) -> None:
-    ours = submit(cluster, "stopped", "run.steps=100000", "slurm.shape=het")
+def test_a_het_job_ends_with_its_rollout_component_its_successor_goes_on_and_stop_ends_all_jobs(
+    cluster: SlurmCluster,
+) -> None:
+    asks = 'trainer={partition="trainer", mem="1000M", options={nice=100, comment="mine"}}'
+    ours = submit(cluster, "stopped", "run.steps=100000", "slurm.shape=het", f"slurm.{asks}")
     ours.wait_for_step(2)
+    leader, successor = ours.leaders()[:2]
+    rollout = cluster.fields(f"{leader}+1")
+    asked = [rollout.get(key, "") for key in ("JobName", "Nice", "MinMemoryNode", "Comment")]
+    assert asked == ["stopped-rollout", "0", "0", ""], "what the trainer asks for was taken over"
+    cluster.cancel(f"{leader}+1")
+    cluster.wait_for_state(leader, "FAILED", "COMPLETED")
+    assert f"the rollout component of this job ended ({leader}+1 " in ours.log_of(leader)
+    reached = ours.run.checkpoint_steps()[-1]
+    ours.wait_for_step(reached + 2)
+    assert ours.job_of("leader") == successor
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"
     sound(ours, step_now(ours.run))
+
+
+def test_a_held_successor_is_waited_for_and_all_jobs_cancelled_leave_no_fresh_one(cluster: SlurmCluster) -> None:
+    ours = submit(cluster, "held", "run.steps=100000")
+    ours.wait_for_step(2)
+    leader, successor = ours.leaders()
+    cluster.exec("scontrol", "uhold", successor)
+    cluster.exec("scancel", "--batch", "--signal=USR2", leader)
+    cluster.wait_for_state(leader, "COMPLETED")
+    said = ours.relax_hpc("status", ours.run.root)
+    assert "waiting for a successor" in said and "held by its owner" in said
+    assert ours.leaders() == [leader, successor]
+    reached = step_now(ours.run)
+    cluster.exec("scontrol", "release", successor)
+    ours.wait_for_step(reached + 1)
+    wait_for(lambda: len(ours.leaders()) == 3)
+    cluster.cancel("--me")
+    assert ours.wait_for_end()["outcome"] == "stopped"
+    fresh = ours.leaders()[-1]
+    assert fresh in str(read_json(ours.run.outcome)["reason"]) and len(ours.leaders()) == 3, (
+        "a fresh successor was sent"
+    )
+    assert [cluster.state(job) for job in ours.leaders()] == ["COMPLETED", "CANCELLED", "CANCELLED"]
+    sound(ours, step_now(ours.run))
+
+
+def test_each_seed_of_an_array_is_requeued_and_cancelled_alone(cluster: SlurmCluster) -> None:
+    seeds = array(cluster, "seeds", 3, 'slurm.restart="requeue"', "run.steps=100000")
+    for seed in seeds:
+        seed.wait_for_step(2)
+    jobs_of = [seed.leaders() for seed in seeds]
+    (array_id,) = {job.partition("_")[0] for (job,) in jobs_of}
+    assert jobs_of == [[f"{array_id}_{i}"] for i in range(3)]
+    raw = {cluster.fields(job)["JobId"]: seed for (job,), seed in zip(jobs_of, seeds, strict=True)}
+    shared = raw.pop(array_id)  # what is said of its raw number is said of all of them
+    cancelled, spared = raw.values()
+    cluster.exec("scancel", "--batch", "--signal=USR2", shared.leaders()[0])
+    cluster.cancel(cancelled.leaders()[0])
+    cluster.wait_for_state(cancelled.leaders()[0], "CANCELLED")
+    wait_for(lambda: cluster.fields(shared.leaders()[0])["Restarts"] == "1")
+    reached = step_now(shared.run)
+    shared.wait_for_step(reached + 1)
+    assert cluster.state(cancelled.leaders()[0]) == "CANCELLED", "scancel was taken for a warning"
+    fields = cluster.fields(spared.leaders()[0])
+    assert (fields["JobState"], fields["Restarts"]) == ("RUNNING", "0")
+    assert len(read_leaders(spared.run)) == 1 and len(read_leaders(shared.run)) == 2
+    said = spared.relax_hpc("status", spared.run.root)
+    assert spared.leaders()[0] in said and shared.leaders()[0] not in said and fields["NodeList"] in said
+    for seed in (shared, spared):
+        seed.relax_hpc("stop", seed.run.root)
+    wait_for(lambda: not cluster.exec("squeue", "--noheader").stdout)
+    assert [read_json(seed.run.outcome)["outcome"] for seed in (shared, spared)] == ["stopped", "stopped"]
+    for seed in seeds:
+        sound(seed, seed.run.checkpoint_steps()[-1])
 
 
 def test_a_leader_that_is_warned_requeues_itself_where_chains_are_not_wanted(cluster: SlurmCluster) -> None:

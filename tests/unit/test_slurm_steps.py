@@ -18,7 +18,7 @@ from relax_hpc.launch.slurm.trainers import StepTrainers
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe, Supervision
 from relax_hpc.run_dir import RunDir, replace, to_json, write_file
-from relax_hpc.telemetry import Telemetry
+from relax_hpc.telemetry import Telemetry, read_metrics
 from tests.runs import wait_for, write_recipe
 
 HOURS = 3 * 3600.0
@@ -70,6 +70,53 @@ def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
     assert core.suspect == "n2"
     assert core.failure.startswith("rollout node 1 (n2): its agent has not begun ")
     assert "supervision.start_s" in core.failure and "n2: no answer" in core.failure
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_an_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_back(
+    run: RunDir, tmp_path: Path, python: list[str], leads: bool
+) -> None:
+    ours = recipe(tmp_path, "supervision.agent_silent_s=0.3")
+    voice = Telemetry(run, "supervisor", 0)
+    core = StepCore(run, ours, python, voice, leader="7" if leads else None)
+    agents = Agents(run, ours, voice)
+
+    def look() -> int:
+        agents.read()
+        core.look_after(agents)
+        return len(list(run.logs.glob("srun-agents.*.log")))
+
+    def says(index: int, state: str) -> None:
+        about = {"time": time.time(), "state": state, "group": "core", "step": step.id, "index": index, "host": f"n{index + 1}", "workplaces": {}, "left": {}, "failure": ""}  # fmt: skip
+        replace(run.heartbeats / f"agent-{step.id}-{index}.json", to_json(about))
+
+    try:
+        look()
+        step = core._steps[0]
+        says(0, "active")
+        says(1, "gone")
+        assert look() == 1
+        if leads:
+            wait_for(lambda: says(0, "active") or look() == 2, 30)
+        lost = [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
+        assert [(r["role"], r["reason"]) for r in lost] == (
+            [("rollout node 1 (n2)", "its agent left, and the run goes on")] if leads else []
+        )
+    finally:
+        core.end(0)
+
+
+def test_a_leader_notices_that_its_rollout_component_ended(run: RunDir, tmp_path: Path, python: list[str]) -> None:
+    squeue = Path(python[0]).with_name("squeue")
+    squeue.write_text("#!/bin/sh\necho '7+0|RUNNING|None'\necho '7+1|RUNNING|None'\n")
+    squeue.chmod(0o755)
+    het = recipe(tmp_path, "slurm.shape=het")
+    core = StepCore(run, het, python, Telemetry(run, "supervisor", 0), leader="7")
+    core.keep_jobs()
+    assert not core.failure
+    squeue.write_text(squeue.read_text().replace("7+1|RUNNING", "7+1|CANCELLED"))
+    core.keep_jobs()
+    assert "rollout component of this job ended (7+1 CANCELLED)" in core.failure and not core.suspect
 
 
 @pytest.fixture

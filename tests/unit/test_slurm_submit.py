@@ -23,10 +23,11 @@ from typer.testing import CliRunner
 import relax_hpc
 from relax_hpc.cli import app
 from relax_hpc.launch import batch, cluster_view
+from relax_hpc.launch.lease import acquire
 from relax_hpc.launch.slurm import queue_state, send
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.hopeless import Vigil, hopeless
-from relax_hpc.launch.slurm.overview import JobRow, Overview
+from relax_hpc.launch.slurm.overview import JobRow, Overview, job_rows
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, outside_job, reason_in_words
 from relax_hpc.launch.slurm.submit import preview, refuse_local_root, submit
@@ -323,9 +324,12 @@ def test_a_task_of_an_array_is_a_job_of_its_own(
     assert queue_state.own_job() is None
 
 
-def test_a_component_that_ended_is_seen_while_the_job_goes_on(bin_folder: Path) -> None:
+def test_a_component_that_ended_is_seen_while_the_job_goes_on(bin_folder: Path, run: RunDir) -> None:
     program(bin_folder, "squeue", "echo '8+1|CANCELLED|None'", "echo '8+0|RUNNING|None'")
     assert look(["8"]) == {"8": Seen("RUNNING", "None", ("8+1 CANCELLED",))}
+    send.record(run, "8", "leader")
+    [row] = job_rows(run)
+    assert row.alive and row.why == "a component of it has ended: 8+1 cancelled"
     program(bin_folder, "squeue", "echo '8+1|CANCELLED|None'", "echo '8+0|COMPLETED|None'")
     assert look(["8"]) == {"8": Seen("COMPLETED", "None")}
     (bin_folder / "squeue").unlink()
@@ -435,6 +439,72 @@ def test_status_says_that_no_successor_is_queued(
     shown = console.export_text()
     assert words in shown and "no rollout job: limit" in shown
     assert ("no successor queued" in shown) is (len(jobs) == 1)
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "GONE"])  # Slurm forgets it after a few minutes
+@pytest.mark.parametrize("by", ["a person", "the run"])
+@pytest.mark.parametrize("ended", ["preempted", "failed"])
+def test_a_successor_that_a_person_cancelled_is_not_replaced(
+    bin_folder: Path, recipe: Path, run: RunDir, state: str, by: str, ended: str
+) -> None:
+    run.create()
+    slurm = load_recipe(recipe).slurm
+    assert slurm is not None
+    for name in ("sbatch", "scancel"):
+        program(bin_folder, name, "echo 9")
+    send.record(run, "7", "leader")
+    send.record(run, "8", "leader", dependency="afterany:7")
+    if by == "the run":
+        send.end_jobs(run, ["8"], "another one is better")
+    program(
+        bin_folder,
+        "squeue",
+        "echo '7|RUNNING|None'",
+        f"[ {state} = GONE ] || echo '8|{state}|None'",
+        "echo '9|PENDING|None'",
+    )
+    Chain(run, slurm, "7").queue_successor()
+    Chain(run, slurm, "7").end({"outcome": ended, "reason": "lost", "suspect": ""}, warned=True)
+    if by == "the run":
+        assert [job["id"] for job in send.jobs(run)] == ["7", "8", "9"] and not run.outcome.exists()
+    else:
+        assert [job["id"] for job in send.jobs(run)] == ["7", "8"], "a fresh successor was sent"
+        said = json.loads(run.outcome.read_text()) if ended == "preempted" else {}
+        assert ended == "failed" or (said["outcome"] == "stopped" and "job 8, which was to go on" in said["reason"])
+        refused = [r["reason"] for r in read_metrics(run.metrics / "chain.jsonl")[0] if r["kind"] == "refused"]
+        assert refused == [said.get("reason", refused[0])]
+
+
+def test_who_waited_for_a_cancelled_successor_leaves_the_leader_alone(
+    bin_folder: Path, recipe: Path, run: RunDir
+) -> None:
+    """With queue_ahead = 2 the last of the queue begins when the one before it is cancelled."""
+    run.create()
+    slurm = load_recipe(recipe, ["slurm.queue_ahead=2"]).slurm
+    assert slurm is not None
+    program(bin_folder, "squeue", "echo '7|RUNNING|None'", "echo '8|CANCELLED|None'", "echo '9|RUNNING|None'")
+    program(bin_folder, "scancel", "exit 1")
+    for job, after in (("7", None), ("8", "afterany:7"), ("9", "afterany:8")):
+        send.record(run, job, "leader", dependency=after)
+    Chain(run, slurm, "7").lead()
+    held = acquire(run)
+    assert "job 8 was cancelled by a person" in str(Chain(run, slurm, "9").begin()) and not run.outcome.exists()
+    held.release()
+    assert Chain(run, slurm, "9").begin() == "job 8 was cancelled by a person"
+    assert json.loads(run.outcome.read_text())["outcome"] == "stopped"
+
+
+@pytest.mark.parametrize(("restart", "sends"), [("chain", True), ("requeue", True), ("none", False)])
+def test_a_new_job_follows_one_whose_component_ended(
+    bin_folder: Path, recipe: Path, run: RunDir, restart: str, sends: bool
+) -> None:
+    slurm = load_recipe(recipe, [f"slurm.restart={restart}", "slurm.shape=het"]).slurm
+    assert slurm is not None
+    program(bin_folder, "squeue", "echo '7+0|RUNNING|None'", "echo '7+1|CANCELLED|None'")
+    program(bin_folder, "scontrol", "echo 'Job not heterogeneous job leader' >&2", "exit 1")
+    program(bin_folder, "sbatch", "echo 9")
+    Chain(run, slurm, "7").end({"outcome": "failed", "reason": "its component ended", "suspect": ""}, warned=True)
+    assert [job["dependency"] for job in send.jobs(run)] == (["afterany:7"] if sends else [])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@
              faults: the final weights must have the same bits.
     requeue  the same with preemptions alone and restart = "requeue"
     stall    two rollout nodes, one is lost again and again: the trainer's longest wait
+    array    three seeds as a job array, restart = "requeue": each is hurt in turn, and nothing may happen to the others; then one is
+             cancelled, and the others go on. Against a run of each seed without faults: the same bits.
     ettr     steps paced to `--pace` seconds, a preemption or kill every k steps: paced time of all steps over wall time
 
 restart_s is from the end of the last step before a fault to the end of the first step beyond it, so it holds the abandoned
@@ -34,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 
 from relax_hpc.analysis.audit import audit
-from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 from tests.slurm.cluster import SlurmCluster
@@ -57,6 +59,17 @@ SETS = ("run.checkpoint_every=10", "supervision.agent_silent_s=4.0", "supervisio
 PREEMPT = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep 1"
 """Over the whole node of the trainer; on which, but in ettr, there are no rollout workers: they go on."""
 RECOVERY_S = 180.0
+SEEDS = 3
+ARRAY_FAULTS = ("warned", "preempted", "trainer killed", "worker killed")
+SINGLE = """
+[slurm]
+shape = "single"
+partition = "low"
+restart = "requeue"
+time = "08:00:00"
+signal_lead_s = 30
+options = {exclusive = true}  # else a preemption hits those beside it too
+"""
 CHAIN = ("preempted", "supervisor killed")
 
 
@@ -124,6 +137,9 @@ class Target:
         self.cluster.sbatch(PREEMPT.format(self.node("leader")))
         self.until(lambda: self.cluster.state(leader) != "RUNNING")
 
+    def warned(self) -> None:
+        self.cluster.exec("scancel", "--batch", "--signal=USR2", self.job("leader"))
+
     def supervisor_killed(self) -> None:
         self.cluster.exec("scancel", "--signal=KILL", "--batch", self.job("leader"))
 
@@ -167,6 +183,18 @@ def submit(cluster: SlurmCluster, name: str, *sets: str) -> Target:
     options = [word for value in values for word in ("--set", value)]
     cluster.exec(sys.executable, "-m", "relax_hpc", "submit", str(recipe), "--local-root-ok", *options, timeout=120)
     return Target(cluster, RunDir(root / name))
+
+
+def submit_array(cluster: SlurmCluster, name: str, *sets: str) -> list[Target]:
+    """Send SEEDS runs as the job array that `relax-hpc render` writes."""
+    recipe, root = cluster.shared / f"{name}.toml", cluster.shared / "runs"
+    recipe.write_text(RECIPE.read_text() + SINGLE)
+    values = (f"run.root={root}", f"run.name={name}", *SETS, *sets)
+    options = [word for value in values for word in ("--set", value)]
+    words = ("render", str(recipe), *options, "--seeds", str(SEEDS), "-o", str(cluster.shared))
+    cluster.exec(sys.executable, "-m", "relax_hpc", *words)
+    cluster.exec("sbatch", f"--chdir={cluster.shared}", f"{cluster.shared}/{name}-seeds.sbatch")
+    return [Target(cluster, RunDir(root / f"{name}-{seed}")) for seed in range(SEEDS)]
 
 
 def hurt(target: Target, faults: Sequence[str], gap: int, done: Callable[[], None] = lambda: None) -> int:
@@ -239,14 +267,14 @@ def schedule(count: int, kinds: Sequence[str], seed: int) -> list[str]:
     return faults
 
 
-def calm(cluster: SlurmCluster, steps: int, *sets: str) -> RunDir:
+def calm(cluster: SlurmCluster, steps: int, *sets: str, seed: int = 0) -> RunDir:
     """The same run on this machine, without Slurm and without faults."""
-    root = cluster.shared / "calm"
-    values = (f"run.root={root}", f"run.name=calm-{steps}", f"run.steps={steps}", *sets)
+    root, name = cluster.shared / "calm", f"calm-{seed}-{steps}"
+    values = (f"run.root={root}", f"run.name={name}", f"run.seed={seed}", f"run.steps={steps}", *sets)
     options = [word for value in values for word in ("--set", value)]
     command = [sys.executable, "-m", "relax_hpc", "run", str(RECIPE), *options]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=common.our_environment())
-    return RunDir(root / f"calm-{steps}")
+    return RunDir(root / name)
 
 
 def part_faults(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:
@@ -277,6 +305,53 @@ def part_requeue(cluster: SlurmCluster, given: argparse.Namespace, done: Callabl
     target = submit(cluster, "requeue", "run.steps=1000000", 'slurm.restart="requeue"', *given.set)
     hurt(target, ["preempted"] * given.requeues, given.gap, done)
     return {"restart_s": percentiles([r.seconds for r in restarts(target)], "requeue")}
+
+
+def part_array(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:
+    seeds = submit_array(cluster, "array", "run.steps=1000000", "async.max_staleness=0", *given.set)
+    for seed in seeds:
+        seed.until(lambda: newest(seed.run) >= given.gap)  # noqa: B023
+    touched = 0
+    for i in range(given.array_faults):
+        hit, others = seeds[i % SEEDS], [seed for seed in seeds if seed is not seeds[i % SEEDS]]
+        touched += _apart(hit, others, ARRAY_FAULTS[i // SEEDS % len(ARRAY_FAULTS)], given.gap)
+        done()
+    cancelled, *others = seeds
+    job, before = cancelled.job("leader"), list(map(_lives, others))
+    cluster.cancel(job)
+    cluster.wait_for_state(job, "CANCELLED")
+    for seed in others:
+        reached = newest(seed.run)
+        seed.until(lambda: newest(seed.run) >= reached + given.gap)  # noqa: B023
+    touched += sum(_lives(seed) != was for seed, was in zip(others, before, strict=True))
+    stays = cluster.state(job) == "CANCELLED"
+    steps = [cancelled.run.checkpoint_steps()[-1], *(seed.stop() for seed in others)]
+    audits = [audit(seed.run.root) for seed in seeds]
+    alone = [calm(cluster, step, "async.max_staleness=0", *given.set, seed=i) for i, step in enumerate(steps)]
+    same = [
+        final_weights(seed.run, step) == final_weights(run, step)
+        for seed, step, run in zip(seeds, steps, alone, strict=True)
+    ]
+    return {
+        "array": {
+            "seeds": SEEDS, "faults": given.array_faults, "others_touched": touched, "cancelled_stays": stays, "steps": steps,
+            "lost": sum(len(a.lost) for a in audits), "twice": sum(len(a.twice) for a in audits), "bit_identical": all(same),
+        }
+    }  # fmt: skip
+
+
+def _apart(hit: Target, others: Sequence[Target], fault: str, gap: int) -> int:
+    """Hurt one seed and wait until it is beyond where it was; how many others lost a process or a job meanwhile."""
+    before, reached = list(map(_lives, others)), newest(hit.run)
+    hit.until(lambda: struck(hit, fault))
+    hit.until(lambda: newest(hit.run) >= reached + gap)
+    return sum(_lives(seed) != was for seed, was in zip(others, before, strict=True))
+
+
+def _lives(seed: Target) -> tuple[int, int, int]:
+    """How often a seed's job and its processes were started."""
+    events = [e["kind"] for e in read_metrics(seed.run.metrics / "supervisor.jsonl")[0]]
+    return len(read_leaders(seed.run)), events.count("restart"), events.count("lost")
 
 
 def part_stall(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:
@@ -332,7 +407,7 @@ def _paced(
     }  # fmt: skip
 
 
-PARTS = {"faults": part_faults, "requeue": part_requeue, "stall": part_stall, "ettr": part_ettr}
+PARTS = {"faults": part_faults, "requeue": part_requeue, "stall": part_stall, "array": part_array, "ettr": part_ettr}
 
 
 def main() -> None:
@@ -342,6 +417,7 @@ def main() -> None:
     arguments.add_argument("--kinds", nargs="+", choices=FAULTS, default=list(FAULTS), help="faults: only these")
     arguments.add_argument("--requeues", type=int, default=2)
     arguments.add_argument("--stalls", type=int, default=2)
+    arguments.add_argument("--array-faults", type=int, default=6)
     arguments.add_argument("--gap", type=int, default=12, help="steps from a recovery to the next fault")
     arguments.add_argument("--pace", type=float, default=10.0, help="ettr: seconds a step")
     arguments.add_argument("--every", type=int, nargs=2, default=[10, 100], help="ettr: steps between two faults")
@@ -354,7 +430,13 @@ def main() -> None:
     folder = common.disk_directory("slurm") / time.strftime("%H%M%S")
     folder.mkdir()
     cluster = SlurmCluster(folder / "c")
-    total = {"faults": given.faults, "requeue": given.requeues, "stall": given.stalls, "ettr": sum(given.ettr_faults)}
+    total = {
+        "faults": given.faults,
+        "requeue": given.requeues,
+        "stall": given.stalls,
+        "array": given.array_faults,
+        "ettr": sum(given.ettr_faults),
+    }
     result: dict[str, Any] = {}
     try:
         cluster.up()

@@ -99,6 +99,10 @@ class Agents:
         """Whether a worker of this job published an order."""
         return any(seen.beat.get("orders") and seen.beat.get("job") == job for seen in self._seen.values())
 
+    def left(self, name: str) -> bool:
+        """Whether an agent said that it leaves as its last word: it ended in order, and is not silent."""
+        return name in self._seen and self._seen[name].beat["state"] == "gone"
+
     def of(self, step: str, index: int) -> tuple[str, dict[str, Any]] | None:
         """Name and heartbeat of the agent of a step on its node `index`; None before its first."""
         found = ((n, s.beat) for n, s in self._seen.items() if s.beat.get("step") == step and s.beat["index"] == index)

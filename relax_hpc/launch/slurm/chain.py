@@ -2,6 +2,7 @@
 
 job k starts ► queues job k + 1 (afterany:k) ► … preempted, timed out, node lost … ► job k + 1 starts at once
                                              ► done, stopped, cancelled by a person ► job k + 1 is cancelled
+job k + 1 cancelled by a person ► job k goes on to its end, and is the last
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from relax_hpc.launch.lease import holder
 from relax_hpc.launch.slurm.plan import KINDS, Kind
-from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, ask, cancel, job_state
-from relax_hpc.launch.slurm.send import exclude, jobs, leaders, read_leaders, submit_script
+from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, ask, job_state, look
+from relax_hpc.launch.slurm.send import end_jobs, ended_by_us, exclude, jobs, leaders, read_leaders, submit_script
 from relax_hpc.launch.supervisor import is_final, outcome_of
 from relax_hpc.recipe.slurm import Slurm
 from relax_hpc.run_dir import RunDir, RunError, replace, to_json
@@ -42,7 +44,12 @@ class Chain:
 
     def begin(self) -> str | None:
         """Why this job must not go on with the run, after cancelling what else waits; None when it must."""
-        reason = self._over(self._read())
+        before = self._read()
+        cancelled = self._cancelled_before(before)
+        if cancelled is not None and holder(self._run) is not None:
+            # It was to go before us and after the one that leads, which ends the chain when it ends.
+            return f"job {cancelled} was cancelled by a person, and the job before it is at work"
+        reason = self._over(before, cancelled)
         if reason is not None:
             self.cancel_waiting()
         return reason
@@ -55,13 +62,18 @@ class Chain:
     def queue_successor(self) -> None:
         """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count.
 
-        Raises RunError where Slurm refuses one.
+        A successor that a person cancelled is not replaced. Raises RunError where Slurm refuses one.
         """
         if self._slurm.restart != "chain":
             return
         if not self._slurm.queue_ahead:
             self._say("slurm.queue_ahead = 0")
-        successors = self._successors()
+        successors, cancelled = self._successors()
+        if cancelled:
+            reason = _cancelled(cancelled[0])
+            self._telemetry.metrics("refused", role="successor", reason=reason)
+            self._say(reason)
+            return
         for _ in range(self._slurm.queue_ahead - len(successors)):
             successors.append(self._submit(after=successors[-1] if successors else self.job))
 
@@ -71,17 +83,19 @@ class Chain:
         warned: the first signal came while the job ran, as before a time limit or preemption. A job that is ended
         without one (scancel; preemption without a grace time) is requeued by Slurm, if by anybody.
         """
-        if is_final(outcome):
+        if is_final(outcome) or self._unwanted(outcome):
             self.cancel_waiting()
         elif outcome.get("suspect") and self._slurm.restart == "chain":
             before = self._waiting("leader")  # sent before that was known
             exclude(self._run, outcome["suspect"], outcome["reason"])
             self._submit(after=self.job)
-            cancel(before)
+            end_jobs(self._run, before, "its successor avoids a node that keeps failing")
         elif self._slurm.restart == "chain":
             self.queue_successor()
         elif self._slurm.restart == "requeue" and outcome["outcome"] == "preempted" and warned:
             self._requeue()
+        elif self._slurm.restart == "requeue" and outcome["outcome"] == "failed" and self._lost_component():
+            self._submit(after=self.job)  # requeued, it would wait for the component that ended for ever
 
     def is_ending(self) -> bool:
         """Whether Slurm is ending this job at this moment."""
@@ -93,8 +107,8 @@ class Chain:
         return leaders[-1].job if leaders else None
 
     def cancelled_by_a_person(self, job: str) -> bool:
-        """Whether Slurm says that `job` was cancelled, and not by one of our own agents."""
-        return job_state([job])[job] == "CANCELLED" and not self._ended(job).exists()
+        """Whether Slurm says that `job` was cancelled, and not by the run itself."""
+        return job_state([job])[job] == "CANCELLED" and not ended_by_us(self._run, job)
 
     def stop(self, reason: str) -> None:
         """Write down that the run was stopped."""
@@ -105,9 +119,21 @@ class Chain:
 
     def cancel_waiting(self) -> None:
         """Cancel the run's jobs that have not begun."""
-        cancel(self._waiting(*KINDS))
+        end_jobs(self._run, self._waiting(*KINDS), "the run is over")
 
-    def _over(self, before: list[Leader]) -> str | None:
+    def _unwanted(self, outcome: dict[str, Any]) -> bool:
+        """Whether a person cancelled what was to go on with the run; it is stopped then."""
+        if self._slurm.restart != "chain" or not (cancelled := self._successors()[1]):
+            return False
+        if outcome["outcome"] != "failed":
+            self.stop(_cancelled(cancelled[0]))
+        return True
+
+    def _lost_component(self) -> bool:
+        seen = look([self.job])[self.job]
+        return seen is not None and bool(seen.ended)
+
+    def _over(self, before: list[Leader], cancelled: str | None) -> str | None:
         if self._run.stop.exists():
             reason = "it was asked to stop"
             self.stop(reason)
@@ -115,11 +141,10 @@ class Chain:
         outcome = outcome_of(self._run)
         if outcome is not None and is_final(outcome):
             return f"{outcome['outcome']} already: {outcome['reason'] or outcome['step']}"
-        for job in self._before(before):
-            if self.cancelled_by_a_person(job):
-                reason = f"job {job} was cancelled by a person"
-                self.stop(reason)
-                return reason
+        if cancelled is not None:
+            reason = f"job {cancelled} was cancelled by a person"
+            self.stop(reason)
+            return reason
         if len(before) >= self._slurm.max_jobs:
             return self._fail(f"the run has had {len(before)} jobs (slurm.max_jobs = {self._slurm.max_jobs})")
         lately = before[-self._slurm.max_idle_jobs :]
@@ -129,6 +154,9 @@ class Chain:
                 f"{lately[-1].job}: read {self._run.logs}, then send the run again with `relax-hpc submit {self._run.root}`"
             )
         return None
+
+    def _cancelled_before(self, leaders: list[Leader]) -> str | None:
+        return next(filter(self.cancelled_by_a_person, self._before(leaders)), None)
 
     def _before(self, leaders: list[Leader]) -> set[str]:
         """The last leader, and the job that this one waited for: a person may have cancelled it before it led."""
@@ -171,23 +199,25 @@ class Chain:
             self._said = why
             self._telemetry.log.warning("%s: %s", NO_SUCCESSOR, why)
 
-    def _successors(self) -> list[str]:
+    def _successors(self) -> tuple[list[str], list[str]]:
         """Leaders that begin when this one has ended, one after the other; or have begun, where it has. One that a leader before this one sent
-        while it was cut off is none: it waits for that one, begins at once, and leaves again."""
+        while it was cut off is none: it waits for that one, begins at once, and leaves again. Then those of them that a person cancelled:
+        what waits for this job's end cannot have ended otherwise."""
         sent = [job for job in jobs(self._run) if job["kind"] == "leader" and job["dependency"]]
         states = job_state([job["id"] for job in sent])
-        found = [self.job]
+        found, cancelled = [self.job], []
         for job in sent:  # the oldest first
-            if job["dependency"].removeprefix("afterany:") in found and states[job["id"]] in {None, *ALIVE}:
+            if job["dependency"].removeprefix("afterany:") not in found:
+                continue
+            if states[job["id"]] in {None, *ALIVE}:
                 found.append(job["id"])
-        return found[1:]
+            elif states[job["id"]] in ("CANCELLED", GONE) and not ended_by_us(self._run, job["id"]):
+                cancelled.append(job["id"])
+        return found[1:], cancelled
 
     def _waiting(self, *kinds: Kind) -> list[str]:
         ids = [job["id"] for job in jobs(self._run) if job["kind"] in kinds and job["id"] != self.job]
         return [job for job, state in job_state(ids).items() if state is None or state in WAITING]
-
-    def _ended(self, job: str) -> Any:
-        return self._run.slurm / "ended" / f"{job}.json"
 
     def _read(self) -> list[Leader]:
         return [Leader(line["job"], tuple(line["progress"]), line["time"]) for line in read_leaders(self._run)]
@@ -197,3 +227,7 @@ class Chain:
 
     def _steps(self) -> int:
         return max((int(p.stem) + 1 for p in self._run.ledger.glob("*/[!.]*.json")), default=0)
+
+
+def _cancelled(successor: str) -> str:
+    return f"job {successor}, which was to go on with the run, was cancelled by a person"

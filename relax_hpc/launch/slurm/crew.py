@@ -16,7 +16,7 @@ from relax_hpc.launch.members import Patience, next_attempt
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.job_book import JobBook
-from relax_hpc.launch.slurm.queue_state import ALIVE
+from relax_hpc.launch.slurm.queue_state import ALIVE, look
 from relax_hpc.launch.slurm.refusals import Refusals
 from relax_hpc.launch.slurm.send import exclude, submit_script
 from relax_hpc.launch.slurm.steps import ROLLOUT_COMPONENT, with_options
@@ -113,14 +113,18 @@ class StepCore:
         telemetry: Telemetry,
         group: str = CORE,
         nodes: int | None = None,
+        leader: str | None = None,
     ) -> None:
-        """python: `srun … python`, with everything that comes before the module; nodes: those of the recipe by default."""
+        """python: `srun … python`, with everything that comes before the module; nodes: those of the recipe by default; leader: our own
+        job, where it leads the run: its agents have no reason to leave before it asks them to."""
         self._run, self._recipe, self._python, self._telemetry = run, recipe, python, telemetry
-        self._group = group
+        self._group, self._leader = group, leader
         self._steps: dict[int, Step] = {}
         """Node of the group -> the step that its agent lives in."""
         self._noted = set[int]()
         """Nodes whose loss is written down, and whose next step is not started: the file system refused its log."""
+        self._left_at: dict[Step, float] = {}
+        """When the first agent of a step was seen to have left."""
         self._patience = {i: Patience(recipe.supervision) for i in range(nodes or recipe.rollout.nodes)}
         self.failure = self.suspect = ""
 
@@ -146,11 +150,15 @@ class StepCore:
         if beat is None and step.running and time.monotonic() - step.started_at > self._recipe.supervision.start_s:
             self._never_began(index, step)
             return
+        left = step.code == 0 or agents.left(name)
+        if left and not self._must_stay(step):
+            return
         silent = beat is not None and name not in agents.alive()
-        if (step.running and not silent) or step.code == 0 or time.monotonic() < patience.not_before:
+        if (step.running and not silent) or time.monotonic() < patience.not_before:
             return
         host, limit_s = beat["host"] if beat else "", self._recipe.supervision.agent_silent_s
         reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
+        reason = "its agent left, and the run goes on" if left else reason
         who = f"rollout node {index}" + (f" ({host})" if host else "")
         if index not in self._noted:
             self._telemetry.metrics("lost", role=who, reason=reason)
@@ -163,6 +171,12 @@ class StepCore:
             ["--overlap", "--nodes=1", "--ntasks=1", *([f"--nodelist={host}"] if host else [])], index
         )
         self._noted.discard(index)
+
+    def _must_stay(self, step: Step) -> bool:
+        """Whether the run goes on although agents of a step have left, for longer than a trainer that was told to end with them may need
+        to say so."""
+        left_s = time.monotonic() - self._left_at.setdefault(step, time.monotonic())
+        return self._leader is not None and left_s > self._recipe.supervision.agent_silent_s
 
     def _start(self, options: list[str], index: int | None) -> Step:
         step = Step(self._run, "srun-agents")
@@ -189,7 +203,15 @@ class StepCore:
             host,
         )
 
-    def keep_jobs(self) -> None: ...
+    def keep_jobs(self) -> None:
+        """Notice that the other component of a heterogeneous job ended: Slurm leaves this one to train on without it."""
+        if self._leader is None or self._recipe.slurm is None or self._recipe.slurm.shape != "het":
+            return
+        seen = look([self._leader])[self._leader]
+        if seen is not None and seen.ended:
+            self.failure = self.failure or (
+                f"the rollout component of this job ended ({', '.join(seen.ended)}): this one ends too, what follows begins with both"
+            )
 
     def ask_to_stop(self) -> None:
         for step in set(self._steps.values()):

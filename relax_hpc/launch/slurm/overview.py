@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, ask, look, reason_in_words, whole
+from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, Seen, ask, look, reason_in_words, whole
 from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat, read_metrics
@@ -142,9 +142,15 @@ def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:
             continue
         found, (nodes, start) = seen[about["id"]], places.get(about["id"], ("", ""))
         state = found.state if found is not None else UNKNOWN
-        why = reason_in_words(found.reason) if found is not None and state in WAITING and found.reason else ""
+        why = _why(found) if found is not None else ""
         rows.append(JobRow(about["id"], about["kind"], state, why, nodes, start if state != GONE else ""))
     return rows
+
+
+def _why(seen: Seen) -> str:
+    if seen.ended:
+        return f"a component of it has ended: {', '.join(seen.ended).lower()}"
+    return reason_in_words(seen.reason) if seen.state in WAITING and seen.reason else ""
 
 
 def _places(ids: list[str]) -> dict[str, tuple[str, str]]:

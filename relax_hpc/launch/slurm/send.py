@@ -12,17 +12,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
-from relax_hpc.launch.slurm.queue_state import ask, number, our_jobs_of
+from relax_hpc.launch.slurm.queue_state import ask, cancel, number, our_jobs_of
 from relax_hpc.launch.slurm.render import render
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
+from relax_hpc.run_dir import RunDir, RunError, publish, read_json, replace, to_json
 
 ATTEMPTS = 6
 LONGEST_WAIT_S = 60.0
@@ -141,8 +141,7 @@ def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) 
     """Write down that a job of this run was sent."""
     folder = run.slurm / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
-    by = f"{getpass.getuser()}@{os.uname().nodename} pid {os.getpid()}"
-    about = {"id": job, "kind": kind, "script": str(script(run, kind)), "dependency": dependency, "submitted": time.time(), "by": by}  # fmt: skip
+    about = {"id": job, "kind": kind, "script": str(script(run, kind)), "dependency": dependency, "submitted": time.time(), "by": _me()}  # fmt: skip
     replace(folder / f"{job}.json", to_json(about))
 
 
@@ -150,6 +149,32 @@ def record_own(run: RunDir, job: str, kind: Kind) -> None:
     """Write down the job that calls this, where nobody did: a person sent its script with sbatch."""
     if not (run.slurm / "jobs" / f"{job}.json").exists():
         record(run, job, kind)
+
+
+def end_jobs(run: RunDir, ids: Iterable[str], reason: str) -> bool:
+    """Cancel jobs of the run. Written down before, so that nobody takes it for a person's scancel; False where Slurm did not take it."""
+    wanted = list(ids)
+    about = {"by": _me(), "reason": reason, "time": time.time()}
+    for job in wanted:
+        publish(_ended(run, job), to_json(about))
+    if cancel(wanted):
+        return True
+    for job in wanted:
+        _ended(run, job).unlink(missing_ok=True)
+    return False
+
+
+def ended_by_us(run: RunDir, job: str) -> bool:
+    """Whether `end_jobs` cancelled it."""
+    return _ended(run, job).exists()
+
+
+def _ended(run: RunDir, job: str) -> Path:
+    return run.slurm / "ended" / f"{job}.json"
+
+
+def _me() -> str:
+    return f"{getpass.getuser()}@{os.uname().nodename} pid {os.getpid()}"
 
 
 def forget_end(run: RunDir) -> None:
