@@ -57,6 +57,10 @@ class RunError(Exception):
     """Something about a run that a person must know: names the thing, the value, what was expected, the fix."""
 
 
+class Damaged(RunError):
+    """A file is not as it was published: torn, changed since, or another's under its name."""
+
+
 class RunDir:
     """Paths of one run; knows names, not meanings."""
 
@@ -98,6 +102,10 @@ class RunDir:
     @property
     def exists(self) -> bool:
         return self.identity.is_file()
+
+    def read_id(self) -> str | None:
+        """What shards name this run by; None where there is no run.json, or one of an old version."""
+        return (read_json(self.identity) or {}).get("id")
 
     def create(self) -> None:
         """Make the folders (those that are there already stay)."""

@@ -9,7 +9,9 @@ for table in run.iter_trajectories(): …        a shard at a time, for runs tha
 
 from __future__ import annotations
 
+import contextlib
 import tomllib
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from os import PathLike
@@ -42,7 +44,11 @@ class RunView:
         return f"RunView('{self.run.root}')"
 
     def trajectories(
-        self, format: Literal["pandas", "arrow"] = "pandas", columns: Sequence[str] | None = None, text: bool = True
+        self,
+        format: Literal["pandas", "arrow"] = "pandas",
+        columns: Sequence[str] | None = None,
+        text: bool = True,
+        skip_damaged: bool = False,
     ) -> Any:
         """One row a sample, of every shard there is: pandas.DataFrame or pyarrow.Table.
 
@@ -61,13 +67,16 @@ class RunView:
         `columns` picks some, and may name prompt_tokens, tokens, loss_mask, logprobs, versions (a list a row) too; and
         columns/reference, columns/teacher, columns/recomputed, columns/values: what scorers (logprobs) and critic said of the same tokens,
         null where they said nothing.
-        Raises RunError for unknown columns, damaged shards, and text without a tokenizer in the run.
+        Raises RunError for unknown columns, damaged shards and ledger entries, and text without a tokenizer in the run. `skip_damaged`
+        leaves those files out, and one warning counts and names them; samples of a step whose entry is damaged are `unused` then.
         """
         import pyarrow as pa
 
-        names = self.columns(columns, text)
+        names, broken = self.columns(columns, text), list[RunError]()
         empty = pa.table({n: pa.array([], arrow_type(n)) for n in names})
-        table = pa.concat_tables([empty, *self.tables(names)])
+        table = pa.concat_tables([empty, *self.tables(names, broken if skip_damaged else None)])
+        if broken:
+            warnings.warn(f"{len(broken)} damaged files were left out: {'; '.join(map(str, broken))}", stacklevel=2)
         if format == "arrow":
             return table
         return table.to_pandas(types_mapper=_nullable_integers())
@@ -91,29 +100,37 @@ class RunView:
     def tables(self, names: Sequence[str], broken: list[RunError] | None = None) -> Iterator[pa.Table]:
         """`iter_trajectories` for columns that `columns` gave."""
         decoder = self.decoder if {"prompt", "completion"} & set(names) else None
-        fates = self.fates()
+        fates = self.fates(broken)
         for shard in self.iter_shards(broken=broken):
-            yield arrow_table(sample_columns(shard, fates.of(shard.path), names, decoder))
-
-    def iter_shards(self, paths: Sequence[Path] | None = None, broken: list[RunError] | None = None) -> Iterator[Shard]:
-        """Every shard (or those at `paths`), opened in turn and closed when the next one is asked for.
-
-        Shards that retention removes meanwhile are passed over. Raises RunError at a damaged one, unless `broken` is
-        given, which then collects the errors.
-        """
-        from relax_hpc.spool.shard import Shard
-
-        for path in self.shard_paths() if paths is None else paths:
             try:
-                shard = Shard(path)
+                columns = sample_columns(shard, fates.of(shard.path), names, decoder)
             except RunError as error:
-                if not path.exists():
-                    continue
                 if broken is None:
                     raise
                 broken.append(error)
                 continue
-            with shard:
+            yield arrow_table(columns)
+
+    def iter_shards(self, paths: Sequence[Path] | None = None, broken: list[RunError] | None = None) -> Iterator[Shard]:
+        """Every shard (or those at `paths`), opened in turn and closed when the next one is asked for.
+
+        Shards that retention removes meanwhile are passed over. Raises RunError at one whose index is damaged, unless `broken` is
+        given, which then collects the errors; damage to other columns is found where they are read.
+        """
+        from relax_hpc.spool.shard import Shard
+
+        for path in self.shard_paths() if paths is None else paths:
+            with contextlib.ExitStack() as stack:
+                try:
+                    shard = stack.enter_context(Shard(path))
+                    shard.index  # noqa: B018  what everybody reads
+                except RunError as error:
+                    if not path.exists():
+                        continue
+                    if broken is None:
+                        raise
+                    broken.append(error)
+                    continue
                 yield shard
 
     def shard_paths(self) -> list[Path]:
@@ -121,9 +138,9 @@ class RunView:
         run = self.run
         return [*sorted(run.shards.glob("*/*.h5")), *sorted(run.evals.glob("*.h5")), *sorted(run.aside.glob("*.h5"))]
 
-    def fates(self) -> Fates:
-        """What became of each order, as the ledger says now."""
-        return Fates(read_entries(self.run))
+    def fates(self, broken: list[RunError] | None = None) -> Fates:
+        """What became of each order, as the ledger says now. Raises RunError at a damaged entry, unless `broken` is given."""
+        return Fates(read_entries(self.run, broken))
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -177,7 +194,7 @@ class RunView:
         self, paths: Sequence[Path] | None = None, broken: list[RunError] | None = None
     ) -> Iterator[dict[str, Any]]:
         """The rows of `orders`, as they are read; with `paths`, of these shards alone."""
-        fates = self.fates()
+        fates = self.fates(broken)
         seen = set()
         for shard in self.iter_shards(paths, broken):
             seen.add(shard.path.stem)

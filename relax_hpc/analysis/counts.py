@@ -59,10 +59,10 @@ class Counts:
 
 
 def count(view: RunView, paths: Sequence[Path] | None = None) -> Counts:
-    """Count all shards, or those at `paths`. Damaged ones are collected, not raised."""
+    """Count all shards, or those at `paths`. Damaged ones are collected, not raised, and so are entries of the ledger."""
     counts = Counts({}, Counter(), Counter(), Counter(), [])
     parts: dict[tuple[Fate, str], list[NDArray[Any]]] = {}
-    fates = view.fates()
+    fates = view.fates(counts.broken)
     for shard in view.iter_shards(paths, counts.broken):
         folder = shard.path.relative_to(view.run.root).parts[0]
         counts.shards[folder] += 1

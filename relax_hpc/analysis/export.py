@@ -31,11 +31,13 @@ def export_parquet(
     text: bool = True,
     tokens: bool = False,
     fates: Sequence[str] | None = None,
+    broken: list[RunError] | None = None,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> int:
     """Write the run's trajectories to `output`; the number of rows. `fates`: only samples that ended so.
 
-    `progress` is called with the rows read so far. Raises RunError for damaged shards and for a folder that is not there.
+    `progress` is called with the rows read so far. Raises RunError for a folder that is not there, and for damaged shards and ledger
+    entries, unless `broken` is given, which then collects them.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -48,7 +50,7 @@ def export_parquet(
     rows = 0
     try:
         with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
-            for table in _row_groups(view.tables(names), schema, fates):
+            for table in _row_groups(view.tables(names, broken), schema, fates):
                 writer.write_table(table)
                 rows += table.num_rows
                 progress(rows)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.run_dir import RunDir, RunError, read_json
-from relax_hpc.spool.ledger import Entry
+from relax_hpc.spool.ledger import Entry, read_entry
 
 Fate = Literal["trained", "filtered", "failed", "late", "unused", "evaluation"]
 FATES: tuple[Fate, ...] = ("trained", "filtered", "failed", "late", "unused", "evaluation")
@@ -76,15 +76,17 @@ class Fates:
         return self.orders.get(path.stem, OrderFate("unused"))
 
 
-def read_entries(run: RunDir) -> list[Entry]:
-    """All ledger entries, by step. Raises RunError naming an entry that cannot be read."""
-    entries = []
+def read_entries(run: RunDir, broken: list[RunError] | None = None) -> list[Entry]:
+    """All ledger entries, by step. Raises RunError naming an entry that cannot be read, unless `broken` is given, which collects them."""
+    entries: list[Entry] = []
     for path in sorted(run.ledger.glob("*/*.json")):
         try:
-            entries.append(Entry.from_json(read_json(path)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"ledger entry '{path}' cannot be read ({type(error).__name__}: {error}); "
-                "entries are published whole, so it was damaged or written by another version of relax_hpc"
-            ) from error
+            entry = read_entry(path)
+        except RunError as error:
+            if broken is None:
+                raise
+            broken.append(error)
+            continue
+        if entry is not None:
+            entries.append(entry)
     return entries

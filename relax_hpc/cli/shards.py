@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import Damaged, RunError
 
 if TYPE_CHECKING:
     from relax_hpc.analysis import RunView
@@ -50,7 +50,7 @@ def ls(
 
     with friendly():
         view, fate = _open(run), _fate(fate)
-        fates = view.fates()
+        fates = view.fates(broken=[])  # they are named with the rows
         paths = sorted((p for p in view.shard_paths() if _matches(fates.of(p), fate, step)), key=_age)
         # Only a shard itself knows of failed groups: for them all have to be opened.
         opened = paths if everything or fate == "failed" else paths[-last:]
@@ -101,7 +101,7 @@ def stats(run: Run) -> None:
 
 @app.command("validate")
 def validate(run: Run) -> None:
-    """Read every shard whole and compare all checksums. Exit code 1, and a list, if any is damaged."""
+    """Read every shard whole, compare all checksums, and whose it is. Exit code 1, and a list, if any is damaged or another's."""
     from rich.console import Console
     from rich.progress import track
 
@@ -109,19 +109,19 @@ def validate(run: Run) -> None:
 
     with friendly():
         view, size = _open(run), 0
+        own = view.run.read_id()
         broken: list[RunError] = []
         paths = view.shard_paths()
         for path in track(paths, "validating", console=Console(stderr=True), transient=True, disable=not paths):
             try:
                 with Shard(path) as shard:
+                    shard.check_owner(path.name.partition(".")[0], own)
                     shard.validate()
                     size += shard.bytes
             except RunError as error:
                 if path.exists():  # else retention removed it meanwhile
                     broken.append(error)
-    for damage in broken:
-        typer.secho("damaged: ", fg="red", bold=True, nl=False)
-        typer.echo(str(damage))
+    _name(broken)
     typer.echo(f"{len(paths) - len(broken)} of {len(paths)} shards are whole ({size / 1e6:.1f} MB read)")
     if broken:
         raise typer.Exit(1)
@@ -138,6 +138,9 @@ def export(
     ] = False,
     text: Annotated[bool, typer.Option("--text/--no-text", help="Prompts, answers and completions as text.")] = True,
     fate: Annotated[Optional[str], typer.Option(help=FATE_HELP, show_default=False)] = None,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave damaged shards and ledger entries out, and name them.")
+    ] = False,
 ) -> None:
     """Write all samples as one Parquet file, a row each, for pandas, polars, DuckDB or Spark.
 
@@ -148,9 +151,23 @@ def export(
     from relax_hpc.analysis.export import export_parquet
 
     with friendly():
-        view, fate = _open(run), _fate(fate)
-        rows = export_parquet(view, output, text=text, tokens=tokens, fates=[fate] if fate else None)
-        typer.echo(f"{output}: {rows} samples, {output.stat().st_size / 1e6:.1f} MB")
+        view, fate, broken = _open(run), _fate(fate), list[RunError]()
+        try:
+            skipped = broken if skip_damaged else None
+            rows = export_parquet(
+                view, output, text=text, tokens=tokens, fates=[fate] if fate else None, broken=skipped
+            )
+        except Damaged as error:
+            raise RunError(f"{error}; to leave damaged files out, say --skip-damaged") from error
+        _name(broken)
+        left_out = f", {len(broken)} damaged files left out" if broken else ""
+        typer.echo(f"{output}: {rows} samples, {output.stat().st_size / 1e6:.1f} MB{left_out}")
+
+
+def _name(broken: list[RunError]) -> None:
+    for damage in broken:
+        typer.secho("damaged: ", fg="red", bold=True, nl=False)
+        typer.echo(str(damage))
 
 
 def _age(path: Path) -> tuple[int, str]:

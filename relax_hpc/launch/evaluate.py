@@ -214,11 +214,12 @@ def play(place: RunDir, subject: Subject, recipe: Recipe, orders: list[Order], a
         opened.callback(player.close)
         folder = opened.enter_context(hugging_face(subject))
         load(player, folder, subject.step, recipe)
+        own = place.read_id()
         for order in orders:
             began = time.perf_counter()
             groups = groups_of(player, order, lambda: load(player, folder, subject.step, recipe))
             meta = {
-                "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": order.seed,
+                "run": own, "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": order.seed,
                 "copies": order.copies, "created": time.time(), "generate_s": time.perf_counter() - began,
             }  # fmt: skip
             publish(place.shard(order.id), encode(order.id, groups, meta, recipe.spool.compression))

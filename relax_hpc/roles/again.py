@@ -5,21 +5,20 @@ entries s - max_staleness … s - 1 ──within the bound at s, in the loss the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 
+from relax_hpc.roles.damage import decided
 from relax_hpc.spool.ledger import Ledger
+from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import Shard
 
 
 class Again:
     """Groups of the steps before, by how much the rewards of their samples vary."""
 
-    def __init__(self, ledger: Ledger, path: Callable[[str], Path], count: int, max_staleness: int) -> None:
-        """path: where an order's shard is read. count: groups a step."""
-        self._ledger, self._path, self._count, self._bound = ledger, path, count, max_staleness
+    def __init__(self, ledger: Ledger, front: Shards, count: int, max_staleness: int) -> None:
+        """count: groups a step."""
+        self._ledger, self._front, self._count, self._bound = ledger, front, count, max_staleness
         self._variances: dict[str, list[float]] = {}
         """Of the groups of each order that a step took within the bound."""
 
@@ -30,7 +29,8 @@ class Again:
         before = [e for s in range(max(0, step - self._bound), step) if (e := self._ledger.find(s)) is not None]
         used = {name for entry in before for name in entry.again}
         fresh = [(e, t.order) for e in before for t in e.take if t.first_version >= step - self._bound]
-        self._variances = {order: self._of(order) for _, order in fresh}
+        with decided(step):
+            self._variances = {order: self._of(order) for _, order in fresh}
         names = {
             f"{order}/{group}": (variance, entry.step)
             for entry, order in fresh
@@ -42,8 +42,12 @@ class Again:
 
     def _of(self, order: str) -> list[float]:
         if order not in self._variances:
-            with Shard(self._path(order)) as shard:
-                of, rewards = shard.samples["group"], shard.samples["reward"]
-                groups = [rewards[of == g] for g in range(len(shard.groups))]
-            self._variances[order] = [float(np.var(g)) if len(g) else 0.0 for g in groups]
+            self._variances[order] = self._front.read(order, _variances)
         return self._variances[order]
+
+
+def _variances(shard: Shard) -> list[float]:
+    """Of the rewards of each group."""
+    of, rewards = shard.samples["group"], shard.samples["reward"]
+    groups = [rewards[of == g] for g in range(len(shard.groups))]
+    return [float(np.var(g)) if len(g) else 0.0 for g in groups]

@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.algorithms.base import REFERENCE
+from relax_hpc.roles.damage import decided
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.column import Column, DamagedColumn, read_column
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry
+from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch
 from relax_hpc.weights import frozen
@@ -120,14 +121,16 @@ class Columns:
         self._say("refused_column", order=order, column=name, reason=reason)
 
 
-def columns_of(entry: Entry, front: Front, columns: Columns) -> dict[str, dict[str, str]] | None:
+def columns_of(entry: Entry, front: Shards, columns: Columns) -> dict[str, dict[str, str]] | None:
     """Order -> versions of its columns, of a step that was decided on before; None, after a pause, while one is missing."""
     found: dict[str, dict[str, str]] = {taken.order: {} for taken in entry.take}
     for taken in entry.take if columns.names else ():
-        with Shard(front.path(taken.order)) as shard:
-            if not columns.ready({taken.order: shard}):
-                time.sleep(PAUSE_S)
-                return None
+        ready = lambda shard, order=taken.order: columns.ready({order: shard})
+        with decided(entry.step):
+            complete = front.read(taken.order, ready)
+        if not complete:
+            time.sleep(PAUSE_S)
+            return None
         found[taken.order] = columns.versions(taken.order)
         columns.forget(taken.order)
         if taken.columns and taken.columns != found[taken.order]:

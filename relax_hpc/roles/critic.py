@@ -32,12 +32,21 @@ from relax_hpc.roles import gpus
 from relax_hpc.roles.columns import Columns, columns_of
 from relax_hpc.roles.missing import Missing, described, opened, put, whole
 from relax_hpc.roles.process import Exit, RoleProcess, Stop
-from relax_hpc.roles.ranks import as_attempt, attempt_folder, begin_attempt, everywhere, meet, room_for_all, told
+from relax_hpc.roles.ranks import (
+    as_attempt,
+    attempt_folder,
+    begin_attempt,
+    everywhere,
+    meet,
+    room_for_all,
+    together,
+    told,
+)
 from relax_hpc.roles.taking import take
 from relax_hpc.run_dir import Data, RunDir, RunError, read_json
 from relax_hpc.spool.column import encode
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry, Ledger
+from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.watch import FolderWatch, backoff
 from relax_hpc.trainers import CriticTrainer, make_critic
 from relax_hpc.trainers.build import SMALL_FILES, weights_folder
@@ -83,7 +92,7 @@ class Critic:
         about = read_json(process.run.identity)
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         """The run whose shards are trained on."""
-        self.front, self.ledger = Front(self.shards, recipe.spool.front), Ledger(process.run)
+        self.front, self.ledger = Shards(self.shards, recipe.spool.front), Ledger(process.run)
         self.own, self.via = RunDir(process.run.critic), via
         self.bound = recipe.run.steps if about["debug"] else recipe.async_.max_staleness
         algorithm = make_algorithm(recipe.algorithm)
@@ -245,7 +254,8 @@ class Critic:
         entry, began = word.entry, time.perf_counter()
         assert entry is not None
         oldest = entry.step - self.bound if self.recipe.async_.late == "mask" else None
-        rollouts = take(entry, self.run, self.front, self.columns.names, oldest=oldest).rollouts
+        read = partial(take, entry, self.run, self.front, self.columns.names, oldest=oldest)
+        rollouts = together(read, self.world).rollouts
         metrics = self.trainer.learn(rollouts, self.algorithm, entry.step, lambda: self.beat("learning"))
         self.version += 1
         self.learned += 1

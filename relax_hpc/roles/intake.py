@@ -6,6 +6,7 @@ after a restart: ledger entries c … s-1 are adopted one by one (training repea
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -16,14 +17,15 @@ from typing import Any
 from relax_hpc.algorithms.filters import Filter
 from relax_hpc.roles.again import Again
 from relax_hpc.roles.columns import Columns, columns_of
+from relax_hpc.roles.damage import Quarantine
 from relax_hpc.roles.retention import Retention
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool import parts
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import FAILED, SURPLUS, Dropped, Entry, Ledger, Taken
 from relax_hpc.spool.orders import Choice, Order, OrderBook, replacement_id
 from relax_hpc.spool.queue import LOOK_AT_STARTS_S, Queue
-from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.reading import Shards
+from relax_hpc.spool.shard import DamagedShard, Shard
 from relax_hpc.spool.watch import FolderWatch, backoff
 
 POLL_FOR_S = 1.0
@@ -41,20 +43,21 @@ class Intake:
         queue: Queue,
         filters: list[Filter],
         retention: Retention,
-        front: Front,
+        front: Shards,
         incarnation: int,
         when_room: Callable[[Callable[[], None], str], None],
         columns: Columns,
+        quarantine: Quarantine,
         replay: int = 0,
         solved_at: float | None = None,
     ) -> None:
         """when_room: does what it is given, again and again while the disk is full. replay: groups that a step takes once more.
         solved_at: the raw reward of a solved prompt, where entries are to say how many are."""
         self._solved_at = solved_at
-        self._again = Again(ledger, front.path, replay, book.max_staleness)
+        self._again = Again(ledger, front, replay, book.max_staleness)
         self.book, self.ledger, self.queue, self.retention, self.front = book, ledger, queue, retention, front
         self._run, self._filters, self._incarnation, self._when_room = run, filters, incarnation, when_room
-        self._columns = columns
+        self._columns, self._quarantine = columns, quarantine
         self._watches: dict[Path, FolderWatch] = {}
         self._unscored: dict[str, Shard] = {}
         """Published and outstanding; a scorer has not made its columns yet."""
@@ -152,7 +155,7 @@ class Intake:
         """Dropped orders that have come since the last call, with their columns, and their mean length in tokens."""
         arrived = []
         for order_id in self._published(list(self._dropped)):
-            with Shard(self._run.shard(order_id)) as shard:
+            with contextlib.suppress(DamagedShard), Shard(self._run.shard(order_id)) as shard:  # it is not trained on
                 if not self._columns.ready({order_id: shard}):
                     continue
                 if self.live:
@@ -241,11 +244,25 @@ class Intake:
         """Open the shards that appeared: one stat a folder, whatever is outstanding."""
         waiting = [i for i in self.book.outstanding if i not in self._complete and i not in self._unscored]
         for order_id in self._published(waiting):
-            self._unscored[order_id] = shard = Shard(self.front.path(order_id))
-            self.retention.add(shard.bytes)
+            shard = self._opened(order_id)
+            if shard is not None:
+                self._unscored[order_id] = shard
+                self.retention.add(shard.bytes)
         for order_id in self._columns.ready(self._unscored):
             self._complete[order_id] = self._unscored.pop(order_id)
             self.retention.add(self._columns.bytes(order_id))
+
+    def _opened(self, order_id: str) -> Shard | None:
+        """A published shard, whole. Of one that is damaged the order is released again; a listing may know it a while longer."""
+        try:
+            return self.front.opened(order_id)
+        except DamagedShard as damage:
+            self._quarantine.put(order_id, damage)
+            self._put([self.book.outstanding[order_id]])
+        except RunError:
+            if self._run.shard(order_id).exists():
+                raise
+        return None
 
     def _published(self, order_ids: Iterable[str]) -> list[str]:
         names: dict[Path, frozenset[str]] = {}
@@ -320,7 +337,7 @@ class Replay(WithoutOrders):
 
     live = True
 
-    def __init__(self, source: RunDir, ledger: Ledger, front: Front, columns: Columns) -> None:
+    def __init__(self, source: RunDir, ledger: Ledger, front: Shards, columns: Columns) -> None:
         self._source, self._own, self._front, self._columns = source, ledger, front, columns
 
     def next_entry(self, step: int, version: int, lineage: int) -> Entry | None:

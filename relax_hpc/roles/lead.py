@@ -13,6 +13,7 @@ from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptCursor
 from relax_hpc.data.curriculum import SourceWeights
 from relax_hpc.roles.columns import Columns
+from relax_hpc.roles.damage import Quarantine
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake, Replay, check_failures
 from relax_hpc.roles.process import Exit
@@ -74,6 +75,7 @@ class Lead:
                 self.incarnation,
                 self.process.when_room,
                 columns,
+                Quarantine(run, via, self.process.telemetry.metrics),
                 recipe.algorithm.replay,
                 recipe.curriculum.solved_at if recipe.curriculum else None,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +11,8 @@ from typing import Any, TypeVar
 
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import ORDERS_PER_FOLDER, Data, RunDir, RunError, publish
-from relax_hpc.spool.front import Front
-from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.reading import Shards
+from relax_hpc.spool.shard import DamagedShard, Shard
 from relax_hpc.spool.watch import FolderWatch
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class Missing:
         self._done[order] = time.monotonic()
         self._first_versions.pop(order, None)
 
-    def first(self, front: Front, version: int | None, alive: Callable[[], None]) -> tuple[str | None, int]:
+    def first(self, front: Shards, version: int | None, alive: Callable[[], None]) -> tuple[str | None, int]:
         """The first order that may have its columns now, and how many there are that lack some.
 
         version: of the model that makes them; no order that was begun by a later policy may have them from it. None: any may.
@@ -105,7 +106,7 @@ class Missing:
                 return order, len(lacking)
         return None, len(lacking)
 
-    def _may_be_made(self, order: str, front: Front, version: int) -> bool:
+    def _may_be_made(self, order: str, front: Shards, version: int) -> bool:
         """False also where retention was faster."""
         if order not in self._first_versions:
             first = opened(self._shards, front, order, lambda shard: shard.first_version)
@@ -127,11 +128,13 @@ class Missing:
         return self._watches.setdefault(folder, FolderWatch(folder)).names()
 
 
-def opened(shards: RunDir, front: Front, order: str, read: Callable[[Shard], T]) -> T | None:
-    """What `read` makes of an order's shard; None where retention was faster."""
+def opened(shards: RunDir, front: Shards, order: str, read: Callable[[Shard], T]) -> T | None:
+    """What `read` makes of an order's shard; None where retention was faster, or it is damaged, which is the trainer's to mend."""
     try:
-        with Shard(front.path(order)) as shard:
-            return read(shard)
+        return front.read(order, read)
+    except DamagedShard as damage:
+        logging.getLogger("columns").warning("no column is made of it: %s", damage)
+        return None
     except RunError:
         if shards.shard(order).exists():
             raise

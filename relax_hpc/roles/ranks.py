@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
+from relax_hpc.run_dir import RunError
 
 T = TypeVar("T")
 
@@ -79,6 +80,24 @@ def everywhere(flag: bool, world: int) -> bool:
     if world > 1:
         dist.all_gather_object(flags, flag)
     return all(flags)
+
+
+def together(work: Callable[[], T], world: int) -> T:
+    """What `work` makes on this rank; a RunError of any rank is raised on every one, so that all end in the same way."""
+    found, error = list[T](), ""
+    try:
+        found.append(work())
+    except RunError as mine:
+        if world == 1:
+            raise
+        error = str(mine)
+    errors = [error] * world
+    if world > 1:
+        dist.all_gather_object(errors, error)
+    for rank, said in enumerate(errors):
+        if said:
+            raise RunError(f"rank {rank}: {said}")
+    return found[0]
 
 
 @contextlib.contextmanager

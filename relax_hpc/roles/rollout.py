@@ -69,6 +69,7 @@ class RolloutWorker:
         self.queue = Queue(process.run, self.recipe.rollout.nodes)
         self.lookout = Lookout(process.run)
         self.queue.open_workplace(workplace)
+        self.run_id = process.run.read_id()
         self.publisher = ShardPublisher(process.run, workplace, Front(process.run, self.recipe.spool.front))
         self.usual_s = 0.0
         """How long it looked for the orders before."""
@@ -236,7 +237,8 @@ class RolloutWorker:
         generate_s = time.perf_counter() - began - score_s
         swap_s, self.fetch_s = self.fetch_s, 0.0
         meta = {
-            "version": held.number, "lineage": held.lineage, "weights": held.checksum, "attempt": claim.ticket.attempt, "worker": self.workplace,
+            "run": self.run_id, "version": held.number, "lineage": held.lineage, "weights": held.checksum,
+            "attempt": claim.ticket.attempt, "worker": self.workplace,
             "seed": order.seed, "copies": order.copies, "created": time.time(), "generate_s": generate_s,
             "aborts": claim.ticket.parts,
         }  # fmt: skip

@@ -40,7 +40,7 @@ from relax_hpc.roles.ranks import (
 )
 from relax_hpc.run_dir import Data, RunDir, RunError, read_json
 from relax_hpc.spool.column import encode
-from relax_hpc.spool.front import Front
+from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.watch import backoff
 from relax_hpc.trainers import make_scoring
 from relax_hpc.trainers.build import tensors_in
@@ -94,7 +94,7 @@ class Scorer:
         self.rank, self.world = (arguments.rank, arguments.world) if via else (0, 1)
         about = read_json(process.run.identity)
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
-        self.front = Front(self.shards, recipe.spool.front)
+        self.front = Shards(self.shards, recipe.spool.front)
         share = (0, 1) if via else (arguments.rank, self.config.processes)
         self.missing = Missing(self.run, self.shards, recipe.scored, recipe.async_.max_staleness, *share)
         torch.set_num_threads(self.config.threads)

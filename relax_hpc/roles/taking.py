@@ -7,35 +7,39 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_hpc.records import mask_old
+from relax_hpc.records import Rollouts, mask_old
 from relax_hpc.roles.columns import read_columns
+from relax_hpc.roles.damage import decided
 from relax_hpc.roles.step_metrics import Batch
 from relax_hpc.run_dir import RunDir
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry
+from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import Shard, concatenate
 
 
 def take(
-    entry: Entry, run: RunDir, front: Front, columns: Sequence[str], routed: bool = False, oldest: int | None = None
+    entry: Entry, run: RunDir, front: Shards, columns: Sequence[str], routed: bool = False, oldest: int | None = None
 ) -> Batch:
-    """The samples, in the order of their ids. Raises DamagedColumn where one of `columns` is gone.
+    """The samples, in the order of their ids. Raises DamagedColumn where one of `columns` is gone, RunError where a shard is damaged.
 
     run: where the columns are; routed: with the experts that tokens were routed to; oldest: tokens of earlier versions are masked.
     """
-    parts, played = [], list[NDArray[np.float32]]()
-    for taken in entry.take:
-        with Shard(front.path(taken.order)) as shard:
-            out = [g for g in range(len(shard.groups)) if f"{taken.order}/{g}" in entry.filtered]
-            which = np.flatnonzero(~np.isin(shard.samples["group"], out))
-            parts.append(shard.rollouts(which, routed, read_columns(run, shard, columns)))
-            played += shard.raw_rewards()
-    for name in entry.again:
-        order, _, group = name.rpartition("/")
-        with Shard(front.path(order)) as shard:
-            which = np.flatnonzero(shard.samples["group"] == int(group))
-            parts.append(shard.rollouts(which, routed, read_columns(run, shard, columns)))
-    rollouts = concatenate(parts)
+
+    def of(shard: Shard, which: NDArray[np.bool_]) -> Rollouts:
+        return shard.rollouts(np.flatnonzero(which), routed, read_columns(run, shard, columns))
+
+    def taken_from(shard: Shard) -> tuple[Rollouts, list[NDArray[np.float32]]]:
+        out = [g for g in range(len(shard.groups)) if f"{shard.order}/{g}" in entry.filtered]
+        return of(shard, ~np.isin(shard.samples["group"], out)), shard.raw_rewards()
+
+    with decided(entry.step):
+        taken = [front.read(each.order, taken_from) for each in entry.take]
+        again = [
+            front.read(order, lambda shard, group=int(group): of(shard, shard.samples["group"] == group))
+            for order, _, group in (name.rpartition("/") for name in entry.again)
+        ]
+    rollouts = concatenate([*(part for part, _ in taken), *again])
+    played = [rewards for _, groups in taken for rewards in groups]
     if oldest is None:
         return Batch(rollouts, 0, played)
     return Batch(*mask_old(rollouts, oldest), played)

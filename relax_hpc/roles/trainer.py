@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from relax_hpc.roles import gpus, supervised
 from relax_hpc.roles.columns import REFERENCE
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
-from relax_hpc.roles.ranks import everywhere, meet, room_for_all
+from relax_hpc.roles.ranks import everywhere, meet, room_for_all, together
 from relax_hpc.roles.step_metrics import Batch, Clock
 from relax_hpc.roles.taking import take
 from relax_hpc.roles.turn import TrainersTurns
 from relax_hpc.roles.warmup import warm_up
 from relax_hpc.run_dir import RunDir, RunError, read_json
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry
+from relax_hpc.spool.reading import Shards
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.base import Saving
 from relax_hpc.weights import frozen
@@ -80,7 +81,7 @@ class TrainerRole:
         self.forked_at: int | None = about.get("fork_step")
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         """The run whose shards are trained on."""
-        self.front = Front(self.shards, recipe.spool.front)
+        self.front = Shards(self.shards, recipe.spool.front)
         self.columns = () if self.debug == "rollout-only" else recipe.columns
         """Those that other roles make."""
         begins_elsewhere = "values" in self.columns and CRITIC_KEY not in recipe.models_beside
@@ -124,7 +125,7 @@ class TrainerRole:
                 continue
             assert word.entry is not None
             clock = Clock()
-            batch = self.take(word.entry)
+            batch = together(partial(self.take, word.entry), self.world)
             clock.lap("read_s")
             metrics = {} if self.debug == "rollout-only" else self.update(batch.rollouts)
             self.step += 1

@@ -8,15 +8,12 @@ of which shard it is, which weights said it, and the checksum of the numbers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import h5py
 import numpy as np
 import xxhash
-from h5py import h5d, h5f, h5s
 from numpy.typing import NDArray
 
 from relax_hpc.spool import hdf5
@@ -63,24 +60,21 @@ def encode(name: str, order: str, shard: int, model: str, values: NDArray[np.flo
 
 def read_column(path: Path, name: str) -> Column | None:
     """The column `name` in `path`; None where there is no such file. Raises DamagedColumn naming what is wrong."""
-    access = hdf5.in_memory(1 << 16)
-    access.set_file_locking(False, True)
     try:
-        size = path.stat().st_size
-        with h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)) as file:
-            found = dict(zip(ATTRIBUTES, hdf5.attributes(file.id, ATTRIBUTES), strict=True))
+        with hdf5.File(path) as file:
+            found = dict(zip(ATTRIBUTES, file.attributes(ATTRIBUTES), strict=True))
             if None in found.values() or (found["format"], found["schema"], found["name"]) != (FORMAT, SCHEMA, name):
                 raise ValueError(f"expected format, schema and name {(FORMAT, SCHEMA, name)}, found {found}")
-            values = np.empty(h5d.open(file.id, name.encode()).shape, np.float32)
-            if values.size:
-                h5d.open(file.id, name.encode()).read(h5s.ALL, h5s.ALL, values, hdf5.type_of(values.dtype))
+            dataset = file.dataset(name, (np.dtype("<f4"),))
+            values = np.empty(dataset.rows, np.float32)
+            dataset.read(0, values)
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
         raise DamagedColumn(f"'{path}' is truncated or no column '{name}': {error}") from error
     if (checksum := _checksum(values)) != found["checksum"]:
         raise DamagedColumn(f"'{path}' has checksum {checksum}, {found['checksum']} was written: the file was damaged")
-    return Column(name, found["order"], int(found["shard"]), found["model"], checksum, values, size)
+    return Column(name, found["order"], int(found["shard"]), found["model"], checksum, values, file.bytes)
 
 
 def _checksum(values: NDArray[np.float32]) -> str:

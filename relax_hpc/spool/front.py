@@ -10,19 +10,19 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from relax_hpc.run_dir import Data, RunDir, read_json, replace
+from relax_hpc.run_dir import Data, RunDir, replace
 
 
 def of_run(run: RunDir, folder: Path) -> Path:
     """The run's own folder in `folder`, which several runs of a node may share."""
-    return folder / f"relax_hpc-{read_json(run.identity)['id']}"
+    return folder / f"relax_hpc-{run.read_id()}"
 
 
 class Front:
     """The copies of one run on this node; without a folder there are none."""
 
     def __init__(self, run: RunDir, folder: Path | None) -> None:
-        self._run = run
+        self.run = run
         self._folder = of_run(run, folder) if folder else None
 
     def put(self, order_id: str, image: Data) -> None:
@@ -33,11 +33,10 @@ class Front:
             self._folder.mkdir(parents=True, exist_ok=True)
             replace(self._folder / f"{order_id}.h5", image, durable=False)
 
-    def path(self, order_id: str) -> Path:
-        """Where to read a published shard."""
-        if self._folder is not None and (copy := self._folder / f"{order_id}.h5").exists():
-            return copy
-        return self._run.shard(order_id)
+    def copy(self, order_id: str) -> Path | None:
+        """The copy of a published shard; None where there is none here."""
+        copy = self._folder / f"{order_id}.h5" if self._folder is not None else None
+        return copy if copy is not None and copy.exists() else None
 
     def remove(self, order_id: str) -> None:
         """The shard was consumed."""

@@ -1,6 +1,8 @@
 """Flat arrays as the bytes of an HDF5 file, by h5py's low-level API.
 
 For an order of eight samples the high-level API costs four times as much; nothing here knows what the columns mean.
+
+columns ──image──► pieces of bytes ──written by others──► FILE ──File──► datasets, each of which is where it says, and no larger
 """
 
 from __future__ import annotations
@@ -8,16 +10,26 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import h5py
 import numpy as np
-from h5py import h5a, h5d, h5f, h5fd, h5g, h5p, h5s, h5t
+from h5py import h5a, h5d, h5f, h5fd, h5g, h5l, h5p, h5s, h5t
 from numpy.typing import NDArray
 
 Codec = Literal["lz4", "zstd"]
 CHUNK = 1 << 17
 """Rows in a compressed chunk: half a megabyte, large enough for Blosc2 to pay, small enough to read a slice."""
+BLOSC2 = 32026
+"""The one HDF5 filter that compressed columns pass."""
+TEXT_BYTES = 1024
+"""Of an attribute."""
+READ_WHOLE_BYTES = 2 << 20
+"""Up to this size a file is read in one piece; of larger ones, what is asked for, so that a reader peaks at its slice."""
+USE_OURS, LEAVE_IT = 2, 4
+"""H5LT_FILE_IMAGE_DONT_COPY and H5LT_FILE_IMAGE_DONT_RELEASE."""
 
 
 class Column:
@@ -121,32 +133,132 @@ def _lay_out(
     return places
 
 
-def attributes(file: h5f.FileID, names: Sequence[str]) -> list[Any]:
-    """Values of root attributes, None where there is none."""
-    found: list[Any] = []
-    for name in names:
-        if not h5a.exists(file, name.encode()):
-            found.append(None)
-            continue
-        attribute = h5a.open(file, name.encode())
-        value = np.empty(attribute.shape, attribute.dtype)
-        attribute.read(value)
-        scalar: Any = value[()]
-        found.append(scalar.decode() if isinstance(scalar, bytes) else scalar)
-    return found
+class File:
+    """A file as `image` makes them, opened for reading. Raises OSError for what is no HDF5 file.
+
+    Whatever it merely claims to have is neither allocated nor looked for elsewhere: ValueError says what it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._whole: bytearray | None = None
+        with path.open("rb", buffering=0) as file:
+            self.bytes = os.fstat(file.fileno()).st_size
+            if self.bytes <= READ_WHOLE_BYTES:
+                self._whole = bytearray(self.bytes)
+                if file.readinto(self._whole) != self.bytes or not self.bytes:
+                    raise OSError(f"it ends before its {self.bytes} bytes")
+        if self._whole is not None:
+            try:
+                self._file = h5f.open_file_image(self._whole, USE_OURS | LEAVE_IT)
+            except ValueError as error:  # so HDF5 says that it is none
+                raise OSError(f"its {self.bytes} bytes do not begin as HDF5 does, or end too early") from error
+            return
+        access = h5p.create(h5p.FILE_ACCESS)
+        access.set_file_locking(False, True)
+        self._file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._file.valid)
+
+    def attributes(self, names: Sequence[str]) -> list[Any]:
+        """Values of root attributes, None where there is none. Raises ValueError for one that is no number and no short text."""
+        found: list[Any] = []
+        for name in names:
+            if not h5a.exists(self._file, name.encode()):
+                found.append(None)
+                continue
+            attribute = h5a.open(self._file, name.encode())
+            dtype = _scalar_type(attribute.get_type())
+            if dtype is None or attribute.shape != ():
+                raise ValueError(f"attribute '{name}' is of type {attribute.dtype} and shape {attribute.shape}")
+            value = np.empty((), dtype)
+            attribute.read(value)
+            scalar: Any = value[()]
+            found.append(scalar.decode() if isinstance(scalar, bytes) else scalar)
+        return found
+
+    def dataset(self, name: str, dtypes: Sequence[np.dtype[Any]]) -> Dataset:
+        """A dataset of one dimension, of one of `dtypes`. Raises KeyError where there is none, ValueError for another kind."""
+        parts = name.split("/")
+        for depth in range(len(parts)):
+            if self._file.links.get_info("/".join(parts[: depth + 1]).encode()).type != h5l.TYPE_HARD:
+                raise ValueError("it is a link to somewhere else")
+        dataset = h5d.open(self._file, name.encode())
+        shape, stored = dataset.shape, dataset.get_type()
+        dtype = next((dtype for dtype in dtypes if stored.equal(type_of(dtype))), None)
+        if dtype is None or shape is None or len(shape) != 1:
+            raise ValueError(f"it has type {dataset.dtype} and shape {shape}, expected {dtypes[0]} and one dimension")
+        begin = dataset.get_offset()  # of what is contiguous, and in this file
+        if begin is None and shape[0]:
+            _check_chunks(dataset, shape[0], self.bytes)
+        elif shape[0] and begin + shape[0] * dtype.itemsize > self.bytes:
+            raise ValueError(f"it claims {shape[0]} rows, the file of {self.bytes} bytes has less")
+        return Dataset(self, dataset, dtype, shape[0], begin)
+
+    def read(self, begin: int, into: memoryview) -> None:
+        """The bytes from `begin` on. Raises ValueError where the file ends before."""
+        if self._whole is not None:
+            into[:] = memoryview(self._whole)[begin : begin + len(into)]
+            return
+        handle, done = self._file.get_vfd_handle(), 0
+        while done < len(into):
+            count = os.preadv(handle, [into[done:]], begin + done)
+            if not count:
+                raise ValueError(f"the file ends at byte {begin + done}")
+            done += count
 
 
-def load_filters(dataset: h5d.DatasetID) -> None:
-    """Register the filters that a compressed dataset is read with; nothing is imported for one that is not."""
-    if dataset.get_create_plist().get_nfilters():
-        import hdf5plugin  # noqa: F401  its import registers them
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """An array of one dimension in a file."""
+
+    file: File
+    id: h5d.DatasetID
+    dtype: np.dtype[Any]
+    rows: int
+    begin: int | None
+    """Where its bytes begin, when it is not compressed and has any."""
+
+    def read(self, first: int, into: NDArray[Any]) -> None:
+        """The rows from `first` on that `into` has place for."""
+        if not len(into):
+            return
+        if self.begin is not None:
+            self.file.read(self.begin + first * self.dtype.itemsize, into.view(np.uint8).data)
+            return
+        where = self.id.get_space()
+        where.select_hyperslab((first,), into.shape)
+        self.id.read(h5s.create_simple(into.shape), where, into, type_of(into.dtype))
 
 
-def in_memory(block_bytes: int) -> h5p.PropFAID:
-    """Access to a file in memory; it grows by `block_bytes` at a time, and is read from disk in one piece."""
-    access = h5p.create(h5p.FILE_ACCESS)
-    access.set_fapl_core(block_bytes, False)
-    return access
+def _scalar_type(kind: h5t.TypeID) -> str | None:
+    """numpy's name for the type of a short text or an integer; None for another. h5py's own translation costs ten times as much."""
+    if isinstance(kind, h5t.TypeStringID) and not kind.is_variable_str() and kind.get_size() <= TEXT_BYTES:
+        return f"S{kind.get_size()}"
+    if isinstance(kind, h5t.TypeIntegerID):
+        return f"{'u' if kind.get_sign() == h5t.SGN_NONE else 'i'}{kind.get_size()}"
+    return None
+
+
+def _check_chunks(dataset: h5d.DatasetID, rows: int, file_bytes: int) -> None:
+    """Raises ValueError for a dataset that is not as a compressed column is, or cannot have so many rows."""
+    made = dataset.get_create_plist()
+    filters = [made.get_filter(n)[0] for n in range(made.get_nfilters())]
+    if made.get_layout() != h5d.CHUNKED or filters != [BLOSC2] or not 0 < made.get_chunk()[0] <= CHUNK:
+        raise ValueError("its data are not in the file as those of a column are")
+    if rows > dataset.get_num_chunks() * made.get_chunk()[0] or dataset.get_storage_size() > file_bytes:
+        raise ValueError(f"it claims {rows} rows, more than it has chunks for")
+    import hdf5plugin  # noqa: F401  its import registers the filter; nothing is imported for what is not compressed
 
 
 @functools.cache

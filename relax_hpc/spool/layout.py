@@ -13,9 +13,12 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "loss_mask": np.dtype("u1"), "logprobs": np.dtype("<f4"), "span_start": np.dtype("<i8"), "span_version": np.dtype("<i4"),
     "samples": SAMPLE, "groups": GROUP, "meta": np.dtype("u1"),
 }  # fmt: skip
-"""Every shard has these; `extra/NAME` (float32, [N]) may follow."""
+"""Every shard has these; `extra/NAME` may follow."""
+EXTRA = np.dtype("<f4")
+"""Of `extra/NAME`, [N]."""
 ROUTED = "routed_experts"
 """An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
+ROUTED_TYPES = (np.dtype("u1"), np.dtype("<u2"))
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
 """Columns of length T: the ones worth compressing, and read by slices."""
 SCORE_BYTES = 4

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.run_dir import RunDir, publish, read_json, to_json
+from relax_hpc.run_dir import Damaged, RunDir, publish, read_json, to_json
 
 FAILED = "failed: "
 SURPLUS = "surplus: "
@@ -79,6 +79,18 @@ class Entry:
         return cls(**{**value, "take": take, "filtered": filtered, "dropped": dropped, "learned": learned})
 
 
+def read_entry(path: Path) -> Entry | None:
+    """The entry in a file; None where there is none. Raises Damaged naming one that is damaged."""
+    try:
+        value = read_json(path)
+        return None if value is None else Entry.from_json(value)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(
+            f"ledger entry '{path}' cannot be read ({type(error).__name__}: {error}); "
+            "entries are published whole, so it was damaged or written by another version of relax_hpc: put it back from a copy"
+        ) from error
+
+
 class Ledger:
     """The entries of a run. `via`: the folder of the incarnation that commits; None only reads."""
 
@@ -86,9 +98,8 @@ class Ledger:
         self._run, self._via = run, via
 
     def find(self, step: int) -> Entry | None:
-        """The entry of a step; None when nobody has committed one."""
-        value = read_json(self._run.ledger_entry(step))
-        return None if value is None else Entry.from_json(value)
+        """The entry of a step; None when nobody has committed one. Raises Damaged naming one that is damaged."""
+        return read_entry(self._run.ledger_entry(step))
 
     def commit(self, entry: Entry) -> Entry:
         """Commit `entry`, or adopt the one that is there. Raises FileNotFoundError in a superseded incarnation."""

@@ -26,7 +26,7 @@ from relax_hpc.spool.shard import Compression, Shard, encode
 def put_back(run: RunDir, queue: Queue, claim: Claim, part: Part, compression: Compression) -> bool:
     """Publish what there is of a claim and open the claim again; False when another's part was there first."""
     number = claim.ticket.parts + 1
-    meta = {"version": claim.ticket.version, "turns": part.turns, "cut": part.cut}
+    meta = {"run": run.read_id(), "version": claim.ticket.version, "turns": part.turns, "cut": part.cut}
     image = encode(claim.order.id, _with_experts(part), meta, compression)
     mine = publish(run.part(claim.order.id, number), image)
     if queue.put_back(claim, parts=number) and claim.ticket.parts:
@@ -40,6 +40,7 @@ def read(run: RunDir, order: Order, ticket: Ticket) -> Part | None:
         return None
     try:
         with Shard(run.part(order.id, ticket.parts)) as shard:
+            shard.check_owner(order.id, run.read_id())
             shard.validate()
             part = Part([shard.group(g) for g in range(len(shard.groups))], shard.meta["turns"], shard.meta["cut"])
     except RunError as error:

@@ -1,6 +1,7 @@
 """A shard: one HDF5 file with all groups of one order; complete or absent, never changed.
 
     worker: list[Group] ──encode──► one HDF5 image in memory ──publish──► SHARDS/ORDER.h5 ──► Shard (any reader)
+                                                                     each row compared with its checksum as it is read
 
 Flat columns plus offsets, so that a file of a thousand samples is a dozen datasets, one write and one read. The file is
 laid out in memory and leaves in one write: a kill in mid-write leaves a temporary name, never a shard.
@@ -15,29 +16,31 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, cast
 
-import h5py
 import numpy as np
 import xxhash
-from h5py import h5d, h5f, h5p, h5s
 from numpy.typing import NDArray
 
 from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
-from relax_hpc.run_dir import Data, RunError
-from relax_hpc.spool import hdf5
-from relax_hpc.spool.layout import COLUMNS, GROUP, ROUTED, SAMPLE, TOKEN_COLUMNS
+from relax_hpc.run_dir import Damaged, Data, RunError
+from relax_hpc.spool import checked, hdf5
+from relax_hpc.spool.checked import Checked, Rows
+from relax_hpc.spool.index import Index
+from relax_hpc.spool.layout import COLUMNS, EXTRA, GROUP, ROUTED, ROUTED_TYPES, SAMPLE, TOKEN_COLUMNS
 
 FORMAT = "relax_hpc.shard"
-SCHEMA = 1
+SCHEMA = 2
+BLOCK_ROWS = {1: 0, SCHEMA: checked.BLOCK_ROWS}
+"""Rows that a checksum is of, by the schemas that are read; 0: all of a column."""
 ATTRIBUTES = ("format", "schema", "meta_checksum")
 """HDF5 keeps checksums of its own metadata, attributes included: what vouches for the rest stands there."""
 Compression = Literal["none", "lz4", "zstd"]
 
-READ_WHOLE_BYTES = 2 << 20
-"""Up to this size a shard is read in one piece; larger ones are read by slices, so that a reader peaks at its slice."""
+INDEX = tuple(field.name for field in fields(Index))
 
 
 def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
@@ -71,7 +74,7 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
     if routed and len(routed) == len(samples):
         flat[ROUTED] = hdf5.Column([part.reshape(-1) for part in routed], routed[0].dtype)
     for name in dict.fromkeys(key for s in samples for key in s.extra):
-        flat[f"extra/{name}"] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], np.float32)
+        flat[f"extra/{name}"] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], EXTRA)
     return flat
 
 
@@ -80,7 +83,7 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
-    checksums = {name: _checksum(column.pieces) for name, column in flat.items()}
+    checksums = {name: checked.checksums(column) for name, column in flat.items()}
     about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
     if ROUTED in flat:
         about[ROUTED] = next(
@@ -96,34 +99,39 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     return hdf5.image(flat, root, {} if compression == "none" else dict.fromkeys(TOKEN_COLUMNS, compression))
 
 
+class DamagedShard(Damaged):
+    """A shard that is not as it was published."""
+
+    def __init__(self, path: Path, what: object) -> None:
+        super().__init__(f"'{path}': {what}: the file was damaged after it was written, or is not the one that was")
+        self.path = path
+
+
 class Shard:
     """A published shard, opened for reading. Use as a context manager, or `close()`.
 
-    Raises RunError when the file is missing, truncated, or no shard of a schema known here.
+    Whatever is read is compared with its checksum. Raises DamagedShard, a RunError, naming file and column where it differs or
+    cannot be; RunError when the file is missing or of a schema that is not known here.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._cache: dict[str, Any] = {}
         try:
-            self.bytes = self.path.stat().st_size
-            access = hdf5.in_memory(1 << 16) if self.bytes <= READ_WHOLE_BYTES else h5p.create(h5p.FILE_ACCESS)
-            access.set_file_locking(False, True)
-            self._file = h5f.open(os.fsencode(self.path), h5f.ACC_RDONLY, access)
+            self._file = hdf5.File(self.path)
         except FileNotFoundError:
             raise RunError(f"no shard '{self.path}': it was never published, or retention removed it") from None
         except OSError as error:
-            raise RunError(
-                f"'{self.path}' ({self.bytes} bytes) is truncated or not HDF5: {error}; "
-                "shards are published whole, so the file was damaged after it was written: move it away and resume"
-            ) from error
+            raise DamagedShard(self.path, f"it is truncated or not HDF5 ({error})") from error
+        self.bytes = self._file.bytes
         with self._damage():
-            *found, self._meta_checksum = hdf5.attributes(self._file, ATTRIBUTES)
-        if found != [FORMAT, SCHEMA]:
+            form, schema, self._meta_checksum = self._file.attributes(ATTRIBUTES)
+        if form != FORMAT or schema not in BLOCK_ROWS:
             self._file.close()
             raise RunError(
-                f"'{self.path}' has format and schema {found}, expected {[FORMAT, SCHEMA]}: not a shard of this version"
+                f"'{self.path}' has format and schema {[form, schema]}, expected {[FORMAT, SCHEMA]}: not a shard of this version"
             )
-        self._cache: dict[str, Any] = {}
+        self._block_rows = BLOCK_ROWS[schema]
 
     def __enter__(self) -> Shard:
         return self
@@ -135,43 +143,49 @@ class Shard:
 
     def close(self) -> None:
         self._file.close()
+        self._cache.clear()
 
     @contextmanager
-    def _damage(self) -> Iterator[None]:
-        """What HDF5 says of broken metadata, as RunError."""
+    def _damage(self, of: str = "") -> Iterator[None]:
+        """What HDF5, or whoever looks at what it read, says of damage, as DamagedShard. of: the column."""
         try:
             yield
-        except (RuntimeError, OSError, ValueError, TypeError) as error:
-            raise RunError(
-                f"'{self.path}' cannot be read, the file was damaged after it was written: {error}"
-            ) from error
+        except RunError:
+            raise
+        except (RuntimeError, OSError, ValueError, TypeError, LookupError, MemoryError) as error:  # and RecursionError
+            raise DamagedShard(self.path, f"column '{of}': {error}" if of else error) from error
 
     def __contains__(self, column: str) -> bool:
-        return column.partition("/")[0].encode() in self._file and column in self.column_names()
+        return column in self.column_names()
 
     def read(self, column: str, begin: int = 0, end: int | None = None) -> NDArray[Any]:
         """A column, or the rows [begin, end) of it. Raises RunError naming the columns there are."""
-        try:
-            dataset = h5d.open(self._file, column.encode())
-        except KeyError:
-            raise RunError(f"'{self.path}' has no column '{column}'; it has {sorted(self.column_names())}") from None
-        except (RuntimeError, OSError, ValueError) as error:
-            raise RunError(f"'{self.path}': column '{column}' cannot be read, the file was damaged: {error}") from error
-        with self._damage():
-            return self._rows(dataset, column, begin, end)
+        rows = self._dataset(column).rows
+        return self._pieces(column, [(begin, rows if end is None else min(end, rows))])
 
-    def _rows(self, dataset: h5d.DatasetID, column: str, begin: int, end: int | None) -> NDArray[Any]:
-        hdf5.load_filters(dataset)
-        rows: int = dataset.shape[0]
-        end = rows if end is None else min(end, rows)
-        # dataset.dtype translates HDF5's type anew: slow for tables, so only where the column is not a known one.
-        dtype = COLUMNS[column] if column in COLUMNS else dataset.dtype  # noqa: SIM401
-        array = np.empty(max(end - begin, 0), dtype)
-        if array.size:
-            where = dataset.get_space()
-            where.select_hyperslab((begin,), array.shape)
-            dataset.read(h5s.create_simple(array.shape), where, array, hdf5.type_of(array.dtype))
-        return array
+    def _pieces(self, column: str, pieces: Sequence[Rows]) -> NDArray[Any]:
+        """These rows of a column, one piece after the other."""
+        dataset = self._dataset(column)
+        with self._damage(column):
+            return dataset.read([piece for piece in pieces if piece[1] > piece[0]])
+
+    def _dataset(self, column: str) -> Checked:
+        """A column to be read, when it has the type and as many rows as it must."""
+        key = f"dataset {column}"
+        if key not in self._cache:
+            if not self._file.is_open:
+                raise RuntimeError(f"'{self.path}' was closed by its reader")
+            expected = self.meta["checksums"].get(column)
+            if expected is None:
+                raise RunError(f"'{self.path}' has no column '{column}'; it has {sorted(self.column_names())}")
+            with self._damage(column):
+                dtypes = (COLUMNS[column],) if column in COLUMNS else ROUTED_TYPES if column == ROUTED else (EXTRA,)
+                found = Checked(self._file.dataset(column, dtypes), expected, self._block_rows)
+            rows = found.rows if column in INDEX else self._rows.get(column, len(self.samples))
+            if found.rows != rows:
+                raise DamagedShard(self.path, f"column '{column}' has {found.rows} rows, offsets say {rows}")
+            self._cache[key] = found
+        return cast(Checked, self._cache[key])
 
     def _small(self, column: str) -> NDArray[Any]:
         """A column that is small beside the token columns, kept after the first read."""
@@ -180,19 +194,18 @@ class Shard:
         return cast(NDArray[Any], self._cache[column])
 
     def column_names(self) -> list[str]:
-        with self._damage():
-            file = h5py.File(self._file)
-            return [n for n in file if n != "extra"] + [f"extra/{n}" for n in file.get("extra", ())]
+        return [*self.meta["checksums"]]
 
     @property
     def meta(self) -> dict[str, Any]:
         if "meta" not in self._cache:
-            data = self.read("meta")
-            if xxhash.xxh3_64_intdigest(data.data) != self._meta_checksum:
-                raise RunError(
-                    f"'{self.path}': `meta` does not have its checksum: the file was damaged after it was written"
-                )
-            self._cache["meta"] = json.loads(data.tobytes())
+            with self._damage("meta"):
+                dataset = self._file.dataset("meta", (COLUMNS["meta"],))
+                data = np.empty(dataset.rows, np.uint8)
+                dataset.read(0, data)
+                if xxhash.xxh3_64_intdigest(data.data) != self._meta_checksum:
+                    raise ValueError("it does not have its checksum")
+                self._cache["meta"] = _understood(json.loads(data.tobytes()))
         return cast(dict[str, Any], self._cache["meta"])
 
     @property
@@ -204,35 +217,49 @@ class Shard:
         """Of `meta`, which has the checksums of all else."""
         return int(self._meta_checksum)
 
+    @functools.cached_property
+    def index(self) -> Index:
+        """The columns by which all others are found."""
+        with self._damage():
+            index = Index.read(self.read)
+            if len(self.meta["prompts"]) != len(index.groups):
+                raise ValueError(f"meta has {len(self.meta['prompts'])} prompts of {len(index.groups)} groups")
+            return index
+
+    @functools.cached_property
+    def _rows(self) -> Mapping[str, int]:
+        """Of the columns that the index says it of; all others have one a sample."""
+        return self.index.rows(self.meta.get(ROUTED))
+
     @property
     def samples(self) -> NDArray[Any]:
         """[N] of SAMPLE."""
-        return self._small("samples")
+        return self.index.samples
 
     @property
     def groups(self) -> NDArray[Any]:
         """[G] of GROUP."""
-        return self._small("groups")
+        return self.index.groups
 
     @property
     def offsets(self) -> NDArray[np.int64]:
         """[N + 1] where each sample's tokens begin."""
-        return self._small("offsets")
+        return self.index.offsets
 
     @property
     def prompt_offsets(self) -> NDArray[np.int64]:
         """[G + 1] where each group's prompt tokens begin."""
-        return self._small("prompt_offsets")
+        return self.index.prompt_offsets
 
     @property
     def first_version(self) -> int:
         """The oldest version among the shard's tokens: what its deadline counts from."""
-        spans = self._small("span_version")
+        spans = self.index.span_version
         return int(spans.min()) if len(spans) else int(self.meta["version"])
 
     def versions(self, begin: int, end: int) -> NDArray[np.int32]:
         """[end - begin] the version that made each token of the flat range."""
-        starts, versions = self._small("span_start"), self._small("span_version")
+        starts, versions = self.index.span_start, self.index.span_version
         edges = np.clip(np.append(starts, np.int64(self.offsets[-1])), begin, end)
         return cast("NDArray[np.int32]", np.repeat(versions, np.diff(edges)))
 
@@ -251,17 +278,17 @@ class Shard:
         runs = [r for r in np.split(picked, np.flatnonzero(np.diff(picked) > 1) + 1) if len(r)]
         pieces = [(int(self.offsets[r[0]]), int(self.offsets[r[-1] + 1])) for r in runs]
 
-        def gather(read: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
+        def gather(rows: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
             """The pieces one after the other; each is copied into its place at once, so that no column is held twice."""
             if len(pieces) <= 1:
-                return read(*pieces[0]) if pieces else read(0, 0)
-            array, done = np.empty(sum(end - begin for begin, end in pieces), read(0, 0).dtype), 0
+                return rows(*pieces[0]) if pieces else rows(0, 0)
+            array, done = np.empty(sum(end - begin for begin, end in pieces), rows(0, 0).dtype), 0
             for begin, end in pieces:
-                array[done : done + end - begin] = read(begin, end)
+                array[done : done + end - begin] = rows(begin, end)
                 done += end - begin
             return array
 
-        flat: dict[str, Any] = {name: gather(functools.partial(self.read, name)) for name in TOKEN_COLUMNS}
+        flat: dict[str, Any] = {name: self._pieces(name, pieces) for name in TOKEN_COLUMNS}
         flat["versions"] = gather(self.versions)
         of_group, order = self.samples["group"][picked], self.order
         prompts, prompt_offsets = self._small("prompt_tokens"), self.prompt_offsets
@@ -331,23 +358,39 @@ class Shard:
             return None
         layers, k = self.meta[ROUTED]
         if "routed_rows" not in self._cache:
-            prompts = np.diff(self.prompt_offsets)[self.samples["group"]]
-            self._cache["routed_rows"] = _offsets((prompts + np.diff(self.offsets) - 1).tolist())
+            self._cache["routed_rows"] = self.index.routed_rows()
         begin, end = self._cache["routed_rows"][sample : sample + 2] * layers * k
         return self.read(ROUTED, int(begin), int(end)).reshape(-1, layers, k)
 
+    def check_owner(self, order: str, run: str | None) -> None:
+        """Raises DamagedShard for another order's shard, or another run's. run: its id, where that is known."""
+        for what, expected, found in (("order", order, self.order), ("run", run, self.meta.get("run"))):
+            if None not in (expected, found) and expected != found:
+                raise DamagedShard(self.path, f"it is of {what} '{found}', its name says '{expected}'")
+
     def validate(self) -> None:
-        """Compare every column with its checksum, and offsets with lengths. Raises RunError naming what differs."""
-        for name, expected in self.meta["checksums"].items():
-            found = _checksum([self.read(name).data])
-            if found != expected:
-                raise RunError(
-                    f"'{self.path}': column '{name}' has checksum {found}, expected {expected}: the file was damaged"
-                )
-        total = int(self.offsets[-1])
-        for name in TOKEN_COLUMNS:
-            if len(self.read(name)) != total:
-                raise RunError(f"'{self.path}': column '{name}' has {len(self.read(name))} tokens, offsets say {total}")
+        """Compare every column with its checksum, in little memory, and offsets with lengths. Raises DamagedShard naming what differs."""
+        for name in self.meta["checksums"]:
+            dataset = self._dataset(name)
+            with self._damage(name):
+                dataset.compare()
+
+
+def _understood(meta: Any) -> dict[str, Any]:
+    """`meta`, when it has what every shard says. Raises ValueError, KeyError or TypeError."""
+    if not isinstance(meta["reasons"], dict) or not isinstance(meta["checksums"], dict):
+        raise TypeError("its reasons or checksums are no JSON objects")
+    texts = [meta["order"], *meta["reasons"].keys(), *meta["reasons"].values()]
+    texts += [*meta["checksums"].keys(), *meta["checksums"].values()]
+    if not all(isinstance(text, str) for text in texts) or not meta["checksums"].keys() >= {*COLUMNS} - {"meta"}:
+        raise ValueError("it lacks an order, reasons that are texts, or the checksum of a column")
+    if not all(isinstance(prompt, dict) and {"answer", "metadata"} <= prompt.keys() for prompt in meta["prompts"]):
+        raise ValueError("a prompt lacks its answer or metadata")
+    if ROUTED in meta:
+        layers, k = meta[ROUTED]
+        if not (isinstance(layers, int) and isinstance(k, int) and min(layers, k) > 0):
+            raise ValueError(f"{ROUTED} is {meta[ROUTED]}, expected [layers, k]")
+    return cast(dict[str, Any], meta)
 
 
 def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
@@ -379,13 +422,6 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         routed_experts=np.concatenate(routed) if routed else None,
         columns={n: _concatenate([r.columns[n] for r in rollouts], np.float32) for n in columns},
     )
-
-
-def _checksum(pieces: Iterable[memoryview]) -> str:
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import typer
@@ -14,10 +16,13 @@ from click.testing import Result
 from small_run import LAST_TRAINED, build
 from typer.testing import CliRunner
 
+import relax_hpc
 from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.report import report
 from relax_hpc.cli.shards import app
+from relax_hpc.records import Group, Prompt
 from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.spool.shard import encode
 
 
 @pytest.fixture
@@ -114,17 +119,61 @@ def test_stats_count_everything(run: RunDir) -> None:
     assert "groups filtered: zero_std" in output and "evals" in output and "aside" in output
 
 
+def flip(shard: Path) -> None:
+    """A bit of the first token."""
+    with h5py.File(shard, "r", locking=False) as file:
+        where = file["tokens"].id.get_offset()
+    image = bytearray(shard.read_bytes())
+    image[where] ^= 1
+    shard.write_bytes(image)
+
+
 def test_validate_finds_the_broken_one(run: RunDir) -> None:
     assert call("validate", run.root).exit_code == 0
     victim = run.shard("o000000-001")
-    with h5py.File(victim, "r", locking=False) as file:
-        where = file["tokens"].id.get_offset()
-    image = bytearray(victim.read_bytes())
-    image[where] ^= 1
-    victim.write_bytes(image)
+    flip(victim)
     result = call("validate", run.root)
     assert result.exit_code == 1
-    assert f"'{victim}': column 'tokens' has checksum" in result.stdout and "7 of 8 shards are whole" in result.stdout
+    assert f"'{victim}': column 'tokens': rows 0 to" in result.stdout and "7 of 8 shards are whole" in result.stdout
+
+
+def test_validate_refuses_anothers_shard_under_an_orders_name(run: RunDir, tmp_path: Path) -> None:
+    victim = run.shard("o000000-001")
+    victim.write_bytes(run.shard("o000000-000").read_bytes())
+    result = call("validate", run.root)
+    assert result.exit_code == 1 and "7 of 8 shards are whole" in result.stdout
+    assert f"'{victim}': it is of order 'o000000-000', its name says 'o000000-001'" in result.stdout
+    groups = [Group(Prompt(0, 0, "", np.arange(3, dtype=np.int32)), [])]
+    victim.write_bytes(b"".join(encode("o000000-001", groups, {"version": 0, "run": "another"})))
+    run.identity.write_text(json.dumps({"name": "small", "id": "this"}))
+    result = call("validate", run.root)
+    assert f"'{victim}': it is of run 'another', its name says 'this'" in result.stdout
+
+
+def test_damaged_files_are_left_out_of_an_export_when_it_is_said_and_named(run: RunDir, tmp_path: Path) -> None:
+    """One shard torn, one with a flipped token, one entry of the ledger damaged: the samples of the others are all there."""
+    output = tmp_path / "a.parquet"
+    torn, flipped, entry = run.shard("o000000-001"), run.shard("o000002-000"), run.ledger_entry(1)
+    torn.write_bytes(torn.read_bytes()[:900])
+    assert "say --skip-damaged" in call("export", run.root, output).output and not output.exists()
+    flip(flipped)
+    entry.write_text('{"step": 1')
+    result = call("export", run.root, output, "--tokens", "--skip-damaged")
+    assert result.exit_code == 0 and "3 damaged files left out" in result.stdout
+    assert all(str(path) in result.stdout for path in (torn, flipped, entry))
+    table = pq.read_table(output).to_pandas()
+    kept = {
+        ("o000000-000", "trained"),
+        ("o000001-000", "unused"),
+        ("o000001-001", "unused"),
+        ("e000000-000", "evaluation"),
+    }
+    assert kept <= {*zip(table["order"], table["fate"], strict=True)}
+    assert not {"o000000-001", "o000002-000"} & {*table["order"]}
+    with pytest.raises(RunError, match="00000001.json"):
+        relax_hpc.open_run(run.root).trajectories()
+    with pytest.warns(UserWarning, match="3 damaged files were left out.*o000000-001.*o000002-000"):
+        assert len(relax_hpc.open_run(run.root).trajectories(skip_damaged=True)) == len(table)
 
 
 def test_export_writes_parquet(run: RunDir, tmp_path: Path) -> None:

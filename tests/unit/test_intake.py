@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -18,15 +19,17 @@ from relax_hpc.analysis.audit import audit
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.roles.columns import Columns
+from relax_hpc.roles.damage import MOST, Quarantine
 from relax_hpc.roles.evaluation import Evaluations
 from relax_hpc.roles.intake import Intake
 from relax_hpc.roles.retention import Retention
+from relax_hpc.roles.taking import take
 from relax_hpc.roles.trainer import TrainerRole
 from relax_hpc.run_dir import RunDir, RunError, publish, read_json, to_json
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.ledger import Entry, Ledger, Taken
 from relax_hpc.spool.orders import Order, OrderBook
 from relax_hpc.spool.queue import Queue, publish_shard
+from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import encode
 from relax_hpc.telemetry import Telemetry
 from relax_hpc.weights import FilePublisher
@@ -65,7 +68,7 @@ class Trainer:
             trainer={"prompts_per_step": 2}, rollout={"groups_per_order": 1}, algorithm={"group_size": 2}
         )
         self.retention = Retention(run, recipe, via, ledger, context=64)
-        front, at_once = Front(run, None), lambda action, what: action()
+        front, at_once = Shards(run, None), lambda action, what: action()
         self.said: list[dict[str, Any]] = []
         columns = Columns(run, scored, via, lambda kind, **about: self.said.append({"kind": kind, **about}))
         self.intake = Intake(
@@ -79,6 +82,7 @@ class Trainer:
             number,
             at_once,
             columns,
+            Quarantine(run, via, lambda kind, **about: self.said.append({"kind": kind, **about})),
             replay,
             solved_at,
         )
@@ -527,3 +531,89 @@ def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused
     batch = TrainerRole.take(role, entry)  # type: ignore[arg-type]
     rollouts, masked = batch.rollouts, batch.masked
     assert rollouts.loss_mask.tolist() == [0, 0, 0, 1, 0] * 2 and masked == 6
+
+
+def flip(path: Path, column: str = "tokens") -> None:
+    """A bit of a published shard's column."""
+    with h5py.File(path, "r", locking=False) as file:
+        where = file[column].id.get_offset()
+    image = bytearray(path.read_bytes())
+    image[where] ^= 1
+    path.write_bytes(image)
+
+
+@pytest.mark.parametrize("again", ["in place", "after a restart"])
+def test_a_damaged_shard_that_no_step_took_is_put_aside_and_its_order_played_again(run: RunDir, again: str) -> None:
+    trainer = Trainer(run, 1, staleness=0)
+    assert trainer.entry() is None, "orders are open now"
+    play(run, 0)
+    flip(run.shard("o000000-000"))
+    if again == "after a restart":
+        trainer = Trainer(run, 2, staleness=0)
+    assert trainer.entry() is None and in_play(run) == {"o000000-000"}
+    assert read_json(run.aside / "o000000-000.0.reason.json")["reason"].startswith(
+        f"'{run.shard('o000000-000')}': column"
+    )
+    assert [(s["kind"], s["order"], s["times"]) for s in trainer.said] == [("damaged_shard", "o000000-000", 1)]
+    assert trainer.entry() is None, "what was put aside is neither waited for nor an error"
+    play(run, 0)
+    assert {t.order for t in trainer.train().take} == names(0)
+
+
+def test_another_orders_shard_under_an_orders_name_is_put_aside(run: RunDir) -> None:
+    trainer = Trainer(run, 1, staleness=0)
+    assert trainer.entry() is None, "orders are open now"
+    play(run, 0)
+    run.shard("o000000-000").write_bytes(run.shard("o000000-001").read_bytes())
+    assert trainer.entry() is None and in_play(run) == {"o000000-000"}
+
+
+def test_an_order_whose_shards_are_damaged_again_and_again_ends_the_run_and_is_named(run: RunDir) -> None:
+    trainer = Trainer(run, 1, staleness=0)
+    assert trainer.entry() is None, "orders are open now"
+    for _ in range(MOST):
+        play(run, 0)
+        flip(run.shard("o000000-001"))
+        assert trainer.entry() is None
+    play(run, 0)
+    flip(run.shard("o000000-001"))
+    with pytest.raises(RunError, match="o000000-001.*3 shards of this order.*memory of the nodes"):
+        trainer.entry()
+
+
+def test_a_superseded_trainer_puts_nothing_aside(run: RunDir) -> None:
+    old = Trainer(run, 1, staleness=0)
+    assert old.entry() is None
+    play(run, 0)
+    flip(run.shard("o000000-000"))
+    Trainer(run, 2, staleness=0)
+    with pytest.raises(FileNotFoundError):
+        old.entry()
+    assert run.shard("o000000-000").exists() and in_play(run) == set()
+
+
+@pytest.mark.parametrize("column", ["tokens", "logprobs", "samples"])
+def test_a_damaged_shard_that_a_step_took_stops_the_run_and_says_what_can_be_done(run: RunDir, column: str) -> None:
+    trainer = Trainer(run, 1, staleness=0)
+    assert trainer.entry() is None, "orders are open now"
+    play(run, 0)
+    trainer.train()
+    flip(run.shard("o000000-001"), column)
+    entry = Trainer(run, 2, staleness=0).entry()
+    assert entry is not None, "a replay takes what the ledger says"
+    with pytest.raises(RunError, match=f"step 0 .*o000000-001.*column '{column}'.*from a copy.*--fork NAME"):
+        take(entry, run, Shards(run, None), ())
+    assert run.shard("o000000-001").exists()
+
+
+def test_a_damaged_copy_in_a_nodes_memory_is_removed_and_the_published_shard_read(run: RunDir, tmp_path: Path) -> None:
+    run.identity.write_bytes(to_json({"id": "this"}))
+    trainer = Trainer(run, 1, staleness=0)
+    assert trainer.entry() is None, "orders are open now"
+    play(run, 0)
+    trainer.intake.front = shards = Shards(run, tmp_path / "memory")
+    for order in names(0):
+        shards.put(order, run.shard(order).read_bytes())
+        flip(shards.copy(order))
+    assert {t.order for t in trainer.train().take} == names(0)
+    assert [shards.copy(order) for order in names(0)] == [None, None]

@@ -1,0 +1,96 @@
+"""Checksums of a column's blocks, and datasets compared with them as they are read: no row is given to anybody unchecked.
+
+    rows [begin, end) ──► the blocks that they touch ──read──► memory, cache-hot ──XXH3-64──► equal: the rows; else ValueError
+
+A block has BLOCK_ROWS rows, so that who reads a slice of a large shard reads little more than that slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from relax_hpc.spool import hdf5
+
+BLOCK_ROWS = hdf5.CHUNK
+"""As many as a compressed chunk has: half a megabyte of tokens stays in a core's cache between reading and comparing."""
+DIGITS = 16
+"""Hexadecimal ones of an XXH3-64."""
+
+Rows = tuple[int, int]
+"""The rows [begin, end)."""
+
+
+def checksums(column: hdf5.Column) -> str:
+    """XXH3-64 of each block's bytes, DIGITS digits each, one after the other; a column without rows has that of no bytes."""
+    block_bytes = room = BLOCK_ROWS * column.dtype.itemsize
+    digest, found = xxhash.xxh3_64(), []
+    for piece in column.pieces:
+        while len(piece) > room:
+            digest.update(piece[:room])
+            found.append(digest.hexdigest())
+            piece, room = piece[room:], block_bytes
+            digest.reset()
+        digest.update(piece)
+        room -= len(piece)
+    return "".join([*found, digest.hexdigest()])
+
+
+class Checked:
+    """A dataset and its checksums. Raises ValueError, here and where it is read, for what does not fit them."""
+
+    def __init__(self, dataset: hdf5.Dataset, expected: str, block_rows: int) -> None:
+        """block_rows: of its blocks; 0: the whole column is one, as in shards of schema 1."""
+        self._dataset, self._dtype, self._expected = dataset, dataset.dtype, expected
+        self.rows = dataset.rows
+        self._block_rows = block_rows or max(self.rows, 1)
+        blocks = max(1, -(-self.rows // self._block_rows))
+        if len(expected) != DIGITS * blocks:
+            raise ValueError(f"it has {self.rows} rows and {len(expected) // DIGITS} checksums, expected {blocks}")
+
+    def read(self, pieces: Sequence[Rows]) -> NDArray[Any]:
+        """These rows (ascending, apart), one piece after the other."""
+        array, done = np.empty(sum(end - begin for begin, end in pieces), self._dtype), 0
+        for block, wanted in self._by_block(pieces):
+            begin, end = self._of(block)
+            count = sum(y - x for x, y in wanted)
+            whole = count == end - begin  # then without a copy
+            read = self._block(block, array[done : done + count] if whole else np.empty(end - begin, self._dtype))
+            for x, y in () if whole else wanted:
+                array[done : done + y - x] = read[x - begin : y - begin]
+                done += y - x
+            done += count if whole else 0
+        return array
+
+    def compare(self) -> None:
+        """Read all of it, in the memory of one block."""
+        memory = np.empty(min(self._block_rows, self.rows), self._dtype)
+        for block in range(-(-self.rows // self._block_rows)):
+            begin, end = self._of(block)
+            self._block(block, memory[: end - begin])
+
+    def _of(self, block: int) -> Rows:
+        return block * self._block_rows, min((block + 1) * self._block_rows, self.rows)
+
+    def _block(self, block: int, memory: NDArray[Any]) -> NDArray[Any]:
+        """Read a block into `memory` and compare it."""
+        self._dataset.read(self._of(block)[0], memory)
+        found = xxhash.xxh3_64_hexdigest(memory.data)
+        expected = self._expected[block * DIGITS : (block + 1) * DIGITS]
+        if found != expected:
+            begin, end = self._of(block)
+            raise ValueError(f"rows {begin} to {end} have checksum {found}, expected {expected}")
+        return memory
+
+    def _by_block(self, pieces: Sequence[Rows]) -> Iterator[tuple[int, list[Rows]]]:
+        """Each block that is touched, with what is wanted of it."""
+        found: dict[int, list[Rows]] = {}
+        for begin, end in pieces:
+            for block in range(begin // self._block_rows, -(-end // self._block_rows)):
+                x, y = self._of(block)
+                found.setdefault(block, []).append((max(begin, x), min(end, y)))
+        yield from found.items()
