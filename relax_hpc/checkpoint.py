@@ -4,19 +4,25 @@ CHECKPOINTS/step-00000100/
   model.safetensors optimizer-N.safetensors rng.safetensors   the trainer's (no pickle: the directory is shared), or
   .metadata __RANK_N.distcp common.pt rng.safetensors         Megatron's (an index that is read as data alone)
   state.json                                                  step, lineage, the book of orders, the prompt cursor
-  DONE
+  DONE                                                        checksums of all of these (see seals.py)
+
+Whoever takes a file of it compares it; where one is damaged, the next older checkpoint is taken.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import uuid
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from relax_hpc import read_ahead
-from relax_hpc.run_dir import RunDir, sync_folder, to_json, write_file
+from relax_hpc import read_ahead, seals
+from relax_hpc.run_dir import RunDir, RunError, sync_folder, to_json, write_file
 
 
 def unfinished(via: Path, step: int) -> Path:
@@ -32,14 +38,18 @@ def begin(via: Path, step: int) -> Path:
     return folder
 
 
-def commit(run: RunDir, folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Make `folder` the checkpoint of `step`. One that is there already is kept. Raises FileNotFoundError if fenced."""
+def commit(
+    run: RunDir, folder: Path, step: int, state: dict[str, Any], checksums: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Make `folder` the checkpoint of `step`. One that is there already is kept. Raises FileNotFoundError if fenced.
+
+    checksums: of files in it that are known already, by name.
+    """
     write_file(folder / "state.json", to_json({"step": step, **state}))
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    write_file(folder / "DONE", b"")
-    sync_folder(folder)
+    seals.write(folder, checksums)
     final = run.checkpoint(step)
     if (final / "DONE").exists():
         shutil.rmtree(folder)
@@ -50,13 +60,57 @@ def commit(run: RunDir, folder: Path, step: int, state: dict[str, Any]) -> None:
     sync_folder(final.parent)
 
 
-def newest(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
-    """The newest complete checkpoint and its state; None before the first."""
-    done = run.checkpoint_steps()
-    if not done:
-        return None
-    folder = run.checkpoint(done[-1])
-    return folder, json.loads((folder / "state.json").read_bytes())
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state in a checkpoint. Raises DamagedCheckpoint."""
+    path = folder / "state.json"
+    try:
+        text = path.read_bytes()
+        seals.compare(path, seals.of_pieces([text]))
+        state: dict[str, Any] = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise seals.DamagedCheckpoint(f"'{path}' cannot be read: {error}") from error
+    return state
+
+
+def restore(
+    run: RunDir, take: Callable[[Path], None], agree: Callable[[str], str], put_aside: Callable[[int, str], None]
+) -> dict[str, Any] | None:
+    """`take` the newest checkpoint that is whole, and its state; None before the first. Raises RunError where none is whole.
+
+    Collective: agree is given what is damaged for this process, or nothing, and says what is for any. put_aside: what becomes of a
+    damaged one, by its step, with what it is.
+    """
+    damage = []
+    for step in reversed(run.checkpoint_steps()):
+        folder, said, state = run.checkpoint(step), "", None
+        try:
+            state = read_state(folder)
+            take(folder)
+        except seals.DamagedCheckpoint as error:
+            said = str(error)
+        said = agree(said)
+        if not said:
+            return state
+        damage.append(said)
+        put_aside(step, said)
+    if damage:
+        raise RunError(
+            f"no checkpoint of '{run.root}' is whole: {'; '.join(damage)}. Put one back from a copy into '{run.checkpoints}' (damaged ones "
+            "were moved aside), or begin a new run"
+        )
+    return None
+
+
+def put_aside(run: RunDir, via: Path, aside: Path, step: int, damage: str) -> None:
+    """Move a damaged checkpoint away, by way of our own folder, so that another of this step can be made; a person may still mend it."""
+    name = f"checkpoint-{step:08d}.{uuid.uuid4().hex[:6]}.damaged"
+    os.rename(run.checkpoint(step), via / name)
+    sync_folder(run.checkpoints)
+    os.rename(via / name, aside / name)
+    logging.getLogger("checkpoint").warning(
+        "the checkpoint of step %d is damaged, the next older one is taken, and the ledger's steps from there are replayed: %s. It is in '%s'",
+        step, damage, aside / name,
+    )  # fmt: skip
 
 
 def begin_reading(run: RunDir, optimizer: str) -> None:

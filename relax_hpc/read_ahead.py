@@ -11,10 +11,17 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import xxhash
+
+from relax_hpc.seals import READ_BYTES
+
 NICE = 10
 """What imports goes first."""
 
-_ahead: dict[Path, Future[mmap.mmap]] = {}
+Contents = tuple[mmap.mmap, str]
+"""What is in a file, and the checksum of what was read (see seals.py)."""
+
+_ahead: dict[Path, Future[Contents]] = {}
 
 
 def begin(paths: Collection[Path]) -> None:
@@ -27,7 +34,7 @@ def begin(paths: Collection[Path]) -> None:
     threads.shutdown(wait=False)
 
 
-def contents(path: Path) -> mmap.mmap:
+def contents(path: Path) -> Contents:
     """What is in `path`, in memory that is the caller's own: of what was read ahead, given once. Raises OSError."""
     begun = _ahead.pop(path, None)
     if begun is None:
@@ -35,10 +42,12 @@ def contents(path: Path) -> mmap.mmap:
     return _read(path) if begun is None else begun.result()
 
 
-def _read(path: Path) -> mmap.mmap:
+def _read(path: Path) -> Contents:
+    digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         memory = mmap.mmap(-1, max(path.stat().st_size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         rest = memoryview(memory)
-        while count := file.readinto(rest):
+        while count := file.readinto(rest[:READ_BYTES]):
+            digest.update(rest[:count])
             rest = rest[count:]
-    return memory
+    return memory, digest.hexdigest()

@@ -35,6 +35,13 @@ def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
 
 def write(path: Path, tensors: Iterable[tuple[str, Tensor]], *, durable: bool) -> int:
     """Write the file, which must not exist; its bytes."""
+    data = pieces(tensors)
+    write_file(path, data, durable=durable)
+    return sum(map(len, data))
+
+
+def pieces(tensors: Iterable[tuple[str, Tensor]]) -> list[bytes | memoryview]:
+    """Such a file, in pieces: what is before the tensors, and their memory."""
     # Wide types first: every tensor is aligned to its own width then.
     arranged = sorted(tensors, key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
@@ -45,8 +52,7 @@ def write(path: Path, tensors: Iterable[tuple[str, Tensor]], *, durable: bool) -
         begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    write_file(path, [struct.pack("<Q", len(text)) + text, *(as_bytes(t).data for _, t in arranged)], durable=durable)
-    return 8 + len(text) + begin
+    return [struct.pack("<Q", len(text)) + text, *(as_bytes(t).data for _, t in arranged)]
 
 
 def views(data: Tensor) -> dict[str, Tensor]:

@@ -6,17 +6,19 @@ recipe ► checks ► ROOT/.NAME.new/ (model, snapshot, recipe.toml, run.json) �
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import re
 import shutil
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import relax_hpc
-from relax_hpc import checkpoint
+from relax_hpc import seals
 from relax_hpc.launch.nursery import PREPARE, Nursery
 from relax_hpc.launch.sizing.trainer import needs_reference
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe
@@ -198,23 +200,42 @@ def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
             f"'{old.root}' is a run {has} [critic], the fork one {gets}: the critic does not move between the trainer and processes of "
             "its own; leave the table as it is there"
         )
-    found = checkpoint.newest(old)
-    if found is None:
+    if not old.checkpoint_steps():
         raise RunError(
             f"'{old.root}' has no checkpoint to fork from: let it train until one is written (run.checkpoint_every)"
         )
-    folder, state = found
-    shutil.copytree(folder, new.checkpoint(state["step"]))
+    step = _copied(old, new, old.checkpoint_steps()[::-1])
     if all(of_scorer):
         shutil.copytree(old.reference, new.reference)
     if before.critic and recipe.critic:
-        _fork_critic(RunDir(old.critic), RunDir(new.critic), state["step"])
-    return int(state["step"])
+        _fork_critic(RunDir(old.critic), RunDir(new.critic), step)
+    return step
+
+
+def _copied(old: RunDir, new: RunDir, steps: Sequence[int], to: int | None = None) -> int:
+    """Copy the first checkpoint of these steps that is whole, as that of step `to` or its own; its step. Raises RunError where none is."""
+    damage = []
+    for step in steps:
+        copy = new.checkpoint(step if to is None else to)
+        shutil.copytree(old.checkpoint(step), copy)
+        try:
+            seals.compare_all(copy)
+        except seals.DamagedCheckpoint as error:
+            shutil.rmtree(copy)
+            damage.append(str(error).replace(str(copy), str(old.checkpoint(step))))
+            logging.getLogger("fork").warning("an older checkpoint is taken: %s", damage[-1])
+            continue
+        return step
+    raise RunError(f"no checkpoint of '{old.root}' is whole: {'; '.join(damage)}; put one back from a copy")
 
 
 def _fork_critic(old: RunDir, new: RunDir, step: int) -> None:
     """The checkpoint that is nearest to `step` as that of `step`; where there is none yet, the fork's critic begins anew."""
-    nearest = sorted(old.checkpoint_steps(), key=lambda one: abs(one - step))[:1]
-    for found in nearest:
-        shutil.copytree(old.checkpoint(found), new.checkpoint(step))
-        replace(new.checkpoint(step) / "state.json", to_json({"step": step}))
+    nearest = sorted(old.checkpoint_steps(), key=lambda one: abs(one - step))
+    if nearest:
+        _copied(old, new, nearest, to=step)
+        copy = new.checkpoint(step)
+        known = seals.expected(copy)
+        replace(copy / "state.json", to_json({"step": step}))
+        (copy / seals.SEAL).unlink()
+        seals.write(copy, {name: checksum for name, checksum in known.items() if name != "state.json"})

@@ -37,7 +37,7 @@ from relax_hpc.spool.orders import Order
 from relax_hpc.spool.shard import encode
 from relax_hpc.telemetry import Telemetry
 from relax_hpc.trainers.build import materialise
-from relax_hpc.trainers.export import DISTRIBUTED
+from relax_hpc.trainers.export import DISTRIBUTED, compare_weights
 
 INDEX = "model.safetensors.index.json"
 
@@ -271,6 +271,8 @@ def tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def hugging_face(subject: Subject) -> Iterator[Path]:
     """The folder with the subject's weights as Hugging Face names them; Megatron's are converted for as long as it is entered."""
+    if subject.run is not None:
+        compare_weights(subject.weights)
     if not (subject.weights / DISTRIBUTED).exists():
         yield subject.weights
         return

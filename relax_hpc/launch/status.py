@@ -33,6 +33,10 @@ class Status:
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Version -> its scores, as the trainer's metrics have them."""
     warmup: dict[str, Any] | None = None
+    lineage: dict[str, Any] | None = None
+    """The newest beginning of a lineage: a version that was made again, with other bits."""
+    damaged: dict[str, Any] | None = None
+    """The last checkpoint that was found damaged."""
     orders: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Scorer or critic -> the orders that it made columns of lately."""
@@ -62,6 +66,10 @@ class Status:
                 self.evals[record["version"]] = record
             elif record["kind"] == "warmup":
                 self.warmup = record
+            elif record["kind"] == "lineage":
+                self.lineage = record
+            elif record["kind"] == "damaged_checkpoint":
+                self.damaged = record
         workers = self._in_turn()
         for name in workers:
             self.orders[name] = [*self.orders.get(name, []), *self._new(name)][-RECENT:]

@@ -163,6 +163,15 @@ def _numbers(status: Status) -> RenderableType:
 
 
 def _with_lost(grid: Table, status: Status) -> Table:
+    if status.lineage is not None:
+        number, version = status.lineage["lineage"], status.lineage["version"]
+        grid.add_row(
+            Text("lineage", style="dim"),
+            Text(f"{number} began at version {version}: other bits than before", style="yellow"),
+        )
+    if status.damaged is not None:
+        said = f"checkpoint of step {status.damaged['step']}: {status.damaged['reason']}"
+        grid.add_row(Text("damaged", style="dim"), Text(said, style="yellow"))
     if status.restarts:
         grid.add_row(Text("lost", style="dim"), f"{status.restarts} processes, started again")
     return grid

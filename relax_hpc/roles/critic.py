@@ -37,6 +37,7 @@ from relax_hpc.roles.ranks import (
     attempt_folder,
     begin_attempt,
     everywhere,
+    first_said,
     meet,
     room_for_all,
     together,
@@ -140,16 +141,22 @@ class Critic:
 
     def made(self) -> CriticTrainer:
         """As the newest checkpoint has it, or as it begins: with the body of a model of its own, or of the policy before step 0."""
-        found = checkpoint.newest(self.own)
+        found = self.own.checkpoint_steps()
         folder = self.recipe.models_beside.get(CRITIC_KEY)
         if folder is None:  # that of a checkpoint has the same shape, and its weights come next
-            folder = self.policy_before() if found is None else weights_folder(self.recipe.model, self.run.model)
+            folder = self.policy_before() if not found else weights_folder(self.recipe.model, self.run.model)
         trainer = make_critic(self.recipe, folder, self.rank, self.world)
-        if found is not None:
-            checkpoint_folder, state = found
-            trainer.load(checkpoint_folder)
+        agree = partial(first_said, world=self.world)
+        state = checkpoint.restore(self.own, trainer.load, agree, self.put_aside)
+        if state is not None:
             self.version = self.saved = state["step"]
         return trainer
+
+    def put_aside(self, step: int, damage: str) -> None:
+        """A checkpoint that is damaged."""
+        if self.rank == 0:
+            checkpoint.put_aside(self.own, self.via, self.run.aside, step, damage)
+            self.process.telemetry.metrics(kind="damaged_checkpoint", step=step, reason=damage)
 
     def policy_before(self) -> Path:
         """A model directory with the policy's weights of before step 0, once the trainer has kept them; it goes with the attempt."""
@@ -279,10 +286,10 @@ class Critic:
             self.own.checkpoints.mkdir(exist_ok=True)
             checkpoint.begin(self.via, self.version)
         with room_for_all(self.world):
-            self.trainer.save(folder)
+            checksums = self.trainer.save(folder)
         with room_for_all(self.world):
             if self.rank == 0:
-                checkpoint.commit(self.own, folder, self.version, {})
+                checkpoint.commit(self.own, folder, self.version, {}, checksums)
                 checkpoint.rotate(self.own, self.via, KEPT)
 
     def beat(self, state: str) -> None:

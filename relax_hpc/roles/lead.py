@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from relax_hpc.algorithms.filters import make_filters
@@ -126,9 +127,16 @@ class Lead:
         """Make the weights of now the newest version, where anybody takes it. `asked`: outside a step."""
         if not self.recipe.plays or (self.recipe.supervised and not self.is_taken(asked)):
             return
-        version, alive = self.role.version, lambda: self.role.beat("publishing")
-        pinned = self.evaluations.needs(version)
-        self.process.when_room(lambda: self.publisher.publish(version, export, alive, pinned), f"version {version}")
+        number, alive, before = self.role.version, lambda: self.role.beat("publishing"), self.publisher.lineage
+        publish = partial(self.publisher.publish, number, export, alive, self.evaluations.needs(number))
+        version = self.process.when_room(publish, f"version {number}")
+        if version.lineage > before and version.incarnation == self.incarnation:
+            self.process.log.warning(
+                "version %d has other bits than the one that was published before: lineage %d begins, in which steps from here on do not "
+                "continue what was trained and measured before (another machine, layout or code, or damage)",
+                number, version.lineage,
+            )  # fmt: skip
+            self.process.telemetry.metrics(kind="lineage", version=number, lineage=version.lineage)
 
     def is_taken(self, asked: bool) -> bool:
         """Of supervised fine-tuning: whether an evaluation takes these weights, and none still needs those that are there."""

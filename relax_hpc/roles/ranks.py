@@ -91,13 +91,18 @@ def together(work: Callable[[], T], world: int) -> T:
         if world == 1:
             raise
         error = str(mine)
+    said = first_said(error, world)
+    if said:
+        raise RunError(said)
+    return found[0]
+
+
+def first_said(error: str, world: int) -> str:
+    """The first rank's error that is not empty, on every rank; empty where none has one."""
     errors = [error] * world
     if world > 1:
         dist.all_gather_object(errors, error)
-    for rank, said in enumerate(errors):
-        if said:
-            raise RunError(f"rank {rank}: {said}")
-    return found[0]
+    return next((f"rank {rank}: {said}" if world > 1 else said for rank, said in enumerate(errors) if said), "")
 
 
 @contextlib.contextmanager

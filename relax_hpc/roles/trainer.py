@@ -27,7 +27,7 @@ from relax_hpc.roles import gpus, supervised
 from relax_hpc.roles.columns import REFERENCE
 from relax_hpc.roles.lead import Lead, Word
 from relax_hpc.roles.process import Exit, RoleProcess, is_full
-from relax_hpc.roles.ranks import everywhere, meet, room_for_all, together
+from relax_hpc.roles.ranks import everywhere, first_said, meet, room_for_all, together
 from relax_hpc.roles.step_metrics import Batch, Clock
 from relax_hpc.roles.taking import take
 from relax_hpc.roles.turn import TrainersTurns
@@ -210,23 +210,27 @@ class TrainerRole:
 
     def begin(self) -> None:
         """Take back the newest checkpoint, or begin: warm up, save, publish version 0."""
-        found = checkpoint.newest(self.run)
-        if found is not None:
-            folder, state = found
-            self.trainer.load(folder)
+        agree = partial(first_said, world=self.world)
+        state = checkpoint.restore(self.run, self.trainer.load, agree, self.put_aside)
+        if state is not None:
             self.step = self.saved_step = state["step"]
         else:
-            state = None
             if self.recipe.warmup is not None:
                 warm_up(self.recipe, self.trainer, self.sources, self.process)
             self.trainer.begin_training()
         if self.keeps_reference:
-            self._exported(lambda _: self.keep_reference(fresh=found is None))
+            self._exported(lambda _: self.keep_reference(fresh=state is None))
         if self.lead:
             self.lead.begin(state)
         self.publish_alone()
-        if found is None:
+        if state is None:
             self.save(keep=self.recipe.run.keep_checkpoints)
+
+    def put_aside(self, step: int, damage: str) -> None:
+        """A checkpoint that is damaged."""
+        if self.lead:
+            checkpoint.put_aside(self.run, self.via, self.run.aside, step, damage)
+            self.process.telemetry.metrics(kind="damaged_checkpoint", step=step, reason=damage)
 
     def agree(self) -> Word:
         """Rank 0's word, on every rank. A stop is agreed on here, before the optimizer steps, never inside a step."""
@@ -306,7 +310,7 @@ class TrainerRole:
         with room_for_all(self.world):
             begun.saving.finish()
             if self.lead:
-                checkpoint.commit(self.run, begun.folder, begun.step, begun.state)
+                checkpoint.commit(self.run, begun.folder, begun.step, begun.state, begun.saving.checksums)
                 self.lead.forget(checkpoint.rotate(self.run, self.via, begun.keep))
 
     def beat(self, state: str) -> None:

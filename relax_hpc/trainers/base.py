@@ -17,6 +17,9 @@ from relax_hpc.records import Rollouts
 class Saving(Protocol):
     """A checkpoint on its way to the disk."""
 
+    checksums: Mapping[str, str]
+    """Once it is finished: of files that this process knows, by name (see relax_hpc.seals)."""
+
     def done(self) -> bool:
         """Whether this process has written its part."""
         ...
@@ -28,6 +31,9 @@ class Saving(Protocol):
 
 class Saved:
     """A checkpoint that is written already."""
+
+    def __init__(self, checksums: Mapping[str, str]) -> None:
+        self.checksums = checksums
 
     def done(self) -> bool:
         return True
@@ -74,10 +80,10 @@ class Trainer(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Mapping[str, str]:
         """Write weights, optimizer and random state into `folder`, an empty one, and onto the disk; all call.
 
-        No pickle but what load() refuses when it is more than data. Raises OSError on rank 0 where the disk is full.
+        Returns checksums of files that rank 0 knows, by name (see relax_hpc.seals). No pickle but what load() refuses when it is more than data. Raises OSError on rank 0 where the disk is full.
         """
         ...
 
@@ -94,7 +100,8 @@ class Trainer(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote, to the bit. Raises RunError for a checkpoint of another model.
+        """Take back what `save` wrote, to the bit. Raises RunError for a checkpoint of another model, DamagedCheckpoint where a file is
+        not as it was written: on this process, or on all.
 
         Where the run that wrote it had no reference or critic, and this one has, they may begin as when training begins.
         """
@@ -118,7 +125,7 @@ class CriticTrainer(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Mapping[str, str]:
         """As a Trainer's."""
         ...
 

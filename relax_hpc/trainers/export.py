@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from relax_hpc import seals
 from relax_hpc.run_dir import RunError, open_existing
 
 DISTRIBUTED = ".metadata"
@@ -20,8 +21,9 @@ def export_checkpoint(run: Path, output: Path, step: int | None = None) -> str:
         raise RunError(f"'{run}' has no checkpoint of step {chosen}: it has {steps}")
     if output.exists():
         raise RunError(f"'{output}' exists: choose another directory")
-    output.mkdir(parents=True)
     checkpoint = opened.checkpoint(chosen)
+    compare_weights(checkpoint)
+    output.mkdir(parents=True)
     if (checkpoint / DISTRIBUTED).exists():
         from relax_hpc.trainers.megatron.convert import to_hugging
 
@@ -32,6 +34,15 @@ def export_checkpoint(run: Path, output: Path, step: int | None = None) -> str:
                 shutil.copy2(path, output)
         shutil.copy2(checkpoint / "model.safetensors", output)
     return f"step {chosen} of {opened.root.name} is in {output}: AutoModelForCausalLM.from_pretrained('{output}')"
+
+
+def compare_weights(checkpoint: Path) -> None:
+    """Compare the files of a run's checkpoint that its weights are read from. Raises RunError naming one that is damaged."""
+    distributed = (checkpoint / DISTRIBUTED).exists()
+    try:
+        seals.compare_all(checkpoint, None if distributed else ["model.safetensors"])
+    except seals.DamagedCheckpoint as error:
+        raise RunError(f"{error}; choose another checkpoint with --step, or put the file back from a copy") from error
 
 
 def convert(source: Path, output: Path, model: Path | None = None) -> str:

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from relax_hpc import read_ahead, tensor_files
-from relax_hpc.run_dir import OPTIMIZERS, RunError
+from relax_hpc import read_ahead, seals, tensor_files
+from relax_hpc.run_dir import OPTIMIZERS, RunError, write_file
 
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
 OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
@@ -35,9 +35,15 @@ INCOMPLETE = "checkpoint has no '{}': it is incomplete or of another trainer bac
 UNREADABLE = "'{}' cannot be read: {}; go back to an older checkpoint"
 
 
-def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Write these files, which must not exist, into `folder` and onto the disk, several at once."""
-    _in_threads(lambda name: tensor_files.write(folder / name, files[name].items(), durable=True), files)
+def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Write these files, which must not exist, into `folder` and onto the disk, several at once; checksums of what was written, by name."""
+
+    def write_one(name: str) -> str:
+        data = tensor_files.pieces(files[name].items())
+        write_file(folder / name, data)
+        return seals.of_pieces(data)
+
+    return dict(zip(files, _in_threads(write_one, files), strict=True))
 
 
 def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -62,13 +68,15 @@ def _paths(folder: Path, stem: str) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError when it is missing or torn."""
+    """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError when it is missing, DamagedCheckpoint when it is
+    not as it was written."""
+    seals.compare(path)
     try:
         return load_file(path)
     except FileNotFoundError:
         raise RunError(INCOMPLETE.format(path)) from None
     except SafetensorError as error:
-        raise RunError(UNREADABLE.format(path, error)) from error
+        raise seals.DamagedCheckpoint(UNREADABLE.format(path, error)) from error
 
 
 def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
@@ -82,11 +90,14 @@ def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
 def _in_memory(path: Path) -> dict[str, Tensor]:
     # Not mapped: each page that AdamW writes of a mapped file is copied then, one by one, in its first step.
     try:
-        return tensor_files.views(torch.frombuffer(read_ahead.contents(path), dtype=torch.uint8))
+        memory, found = read_ahead.contents(path)
+        seals.compare(path, found)
+        return tensor_files.views(torch.frombuffer(memory, dtype=torch.uint8))
     except FileNotFoundError:
+        seals.compare(path)
         raise RunError(INCOMPLETE.format(path)) from None
     except ValueError as error:
-        raise RunError(UNREADABLE.format(path, error)) from error
+        raise seals.DamagedCheckpoint(UNREADABLE.format(path, error)) from error
 
 
 def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -89,7 +89,8 @@ class _Learners(_Models, Updating):
         self.learning: dict[Learner, Learning] = {}
         torch.manual_seed(recipe.run.seed + rank)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Mapping[str, str]:
+        written: Mapping[str, str] = {}
         states = state_files.rng_tensors(self.rank, self.device)
         for other in self._gather(states)[1:]:
             states |= other
@@ -98,9 +99,10 @@ class _Learners(_Models, Updating):
             for stem, learning in self._optimizers().items():
                 moments = state_files.optimizer_tensors(learning.optimizer, learning.parameters)
                 files |= state_files.in_parts(stem, moments)
-            state_files.write(folder, files)
+            written = state_files.write(folder, files)
         if self.world > 1:
             dist.barrier()
+        return written
 
     def _models(self) -> dict[str, dict[str, Tensor]]:
         """The weights that a checkpoint holds, by their file."""
@@ -180,8 +182,7 @@ class TorchTrainer(_Learners, PolicyUpdating):
             yield name, tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
     def begin_save(self, folder: Path) -> Saved:
-        self.save(folder)
-        return Saved()
+        return Saved(self.save(folder))
 
     def load(self, folder: Path) -> None:
         model = folder / state_files.MODEL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from relax_hpc import seals
 from relax_hpc.algorithms import ActorCritic, LossInputs, make_algorithm
 from relax_hpc.engines import Sampling, make_engine
 from relax_hpc.recipe.algorithm import Sft
@@ -642,6 +644,25 @@ def test_a_checkpoint_of_another_model_or_a_torn_one_is_refused(backend: str, tm
     (saved / {"torch": "model.safetensors", "megatron": ".metadata"}[backend]).unlink()
     with pytest.raises(RunError, match="incomplete"):
         other.load(saved)
+
+
+def test_a_flipped_byte_in_any_file_of_a_sealed_checkpoint_is_found_when_it_is_loaded(
+    backend: str, tmp_path: Path
+) -> None:
+    recipe = tiny.recipe(trainer={"backend": backend})
+    trainer = trainer_of(recipe, tmp_path / "model")
+    trainer.step(tiny.random_rollouts(4), make_algorithm(recipe.algorithm), 0)
+    (saved := tmp_path / "saved").mkdir()
+    seals.write(saved, trainer.save(saved))
+    sealed = seals.expected(saved)
+    assert sealed == {p.name: seals.of_file(p) for p in saved.iterdir() if p.name != seals.SEAL}
+    for path in (saved / name for name in sealed):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(seals.DamagedCheckpoint, match=f"{re.escape(str(path))}.*{sealed[path.name]}"):
+            trainer.load(saved)
+        path.write_bytes(whole)
+    trainer.load(saved)
 
 
 def test_what_is_exported_loads_as_a_hugging_face_model(backend: str, tmp_path: Path) -> None:

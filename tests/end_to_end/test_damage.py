@@ -97,3 +97,26 @@ def test_a_shard_damaged_after_it_was_trained_on_stops_the_run_once_and_names_it
     assert words in outcome(run)["reason"] and "--fork NAME" in outcome(run)["reason"]
     starts = [event for event in read_metrics(run.metrics / "supervisor.jsonl")[0] if event["kind"] == "lost"]
     assert len(starts) <= 3 and victim.exists(), "it was not tried again and again"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer-0.safetensors", "rng.safetensors"])
+def test_one_byte_of_the_newest_checkpoint_costs_steps_and_no_bits(tmp_path: Path, name: str) -> None:
+    """The older checkpoint is taken, the ledger's steps are replayed from there, and the run says so."""
+    recipe, run = write_recipe(tmp_path), RunDir(tmp_path / "small")
+    relax_hpc("run", recipe, "--set", "async.max_staleness=0")
+    victim = run.checkpoint(6) / name
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    before = read_json(run.weights / "v00000006.l0.json")["checksum"]
+    done = relax_hpc("run", run.root, "--set", "run.steps=7")
+    assert (
+        read_json(run.weights / "v00000007.l0.json")
+        and read_json(run.weights / "v00000006.l0.json")["checksum"] == before
+    )
+    log = "".join(path.read_text() for path in run.logs.glob("trainer-0.*.log"))
+    assert "the next older one is taken" in log and str(victim) in log
+    shown = " ".join(relax_hpc("status", run.root).stdout.split())
+    assert "checkpoint of step 6" in shown, done.stdout
+    audited(run)

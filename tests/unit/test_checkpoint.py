@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from relax_hpc import checkpoint
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc import checkpoint, seals
+from relax_hpc.run_dir import RunDir, RunError, read_json
 from tests.runs import wait_for
 
 WRITER = """
@@ -51,11 +53,95 @@ def write(run: RunDir, via: Path, step: int, content: bytes = b"weights") -> Non
     checkpoint.commit(run, folder, step, {"said": step})
 
 
+def newest(run: RunDir, aside: Callable[[int, str], None] | None = None) -> tuple[Path, dict[str, Any]] | None:
+    """What is restored, by a trainer that looks at every file."""
+    taken: list[Path] = []
+
+    def take(folder: Path) -> None:
+        seals.compare_all(folder)
+        taken.append(folder)
+
+    state = checkpoint.restore(run, take, lambda said: said, aside or (lambda step, damage: pytest.fail(damage)))
+    return None if state is None else (taken[-1], state)
+
+
+def damage(path: Path, how: str) -> None:
+    if how == "gone":
+        path.unlink()
+    elif how == "torn":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flipped", "torn", "gone"])
+@pytest.mark.parametrize("name", ["model", "state.json"])
+def test_a_damaged_checkpoint_is_put_aside_with_the_reason_and_the_next_older_one_taken(
+    run: RunDir, via: Path, name: str, how: str
+) -> None:
+    for step in (2, 4, 6):
+        write(run, via, step)
+    for step in (4, 6):
+        damage(run.checkpoint(step) / name, how)
+    said: dict[int, str] = {}
+
+    def aside(step: int, reason: str) -> None:
+        said[step] = reason
+        checkpoint.put_aside(run, via, run.aside, step, reason)
+
+    assert newest(run, aside) == (run.checkpoint(2), {"step": 2, "said": 2})
+    assert list(said) == [6, 4] and run.checkpoint_steps() == [2]
+    wanted = seals.of_pieces([b"weights"])
+    for step, reason in said.items():
+        assert str(run.checkpoint(step) / name) in reason
+        assert name != "model" or wanted in reason
+        if how == "flipped" and name == "model":
+            assert seals.of_file(next(run.aside.glob(f"checkpoint-{step:08d}.*.damaged")) / name) in reason
+    write(run, via, 6)
+    assert newest(run) == (run.checkpoint(6), {"step": 6, "said": 6}), "another of the same step can be made"
+
+
+def test_a_damaged_seal_is_damage(run: RunDir, via: Path) -> None:
+    write(run, via, 2)
+    write(run, via, 4)
+    (run.checkpoint(4) / "DONE").write_text('{"checksums": [')
+    said: list[str] = []
+    assert newest(run, lambda step, reason: said.append(reason)) == (run.checkpoint(2), {"step": 2, "said": 2})
+    assert "DONE" in said[0]
+
+
+def test_where_no_checkpoint_is_whole_nothing_begins_anew(run: RunDir, via: Path) -> None:
+    for step in (2, 4):
+        write(run, via, step)
+        damage(run.checkpoint(step) / "model", "flipped")
+    with pytest.raises(
+        RunError, match=r"no checkpoint of .* is whole: .*step-00000004/model.*step-00000002/model.*from a copy"
+    ):
+        newest(run, lambda step, reason: None)
+
+
+def test_what_another_process_found_damaged_is_damaged_for_all(run: RunDir, via: Path) -> None:
+    write(run, via, 2)
+    write(run, via, 4)
+    others, taken = iter(["rank 2: 'model' is damaged", ""]), list[str]()
+    agree = lambda said: said or next(others)
+    state = checkpoint.restore(run, lambda folder: taken.append(folder.name), agree, lambda step, reason: None)
+    assert state == {"step": 2, "said": 2} and taken == ["step-00000004", "step-00000002"]
+
+
+def test_a_checkpoint_of_an_older_version_has_no_checksums_and_is_taken(run: RunDir, via: Path) -> None:
+    write(run, via, 2)
+    (run.checkpoint(2) / "DONE").write_bytes(b"")
+    assert newest(run) == (run.checkpoint(2), {"step": 2, "said": 2})
+
+
 def test_newest_of_several(run: RunDir, via: Path) -> None:
-    assert checkpoint.newest(run) is None
+    assert newest(run) is None
     for step in (0, 10, 9):
         write(run, via, step)
-    found = checkpoint.newest(run)
+    found = newest(run)
     assert found is not None and found[0].name == "step-00000010" and found[1] == {"step": 10, "said": 10}
     assert read_json(run.checkpoint(9) / "state.json") == {"step": 9, "said": 9}
     assert os.listdir(via) == []
@@ -98,7 +184,7 @@ def test_a_folder_without_its_mark_is_no_checkpoint_and_is_replaced(run: RunDir,
     write(run, via, 2)
     (run.checkpoint(4)).mkdir()
     (run.checkpoint(4) / "model").write_bytes(b"half")
-    found = checkpoint.newest(run)
+    found = newest(run)
     assert found is not None and found[1]["step"] == 2
     write(run, via, 4)
     assert run.checkpoint_steps() == [2, 4]

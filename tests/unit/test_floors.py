@@ -16,7 +16,7 @@ import relax_hpc
 PACKAGE = Path(relax_hpc.__file__).parent
 ROOT = PACKAGE.parent
 FLOORS = [
-    {"recipe", "run_dir", "records", "registry", "telemetry", "read_ahead", "parent"},
+    {"recipe", "run_dir", "records", "registry", "telemetry", "read_ahead", "seals", "parent"},
     {"algorithms", "spool", "data", "huggingface", "tensor_files"},
     {"engines", "trainers", "weights", "rewards", "environments", "checkpoint", "analysis", "tracking"},
     {"roles"},

@@ -11,7 +11,8 @@ Both sides carry the same samples (about 2 k tokens, lognormal) and columns (tok
 reward float32); ours also stores prompts, versions and checksums. Both prepare their own kind of batch before the clock
 starts: list[Group], or TensorDicts of nested tensors. Every process is persistent; calls are made one after the other.
 
-put_ratio, get_ratio: their seconds over ours. raw_ratio: raw write + read over our put + get, at `all`, the lower of the two
+put_ratio, get_ratio: their seconds over ours. check_ratio: seconds of a get over those of one that compares nothing with checksums, of
+the same shards (goal: 1.03 at most). raw_ratio: raw write + read over our put + get, at `all`, the lower of the two
 sizes. syscalls_per_trajectory: file-system calls (strace) of one order of 512 samples from the write to the last byte read.
 publish_to_read_p99_ms: from the beginning of publishing (64 samples) to the values in a reader that polls as the trainer does.
 """
@@ -87,11 +88,13 @@ class Sides:
             raise AssertionError(f"the sides have payloads of {ours} and {theirs} bytes")
         return int(theirs)
 
-    def ours(self, number: int) -> tuple[float, float]:
-        """(put, get) in seconds."""
-        seconds = self.producer.call("put", number=number), self.consumer.call("get")
+    def ours(self, number: int) -> tuple[float, float, float]:
+        """(put, get, get without checking) in seconds; the two gets in turn first."""
+        put, got = self.producer.call("put", number=number), dict[bool, float]()
+        for check in (True, False) if number % 2 else (False, True):
+            got[check] = self.consumer.call("get", check=check)
         self.producer.call("remove")
-        return seconds
+        return put, got[True], got[False]
 
     def theirs(self, number: int) -> tuple[float, float]:
         seconds = self.peer.call("put", number=number), self.peer.call("get", number=number)
@@ -103,9 +106,9 @@ class Sides:
 
 
 def compare(sides: Sides, rounds: int, sizes: tuple[int, ...]) -> tuple[dict[str, dict[str, Ratio]], Table]:
-    """{"put" | "get" | "raw": {"512x8": …}} and a table to look at."""
-    found: dict[str, dict[str, Ratio]] = {"put": {}, "get": {}, "raw": {}}
-    table = Table("case", "MB", "put ratio", "get ratio", "put samples/s ours · theirs", "get samples/s ours · theirs",
+    """{"put" | "get" | "unchecked" | "raw": {"512x8": …}} and a table to look at."""
+    found: dict[str, dict[str, Ratio]] = {"put": {}, "get": {}, "raw": {}, "unchecked": {}}
+    table = Table("case", "MB", "put ratio", "get ratio", "get / get unchecked", "put samples/s ours · theirs", "get samples/s ours · theirs",
                   "put MB/s", "get MB/s", "raw ratio")  # fmt: skip
     warmup = 2
     cases = [(samples, batch) for samples in sizes for batch in BATCHES]
@@ -117,10 +120,11 @@ def compare(sides: Sides, rounds: int, sizes: tuple[int, ...]) -> tuple[dict[str
             ours, theirs, key = seen["ours"], seen["theirs"], f"{samples}x{batch}"
             for i, what in enumerate(("put", "get")):
                 found[what][key] = ratio(ours[:, i].tolist(), theirs[:, i].tolist())
+            found["unchecked"][key] = ratio(ours[:, 2].tolist(), ours[:, 1].tolist())
             if batch == "all":
-                found["raw"][key] = ratio(ours.sum(1).tolist(), seen["raw"].sum(1).tolist())
+                found["raw"][key] = ratio(ours[:, :2].sum(1).tolist(), seen["raw"].sum(1).tolist())
             a, b = np.median(ours, 0), np.median(theirs, 0)
-            table.add_row(key, f"{nbytes / 1e6:.0f}", str(found["put"][key]), str(found["get"][key]),
+            table.add_row(key, f"{nbytes / 1e6:.0f}", str(found["put"][key]), str(found["get"][key]), str(found["unchecked"][key]),
                           *(f"{samples / a[i]:.0f} · {samples / b[i]:.0f}" for i in (0, 1)),
                           *(f"{nbytes / 1e6 / a[i]:.0f} · {nbytes / 1e6 / b[i]:.0f}" for i in (0, 1)),
                           str(found["raw"].get(key, "")))  # fmt: skip
@@ -183,6 +187,7 @@ def main() -> None:
     finish(
         {
             **{f"{what}_ratio": {k: round(r.median, 3) for k, r in found[what].items()} for what in ("put", "get")},
+            "check_ratio": {k: round(r.median, 3) for k, r in found["unchecked"].items()},
             "raw_ratio": round(min(r.median for r in found["raw"].values()), 3),
             "syscalls_per_trajectory": round(calls[512].total() / 512, 4),
             "publish_to_read_p99_ms": round(float(np.percentile(latency, 99)), 2),

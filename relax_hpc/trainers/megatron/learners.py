@@ -8,7 +8,7 @@ other tokens: the sums are the same under every plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,8 +54,10 @@ class Learners(Split, Updating):
         self.learning: dict[Learner, Learning] = {}
 
     @supported
-    def save(self, folder: Path) -> None:
-        self.begin_save(folder).finish()
+    def save(self, folder: Path) -> Mapping[str, str]:
+        saving = self.begin_save(folder)
+        saving.finish()
+        return saving.checksums
 
     @supported
     def begin_save(self, folder: Path) -> state.Saving:
@@ -75,6 +77,7 @@ class Learners(Split, Updating):
 
     @supported
     def load(self, folder: Path) -> None:
+        state.verify(folder)
         places, everything = self._sharded(), self._sharded()
         states = {
             KEPT[learner].optimizer: moments.expected(learning.optimizers(), places[KEPT[learner].model])

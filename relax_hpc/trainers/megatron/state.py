@@ -30,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.api import CheckpointException
 
+from relax_hpc import seals
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import state_files
 from relax_hpc.trainers.megatron import index
@@ -40,6 +41,8 @@ FILES_PER_PROCESS = 2
 # Megatron writes in forked processes, and starts one more to hand results over. Here threads write: the results stay.
 filesystem_async._get_write_results_queue = queue.SimpleQueue
 NO_ROOM = re.compile(r"\[Errno (28|122)\]|No space left|quota", re.IGNORECASE)
+PART = re.compile(r"__(\d+)_\d+\.distcp$")
+"""A file of one process."""
 
 
 def sharded(chunks: list[Policy], groups: ProcessGroupCollection, prefix: str = "") -> dict[str, Any]:
@@ -57,6 +60,7 @@ class Saving:
         """Begin to write `state` into `folder`, as it is now; collective."""
         strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=FILES_PER_PROCESS)
         self.request = dist_checkpointing.save(state, str(folder), sharded_strategy=strategy, async_sharded_save=True)
+        self.checksums: dict[str, str] = {}
         self.pool = ThreadPoolExecutor(FILES_PER_PROCESS)
         self.files: list[Future[Any]] = []
         if self.request.async_fn is not None:
@@ -68,15 +72,19 @@ class Saving:
 
     @supported
     def finish(self) -> None:
-        written = [file.result() for file in self.files]
+        results = [file.result() for file in self.files]
         self.pool.shutdown()
+        written = [result for result, _ in results]
         if self.files:
             self.request.async_fn_args[2].put(dict(enumerate(written)))
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, next((str(r) for r in written if isinstance(r, Exception)), ""))
-        failed = next((error for error in errors if error), "")
+        mine = next((str(r) for r in written if isinstance(r, Exception)), ""), dict(s for _, s in results if s)
+        every = [mine] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        failed = next((error for error, _ in every if error), "")
         if failed:  # on every process, so that all of them try again
             raise OSError(errno.ENOSPC if NO_ROOM.search(failed) else errno.EIO, failed)
+        for _, checksums in every:
+            self.checksums |= checksums
         for finalize in self.request.finalize_fns:
             finalize()
 
@@ -89,12 +97,31 @@ def _copied(file: Any) -> Any:
 
 
 def _write(transforms: Any, file: Any) -> Any:
-    """Write a file; its table of contents, or the exception."""
+    """Write a file; its table of contents, or the exception; and its name with the checksum of what is there, while that is in memory."""
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     to_do: queue.Queue[int] = queue.Queue()
     to_do.put(0)
     FileSystemWriterAsync.write_preloaded_data(transforms, 0, file, results, to_do, use_fsync=True)
-    return results.get()[1]
+    written, path = results.get()[1], Path(file[0])
+    return written, None if isinstance(written, Exception) else (path.name, seals.of_file(path))
+
+
+def verify(folder: Path) -> None:
+    """Compare the checkpoint's files with its seal, each on one process: who read its part before has it in memory then.
+
+    Collective. Raises DamagedCheckpoint, on every process.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    of_rank = lambda name: int(found[1]) % world if (found := PART.match(name)) else 0
+    error = ""
+    try:
+        seals.compare_all(folder, [name for name in seals.expected(folder) if of_rank(name) == rank])
+    except seals.DamagedCheckpoint as damage:
+        error = str(damage)
+    errors = [error] * world
+    dist.all_gather_object(errors, error)
+    if any(errors):
+        raise seals.DamagedCheckpoint(next(filter(None, errors)))
 
 
 def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
