@@ -71,7 +71,7 @@ class Telemetry:
             self.log.warning("heartbeat not written: %s", error)
 
     def metrics(self, kind: str, **values: Any) -> None:
-        """Append one line of metrics, or an event."""
+        """Append one line of metrics, or an event. Numbers that are not finite become null and are named in `non_finite`."""
         record = {"time": round(time.time(), 3), "attempt": self.attempt, "kind": kind, **values}
         self._append(self._metrics_path, record)
 
@@ -85,7 +85,7 @@ class Telemetry:
 
     def _append(self, path: Path, record: dict[str, Any]) -> None:
         # One write of a whole line: a kill can cut a line short, and a leading newline keeps it from spoiling the next.
-        line = json.dumps(record) + "\n"
+        line = _json(record) + "\n"
         try:
             with path.open("a+b") as file:
                 if file.tell() and path not in self._checked:
@@ -96,6 +96,17 @@ class Telemetry:
         except OSError as error:
             self._checked.discard(path)  # part of the line may have been written
             self.log.warning("metrics not written: %s", error)
+
+
+def _json(record: dict[str, Any]) -> str:
+    """One line of JSON, which has no word for NaN and infinities: they are null, and `non_finite` says where they were."""
+    try:
+        return json.dumps(record, allow_nan=False)
+    except ValueError:
+        parts = {name: json.dumps(value) for name, value in record.items()}
+        # what json writes and JSON lacks: NaN, Infinity, -Infinity
+        whole = {name: json.loads(text, parse_constant=lambda _: None) for name, text in parts.items()}
+        return json.dumps({**whole, "non_finite": [n for n, text in parts.items() if json.dumps(whole[n]) != text]})
 
 
 def read_beat(run: RunDir, role: str) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metrics.md"
-COMMON = {"time", "attempt", "kind"}
+COMMON = {"time", "attempt", "kind", "non_finite"}
 
 
 @dataclass(slots=True)

@@ -71,6 +71,16 @@ class PolicyAlgorithm:
         scale = weights(self.config.aggregate, inputs)
         return loss if scale is None else loss * scale, metrics
 
+    def reward_parts(self, rollouts: Rollouts) -> dict[str, float]:
+        """Means over samples of what `overlong` and the KL take from the reward, and of what is left; empty where neither does."""
+        config = self.config
+        if not len(rollouts) or (config.overlong is None and not (config.kl_coef > 0 and config.kl_in == "reward")):
+            return {}
+        left, kl = self._rewards(rollouts), estimates.sample_sums(self._penalties(rollouts), rollouts)
+        overlong = torch.from_numpy(rollouts.rewards).double() - left
+        parts = {"overlong_penalty": overlong, "kl_penalty": kl, "shaped_reward": left - kl}
+        return {name: float(values.mean()) for name, values in parts.items()}
+
     def _estimate(self, rollouts: Rollouts) -> Tensor:
         """[T] float32"""
         config, rewards, penalties = self.config, self._rewards(rollouts), self._penalties(rollouts)

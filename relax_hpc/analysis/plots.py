@@ -31,15 +31,14 @@ STYLE: dict[str, Any] = {
     "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "xtick.color": MUTED, "ytick.color": MUTED, "axes.spines.top": False,
     "axes.spines.right": False, "axes.grid": True, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6,
     "lines.linewidth": 1.6, "lines.solid_capstyle": "round", "legend.frameon": False, "legend.fontsize": 9, "xtick.major.size": 0,
-    "ytick.major.size": 0, "axes.labelsize": 9, "legend.handlelength": 1.0, "legend.handletextpad": 0.5, "legend.borderaxespad": 0.1,
+    "ytick.major.size": 0, "ytick.minor.size": 0, "axes.labelsize": 9, "legend.handlelength": 1.0, "legend.handletextpad": 0.5, "legend.borderaxespad": 0.1,
 }  # fmt: skip
 
 
 def reward(steps: pd.DataFrame) -> str | None:
-    """Mean reward of each step, and what the verifier said where shaping changed it."""
-    return _curves(
-        steps, {"reward": "reward"} | ({} if _same(steps, "reward", "raw_reward") else {"raw_reward": "before shaping"})
-    )
+    """Mean reward of each step, what the verifier said where shaping changed it, and what `overlong` and the KL leave of it."""
+    before = {} if _same(steps, "reward", "raw_reward") else {"raw_reward": "before shaping"}
+    return _curves(steps, {"reward": "reward", **before, "shaped_reward": "less overlong, KL"})
 
 
 def score(evals: pd.DataFrame, sources: pd.DataFrame) -> str | None:
@@ -79,6 +78,41 @@ def optimisation(steps: pd.DataFrame) -> str | None:
 def loss(steps: pd.DataFrame) -> str | None:
     """The policy's loss."""
     return _curves(steps, {"loss": "loss"})
+
+
+def entropy(steps: pd.DataFrame) -> str | None:
+    """Mean entropy of the policy's distributions."""
+    return _curves(steps, {"entropy": "entropy"}, bottom=0, ylabel="nats")
+
+
+def kl(steps: pd.DataFrame) -> str | None:
+    """KL from the policy that sampled, and to the reference and the teacher where there are any."""
+    names = {"kl": "from the sampler", "reference_kl": "to the reference", "teacher_kl": "to the teacher"}
+    return _curves(steps, names, ylabel="nats")
+
+
+def clips(steps: pd.DataFrame) -> str | None:
+    """Share of tokens whose clip is active, by its side."""
+    names = {"clip_low": "from below", "clip_high": "from above", "clip_dual": "dual clip"}
+    return _curves(steps, names, bottom=0, percent=True)
+
+
+def importance(steps: pd.DataFrame) -> str | None:
+    """Mean and greatest ratio of current to behaviour probability."""
+    return _curves(steps, {"importance": "mean", "importance_max": "greatest"}, log=True)
+
+
+def mismatch(steps: pd.DataFrame) -> str | None:
+    """Distance between the engine's and the trainer's logprob of a token."""
+    return _curves(steps, {"logprob_diff": "mean", "logprob_diff_max": "greatest"}, ylabel="nats", log=True)
+
+
+def alike(steps: pd.DataFrame) -> str | None:
+    """Share of the played groups whose samples all have the same reward."""
+    if not {"zero_std_groups", "played_groups"} <= set(steps):
+        return None
+    share = steps["zero_std_groups"].astype(float) / steps["played_groups"].astype(float).clip(lower=1)
+    return _curves(steps.assign(share=share), {"share": "of the groups"}, bottom=0, percent=True)
 
 
 def ages(table: pd.DataFrame) -> str | None:
@@ -171,15 +205,18 @@ def _curves(
     percent: bool = False,
     ylabel: str = "",
     bound: int | None = None,
+    log: bool = False,
 ) -> str | None:
-    """Curves over steps, the first on top: faint, with their running mean; largest values as they are."""
-    columns = {c: label for c, label in columns.items() if c in steps and steps[c].notna().any()}
+    """Curves over steps, the first on top: faint, with their running mean; largest values as they are. `log`: what is above 0 alone."""
+    shown = {c: steps[c].notna() & (not log or steps[c] > 0) for c in columns if c in steps}
+    columns = {c: label for c, label in columns.items() if c in shown and shown[c].any()}
     if not columns:
         return None
-    x, window = steps["step"].to_numpy(float), max(1, len(steps) // 25)
+    window = max(1, len(steps) // 25)
     with _figure() as (figure, axes):
         for i, (column, label) in enumerate(columns.items()):
-            y = steps[column].to_numpy(float)
+            there = steps[shown[column]]
+            x, y = there["step"].to_numpy(float), there[column].to_numpy(float)
             look: dict[str, Any] = {"color": SERIES[i], "zorder": 3 - i / 10}
             if column.endswith("_max") or window == 1:
                 axes.plot(*thin(x, y), label=label, linewidth=1.1, **look)
@@ -192,6 +229,10 @@ def _curves(
         smooth = window > 1 and any(not c.endswith("_max") for c in columns)
         axes.set_xlabel(f"step (bold: mean of {window})" if smooth else "step")
         axes.set_ylabel(ylabel)
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+            axes.yaxis.set_minor_formatter(lambda v, _: "")
         if bottom is not None:
             axes.set_ylim(bottom, axes.get_ylim()[1])
         if percent:

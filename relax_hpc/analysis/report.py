@@ -83,7 +83,8 @@ def tiles(view: RunView) -> list[tuple[str, str, str]]:
         found.append(("steps", str(int(steps["step"].max()) + 1), f"of {asked}" if asked else ""))
         few = max(1, len(steps) // 20)
         what = "reward" if "reward" in steps else "loss"  # of supervised fine-tuning
-        first, last = steps[what][:few].mean(), steps[what][-few:].mean()
+        values = steps[what].astype(float)  # null where it was not finite
+        first, last = values[:few].mean(), values[-few:].mean()
         found.append((what, f"{last:.3f}", f"from {first:.3f}"))
     if len(evals):
         found.append(("held-out score", f"{evals['score'].iloc[-1]:.3f}", f"from {evals['score'].iloc[0]:.3f}"))
@@ -130,6 +131,13 @@ def sections(view: RunView) -> list[tuple[str, list[Figure]]]:
             ("Loss", "policy loss per token", plots.loss(steps)),
             ("Gradient norm", "before clipping", plots.optimisation(steps)),
         ]),
+        ("Policy", [
+            ("Entropy", "of the policy's distributions, mean over tokens", plots.entropy(steps)),
+            ("KL", "estimates, mean over tokens", plots.kl(steps)),
+            ("Clipped tokens", "share whose clip is active", plots.clips(steps)),
+            ("Importance ratios", "current to behaviour probability of a token", plots.importance(steps)),
+            ("Engine and trainer", "distance of their logprobs of a token, with what was learnt since", plots.mismatch(steps)),
+        ]),
         ("Answers", [
             ("Length", "tokens after the prompt", plots.lengths(steps)),
             ("Truncated", "answers cut at the length limit", plots.truncated(steps)),
@@ -144,7 +152,10 @@ def sections(view: RunView) -> list[tuple[str, list[Figure]]]:
             ("Trainer waiting for data", "share of each step", plots.waiting(steps)),
             ("Spool depth", "complete shards that no step has taken yet", plots.depth(steps)),
         ]),
-        ("Kept out of training", [("Failed, filtered, dropped", "in each step", plots.losses(steps))]),
+        ("Kept out of training", [
+            ("Failed, filtered, dropped", "in each step", plots.losses(steps)),
+            ("Groups of one reward", "share of what was played: they teach group-relative algorithms nothing", plots.alike(steps)),
+        ]),
     ]  # fmt: skip
     drawn = [(title, [Figure(t, note, svg) for t, note, svg in figures if svg is not None]) for title, figures in plan]
     return [(title, figures) for title, figures in drawn if figures]

@@ -16,6 +16,7 @@ from relax_hpc.algorithms import make_algorithm
 from relax_hpc.algorithms.base import TEACHER
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptSources
+from relax_hpc.engines.model_folder import context_of
 from relax_hpc.environments import make_environments
 from relax_hpc.recipe import RecipeError, load_recipe
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
@@ -39,7 +40,12 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     check_beside(recipe, run.model)
     fit.check(recipe, run.model)
     need_libraries(recipe)
-    context = int(AutoConfig.from_pretrained(run.model).max_position_embeddings)
+    context = context_of(AutoConfig.from_pretrained(run.model))
+    if recipe.plays and recipe.rollout.max_new_tokens >= context:
+        raise RunError(
+            f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens} leaves no room for a prompt in the context of {context} tokens that "
+            f"the model's config.json allows: lower it, to {context // 2} for instance, or take a model with a longer one"
+        )
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
     sources.check(answers=recipe.supervised or recipe.warmup is not None)
     if recipe.evaluation:

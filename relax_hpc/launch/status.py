@@ -37,6 +37,8 @@ class Status:
     """The newest beginning of a lineage: a version that was made again, with other bits."""
     damaged: dict[str, Any] | None = None
     """The last checkpoint that was found damaged."""
+    engine_differs: dict[str, Any] | None = None
+    """The last time that engine and trainer were found to compute different logprobs with the same weights."""
     orders: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Scorer or critic -> the orders that it made columns of lately."""
@@ -70,6 +72,8 @@ class Status:
                 self.lineage = record
             elif record["kind"] == "damaged_checkpoint":
                 self.damaged = record
+            elif record["kind"] == "engine_differs":
+                self.engine_differs = record
         workers = self._in_turn()
         for name in workers:
             self.orders[name] = [*self.orders.get(name, []), *self._new(name)][-RECENT:]

@@ -34,8 +34,7 @@ def render(status: Status) -> RenderableType:
     parts: list[RenderableType] = [_progress(status), _numbers(status)]
     if (scores := _sources(status)) is not None:
         parts.append(scores)
-    if nothing := _nothing(status):
-        parts.append(Text(nothing, style="yellow"))
+    parts += [Text(text, style="yellow") for text in (_nothing(status), _differs(status)) if text]
     parts.append(_roles(status))
     if status.slurm is not None:
         parts += cluster_view.parts(status)
@@ -249,13 +248,30 @@ def _nothing(status: Status) -> str:
     return f"nothing is trained: all groups of the last {len(status.steps)} steps were kept out" if empty else ""
 
 
+def _differs(status: Status) -> str:
+    """That engine and trainer do not compute the same."""
+    found = status.engine_differs
+    if found is None:
+        return ""
+    return (
+        f"engine and trainer differ by {found['engine_diff']:.3f} nats a token with the same weights, at step {found['step']} "
+        f"(rollout.logprob_diff_warning = {found['limit']:g})"
+    )
+
+
 def _lately(status: Status, name: str) -> str:
     """The mean of a metric over the recent steps, and their curve."""
-    return f"{_mean(status, name):.3f} {_spark([s[name] for s in status.steps])}"
+    return f"{_mean(status, name):.3f} {_spark(_numbers_of(status, name))}"
 
 
 def _mean(status: Status, name: str) -> float:
-    return float(sum(s[name] for s in status.steps) / max(len(status.steps), 1))
+    values = _numbers_of(status, name)
+    return float(sum(values) / max(len(values), 1))
+
+
+def _numbers_of(status: Status, name: str) -> list[float]:
+    """A metric of the recent steps, but of those where it was not finite."""
+    return [s[name] for s in status.steps if s[name] is not None]
 
 
 def _spark(values: list[float]) -> str:

@@ -312,6 +312,7 @@ class Critic(Table):
     learning_rate: PositiveFloat = Key(
         1e-5,
         "Peak learning rate of its AdamW, which is otherwise the policy's: schedule, moments, decay, clip_grad_norm.",
+        resume=True,
     )
     warmup_steps: int = Key(0, "Training steps at the beginning in which the critic alone learns.", ge=0)
     clip: PositiveFloat = Key(

@@ -32,7 +32,7 @@ class TinyModel(Table):
     experts: int = Key(0, "Experts of each layer, in place of its MLP (Qwen3-MoE); 0 is a dense model.", ge=0)
     experts_per_token: PositiveInt = Key(2, "Experts that a token goes through; at most `experts`.")
     moe_intermediate_size: PositiveInt = Key(64, "Width of an expert's gated MLP.")
-    context: PositiveInt = Key(256, "Longest sequence in tokens, prompt and answer together.")
+    context: PositiveInt = Key(512, "Longest sequence in tokens, prompt and answer together.")
     alphabet: str = Key(
         "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>."
     )

@@ -38,6 +38,13 @@ class Rollout(Table):
         "Keep which experts each token was routed to (mixture-of-experts models, engine `sglang`): a column of the shard, "
         "which the trainer `megatron` routes by again (rollout routing replay); the trainer `torch` does not read it.",
     )
+    logprob_diff_warning: float = Key(
+        0.01,
+        "Mean distance in nats between the engine's and the trainer's logprob of a token that this step's own weights made, above which the "
+        "run warns: both should compute the same.",
+        ge=0,
+        resume=True,
+    )
     reward_time_limit_s: PositiveFloat = Key(
         30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True
     )

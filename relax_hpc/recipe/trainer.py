@@ -35,7 +35,11 @@ class Trainer(Table):
         "Steps in a row with an update skipped, since loss or gradient were not finite, before the run stops and says why.",
         resume=True,
     )
-    learning_rate: PositiveFloat = Key(1e-6, "Peak learning rate of AdamW.")
+    learning_rate: PositiveFloat = Key(
+        1e-6,
+        "Peak learning rate of AdamW. A run that is resumed with another has it from its newest checkpoint on: steps after that are made again.",
+        resume=True,
+    )
     betas: tuple[float, float] = Key((0.9, 0.95), "AdamW's moment decays.")
     eps: PositiveFloat = Key(1e-8, "AdamW's epsilon.")
     weight_decay: float = Key(0.0, "AdamW's decoupled weight decay.", ge=0)
@@ -43,7 +47,7 @@ class Trainer(Table):
     schedule: Literal["constant", "linear", "cosine"] = Key(
         "constant", "How the learning rate falls to min_learning_rate over run.steps."
     )
-    min_learning_rate: float = Key(0.0, "Where `linear` and `cosine` end.", ge=0)
+    min_learning_rate: float = Key(0.0, "Where `linear` and `cosine` end.", ge=0, resume=True)
     lr_warmup_steps: int = Key(0, "Steps over which the learning rate rises from 0.", ge=0)
     dtype: Literal["float32", "bfloat16"] = Key(
         "float32", "Arithmetic of forward and backward, and type of published weights; master weights are float32."

@@ -6,6 +6,7 @@ decide ► step s (a ledger entry) | wait | publish once more | checkpoint | end
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -90,6 +91,8 @@ class Lead:
         self.deadline = None if deadline is None else time.monotonic() + deadline - time.time()
         """The allocation's end, by a clock that nobody sets."""
         self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
+        self.differs = False
+        """Whether engine and trainer were said to compute different logprobs."""
         self.checkpoint_s = 0.0
         """What checkpoints took of the trainer's time since the step before."""
 
@@ -207,6 +210,7 @@ class Lead:
         role, rollouts, replayed = self.role, batch.rollouts, not self.intake.live
         self.intake.settle(entry, role.step)
         self.untrained.note(entry, rollouts, metrics)
+        self.compare_engine(entry.step, metrics)
         now = time.perf_counter()
         step_s, tokens = now - self.last_step_at, int(rollouts.lengths().sum())
         values = describe(entry, batch, self.recipe) | metrics
@@ -234,6 +238,19 @@ class Lead:
         self.longest_step_s = max(busy_s, 0.9 * self.longest_step_s)
         self.waited_s, self.checkpoint_s, role.turns.seconds, self.last_step_at = 0.0, 0.0, 0.0, now
         self.process.caches.keep()
+
+    def compare_engine(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once an attempt that engine and trainer do not compute the same. Shards of another run were made by other weights."""
+        apart, limit = metrics.get("engine_diff", 0.0), self.recipe.rollout.logprob_diff_warning
+        if self.differs or self.role.debug is not None or apart <= limit:
+            return
+        self.differs = True
+        self.process.telemetry.metrics(kind="engine_differs", step=step, engine_diff=apart, limit=limit)
+        self.process.log.warning(
+            "step %d: engine and trainer differ by %.4f nats a token on average, with the same weights (rollout.logprob_diff_warning = %g): "
+            "look for another dtype, kernels or routing of experts in the engine; algorithm.correction weighs the difference",
+            step, apart, limit,
+        )  # fmt: skip
 
     def request_score(self) -> None:
         """Ask for a held-out score of this version, if one is due."""

@@ -52,4 +52,5 @@ def cause(rollouts: Rollouts, metrics: Mapping[str, float]) -> str:
     bad = np.flatnonzero(~np.isfinite(rollouts.rewards))
     if len(bad):
         return f"the reward of sample {rollouts.ids[bad[0]]} is {rollouts.rewards[bad[0]]} ({len(bad)} of {len(rollouts)} are not finite)"
-    return ", ".join(f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value))
+    found = ", ".join(f"{name} = {value}" for name, value in metrics.items() if not math.isfinite(value))
+    return found or f"loss or gradient of {metrics['skipped']:.0f} of its updates were not finite, the others were made"

@@ -45,7 +45,7 @@ class Points:
         elif kind == "order" and not line["order"].startswith("e"):
             self._orders += 1
             for name in ORDER_MEANS:
-                self._sums[name] += line.get(name, 0.0)
+                self._sums[name] += line.get(name) or 0.0  # null where it was not finite
         elif kind == "lost":
             self._lost += 1
 

@@ -59,7 +59,7 @@ class Trainer(Protocol):
         Or trainer.updates_per_step of them, each on its share of the groups. The loss is the sum over tokens divided by
         one global token count: the same under any number of processes and micro-batches. Returns metrics, equal on every
         process: loss, grad_norm, learning_rate, tokens, skipped (updates, for loss or gradient were not finite), kl
-        (behaviour to current), entropy, and what the algorithm adds. While only a critic learns, neither kl nor entropy.
+        (behaviour to current), entropy, and what the algorithm adds; engine_diff where `step` is the version that made every token. While only a critic learns, neither kl nor entropy.
         """
         ...
 

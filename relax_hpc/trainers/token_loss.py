@@ -164,20 +164,24 @@ def shares(rollouts: Rollouts, count: int) -> list[Rollouts]:
 
 
 def together(said: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: means over tokens, peaks; sums of tokens and of skipped updates."""
+    """The metrics of a step from those of its updates: means over tokens, peaks; sums of tokens and of skipped updates.
+
+    What a skipped update says is left out where another one was made: it is not finite, and no part of what was learned.
+    """
     if len(said) == 1:
         return said[0]
-    tokens = sum(one["tokens"] for one in said)
+    made = [one for one in said if not one["skipped"]] or said
+    tokens = sum(one["tokens"] for one in made)
     found = {
-        name: sum(one[name] * one["tokens"] for one in said if one["tokens"]) / max(tokens, 1)
-        for name in dict.fromkeys(name for one in said for name in one)
+        name: sum(one[name] * one["tokens"] for one in made if one["tokens"]) / max(tokens, 1)
+        for name in dict.fromkeys(name for one in made for name in one)
     }
-    peaks = {name: max(one.get(name, 0.0) for one in said) for name in found if name.endswith(PEAK)}
+    peaks = {name: float(np.max([one.get(name, 0.0) for one in made])) for name in found if name.endswith(PEAK)}
     return (
         found
         | peaks
         | {
-            "tokens": tokens,
+            "tokens": sum(one["tokens"] for one in said),
             "learning_rate": said[0]["learning_rate"],
             "skipped": sum(one["skipped"] for one in said),
         }
@@ -190,7 +194,8 @@ def add(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     for part in parts:
         for name, value in part.items():
             before = total.get(name, 0.0)
-            total[name] = max(before, value) if name.endswith(PEAK) else before + value
+            # numpy's maximum is NaN where one of both is; Python's is the one that stands first
+            total[name] = float(np.maximum(before, value)) if name.endswith(PEAK) else before + value
     return total
 
 

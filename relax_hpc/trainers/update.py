@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from relax_hpc.algorithms import ActorCritic, Algorithm, Supervised
 from relax_hpc.algorithms.base import RECOMPUTED, VALUES
+from relax_hpc.algorithms.policy import PolicyAlgorithm
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers.host_copies import HostCopies, gradients_of, state_of
@@ -157,7 +158,12 @@ class PolicyUpdating(Updating):
             if step < algorithm.config.critic.warmup_steps:
                 return _nothing(float(rollouts.loss_mask.sum()), 0.0) | of_critic
         made = updates(rollouts, algorithm, self.recipe, self.device)
-        metrics = together([self._optimise(part, loss, temperature, rate, progress) for part, loss in made])
+        said = [self._optimise(part, loss, temperature, rate, progress) for part, loss in made]
+        metrics = together(said)
+        if "logprob_diff" in said[0] and (rollouts.versions[rollouts.loss_mask == 1] == step).all():
+            metrics["engine_diff"] = said[0]["logprob_diff"]  # nothing was learned between sampling and this update
+        if isinstance(algorithm, PolicyAlgorithm):
+            metrics |= algorithm.reward_parts(rollouts)
         every = getattr(self.recipe.algorithm, "reference_refresh_steps", None)
         if every and (step + 1) % every == 0:
             self._refer()

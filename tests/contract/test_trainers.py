@@ -497,6 +497,22 @@ def test_a_loss_that_is_not_finite_is_skipped_and_leaves_no_trace(
     assert identical(weights(clean), weights(tried))
 
 
+def test_one_skipped_update_of_several_leaves_the_others_and_their_metrics(backend: str, tmp_path: Path) -> None:
+    """The second update's groups have a reward that is not a number: the step is that of the first one's groups."""
+    table = {"name": "dr_grpo", "overlong": [2, 30]}
+    several, one = (tiny.recipe(trainer={"backend": backend, "updates_per_step": n}, algorithm=table) for n in (2, 1))
+    algorithm, rollouts = make_algorithm(one.algorithm), tiny.random_rollouts(8, masked=0.0)
+    rollouts.rewards[5] = float("nan")
+    tried, clean = trainer_of(several, tmp_path), trainer_of(one, tmp_path)
+    first = rollouts.loss_mask * np.repeat(rollouts.group == 0, np.diff(rollouts.offsets))
+    said = tried.step(rollouts, algorithm, 0)
+    alone = clean.step(dataclasses.replace(rollouts, loss_mask=first.astype(np.uint8)), algorithm, 0)
+    assert said["skipped"] == 1 and said["tokens"] == len(rollouts.tokens)
+    same = ("loss", "grad_norm", "kl", "importance_max", "entropy")
+    assert [said[name] for name in same] == [alone[name] for name in same] and np.isfinite(said["loss"])
+    assert identical(weights(tried), weights(clean))
+
+
 def test_the_warm_up_and_fine_tuning_learn_the_answers(backend: str, tmp_path: Path) -> None:
     recipe = tiny.recipe(trainer={"backend": backend, "learning_rate": 1e-9}, rollout={"temperature": 0.5})
     trainer = trainer_of(recipe, tmp_path)
@@ -608,6 +624,40 @@ def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, name
         assert resident(straight) == 0
         straight.wake()
     assert identical(weights(straight), weights(resumed))
+
+
+def test_a_resumed_trainer_may_have_another_learning_rate(backend: str, tmp_path: Path) -> None:
+    """Ten times the rate is ten times the way, from the same moments."""
+    slow, fast = (tiny.recipe(trainer={"backend": backend, "learning_rate": rate}) for rate in (1e-4, 1e-3))
+    algorithm, rollouts = make_algorithm(slow.algorithm), tiny.random_rollouts(8)
+    first = trainer_of(slow, tmp_path / "model")
+    first.step(rollouts, algorithm, 0)
+    (saved := tmp_path / "saved").mkdir()
+    first.save(saved)
+    before, ways = weights(first), []
+    for recipe in (slow, fast):
+        trainer = trainer_of(recipe, tmp_path / "model")
+        trainer.load(saved)
+        assert trainer.step(rollouts, algorithm, 1)["learning_rate"] == recipe.trainer.learning_rate
+        after = weights(trainer)
+        ways.append(torch.cat([(after[name] - before[name]).flatten() for name in sorted(before)]))
+    assert ways[0].abs().max() > 1e-5
+    torch.testing.assert_close(ways[1], 10 * ways[0], rtol=0.02, atol=2e-6)
+
+
+def test_what_engine_and_trainer_differ_by_is_told_of_tokens_that_the_steps_own_version_made(
+    backend: str, tmp_path: Path
+) -> None:
+    one, two = (tiny.recipe(trainer={"backend": backend, "updates_per_step": n, "learning_rate": 0.1}) for n in (1, 2))
+    algorithm, rollouts = make_algorithm(one.algorithm), tiny.random_rollouts(8)
+    trainer = trainer_of(one, tmp_path)
+    fresh = trainer.step(rollouts, algorithm, 0)
+    assert fresh["engine_diff"] == fresh["logprob_diff"] > 0
+    assert "engine_diff" not in trainer.step(rollouts, algorithm, 1)
+    said = trainer_of(two, tmp_path).step(rollouts, algorithm, 0)  # the second update has moved, far
+    first = rollouts.loss_mask * np.repeat(rollouts.group == 0, np.diff(rollouts.offsets)).astype(np.uint8)
+    alone = trainer_of(one, tmp_path).step(dataclasses.replace(rollouts, loss_mask=first), algorithm, 0)
+    assert said["engine_diff"] == alone["engine_diff"] != said["logprob_diff"]
 
 
 def test_a_checkpoint_before_the_first_step_loads(backend: str, tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ config = {{min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1}}
 def finished(tmp_path_factory):
     """A run with evaluations that was made to its end, once for this module."""
     folder = tmp_path_factory.mktemp("runs")
-    recipe = write_recipe(folder, SMALL + EVALUATION + "\n[[tracking]]\nname = 'tensorboard'\n")
+    exact = SMALL.replace("max_new_tokens = 6", "max_new_tokens = 6\nlogprob_diff_warning = 0")
+    recipe = write_recipe(folder, exact + EVALUATION + "\n[[tracking]]\nname = 'tensorboard'\n")
     done = relax_hpc("run", recipe)
     return recipe, RunDir(folder / "small"), done.stdout
 
@@ -64,6 +65,17 @@ def test_a_run_ends_done_with_every_step_trained_once(finished):
     assert [s["step"] for s in steps] == [0, 1, 2, 3, 4, 5]
     assert all(s["samples"] == 32 and 0 <= s["age_max"] <= 1 for s in steps)
     assert audited(run).trained == 6 * 32
+
+
+def test_that_engine_and_trainer_differ_is_said_once_and_stays_in_the_status(finished):
+    """By rounding alone here, and the limit is 0; the tokens of step 0 are those of version 0, later ones are of the version before."""
+    _, run, _ = finished
+    steps = steps_of(run)
+    [found] = package.open_run(run.root).metrics("trainer-0", "engine_differs")
+    assert found["step"] == 0 and 0 < found["engine_diff"] == steps[0]["engine_diff"] < 1e-4
+    assert all(("engine_diff" in s) == (s["age_max"] == 0) for s in steps)
+    assert "engine and trainer differ" in relax_hpc("status", run.root).stdout
+    assert "engine and trainer differ" in "".join(log.read_text() for log in run.logs.glob("trainer-0.*.log"))
 
 
 def test_the_first_and_the_last_version_are_scored_on_prompts_that_training_never_sees(finished):

@@ -19,6 +19,7 @@ from relax_hpc.algorithms.advantages import explained_variance, gae, group_relat
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.kl import k1, k2, k3
 from relax_hpc.algorithms.losses import clipped_surrogate, clipped_value, sequence_log_ratio
+from relax_hpc.algorithms.policy import PolicyAlgorithm
 from relax_hpc.recipe.algorithm import (
     Clipped,
     Dapo,
@@ -317,6 +318,24 @@ def test_an_overlong_answer_is_one_of_many_generated_tokens_whatever_was_observe
     relative = make_algorithm(Dapo(overlong=(4, 8))).advantages(rollouts)[[8, 12, 23]]
     assert masked == 4
     np.testing.assert_allclose(relative, grpo_oracle([0.0, 1.0, 0.5], True), rtol=1e-5)
+
+
+def test_what_is_taken_from_the_reward_is_said() -> None:
+    rollouts = tiny.random_rollouts(8, masked=0.2)
+    rng = np.random.default_rng(0)
+    reference = (rollouts.logprobs + rng.normal(size=len(rollouts.tokens))).astype(np.float32)
+    rollouts = dataclasses.replace(rollouts, columns={"reference": reference})
+    algorithm = PolicyAlgorithm(Dapo(overlong=(4, 12), kl_coef=0.3, kl_in="reward"))
+    own = [[t for t in range(*rollouts.offsets[i : i + 2]) if rollouts.loss_mask[t]] for i in range(8)]
+    overlong = np.mean([min(1.0, max(0.0, (len(ts) - 4) / 8)) for ts in own])
+    kl = np.mean([sum(0.3 * float(rollouts.logprobs[t] - reference[t]) for t in ts) for ts in own])
+    said = algorithm.reward_parts(rollouts)
+    assert overlong > 0.1 and kl != 0
+    assert said == pytest.approx(
+        {"overlong_penalty": overlong, "kl_penalty": kl, "shaped_reward": rollouts.rewards.mean() - overlong - kl},
+        rel=1e-4,
+    )
+    assert PolicyAlgorithm(Dapo(kl_coef=0.3)).reward_parts(rollouts) == {}
 
 
 def test_metrics_say_what_a_correction_did() -> None:

@@ -20,7 +20,7 @@ from relax_hpc.analysis import RunView, plots
 from relax_hpc.analysis.counts import count
 from relax_hpc.analysis.examples import best_and_worst
 from relax_hpc.analysis.export import export_parquet
-from relax_hpc.analysis.report import render, restarts
+from relax_hpc.analysis.report import render, restarts, sections
 from relax_hpc.run_dir import RunDir, RunError
 
 
@@ -265,6 +265,37 @@ def test_the_report_is_one_page_that_asks_for_nothing(view: RunView) -> None:
     assert late and late.groups() == ("14.0", "4.0")
 
 
+def test_the_report_draws_what_the_policy_does_as_far_as_there_are_metrics_of_it(view: RunView, run: RunDir) -> None:
+    """A number that was not finite is a gap, not the end of its curve."""
+    drawn = {title for _, figures in sections(view) for title in (figure.title for figure in figures)}
+    policy = {"Entropy", "KL", "Clipped tokens", "Importance ratios", "Engine and trainer", "Groups of one reward"}
+    assert not drawn & policy
+    about = {
+        "entropy": 1.5, "kl": 0.1, "clip_low": 0.02, "clip_high": 0.0, "importance": 1.0, "importance_max": 7.0, "logprob_diff": 0.1,
+        "logprob_diff_max": 2.0, "zero_std_groups": 1, "played_groups": 4, "reward": 0.5, "raw_reward": 0.5, "shaped_reward": 0.25,
+    }  # fmt: skip
+    steps = pd.DataFrame([{"step": i, **about} for i in range(60)] + [{"step": 60, **dict.fromkeys(about)}])
+    for lines in (steps, steps.assign(entropy=None)):
+        charts = [plots.entropy, plots.kl, plots.clips, plots.importance, plots.mismatch, plots.alike, plots.reward]
+        found = [chart(lines) for chart in charts]
+        assert [svg is None for svg in found] == [lines is not steps, *[False] * 6]
+        assert not any("nan" in svg for svg in found if svg)
+    assert "less overlong, KL" in str(plots.reward(steps))
+    with (run.metrics / "trainer-0.jsonl").open("a") as file:
+        step = {
+            "kind": "step",
+            "time": 23.0,
+            "step": 2,
+            "version": 3,
+            "samples": 8,
+            "tokens": 9,
+            "step_s": 1.0,
+            "wait_s": 0.0,
+        }
+        file.write(json.dumps({**step, **about}) + "\n")
+    assert policy <= {figure.title for _, figures in sections(view) for figure in figures}
+
+
 def test_curves_are_thinned_to_what_a_page_can_show() -> None:
     x, y = plots.thin(np.arange(10_000.0), np.ones(10_000) * 3, points=100)
     assert len(x) == len(y) == 100 and y.tolist() == [3.0] * 100 and 0 <= x[0] < x[-1] <= 9999
@@ -275,7 +306,7 @@ def test_curves_are_thinned_to_what_a_page_can_show() -> None:
 def test_analysis_does_not_import_torch(run: RunDir) -> None:
     code = (
         "import sys, relax_hpc; v = relax_hpc.open_run(sys.argv[1]); v.trajectories(); "
-        "from relax_hpc.analysis.report import render; render(v); print('torch' in sys.modules, 'transformers' in sys.modules)"
+        "from relax_hpc.analysis.report import render, sections; render(v); print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.root)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

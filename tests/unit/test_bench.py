@@ -198,6 +198,8 @@ def test_a_child_that_fails_or_dies_says_how(tmp_path: Path) -> None:
 
 
 def test_progress_is_lines_where_stderr_is_no_terminal() -> None:
-    code = "from tools.bench.common import doing, progress\nwith doing('it'), progress('runs', 2) as done: done(), done()"
+    code = (
+        "from tools.bench.common import doing, progress\nwith doing('it'), progress('runs', 2) as done: done(), done()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=common.ROOT, check=True)
     assert [line[:11] for line in done.stderr.splitlines()] == ["it …", "runs: 0 of ", "runs: 1 of ", "runs: 2 of "]

@@ -9,9 +9,11 @@ import pytest
 
 from relax_hpc.launch import create as create_module
 from relax_hpc.launch.create import USER_FILE, _copy_user_files, create, existing, place
+from relax_hpc.launch.prepare import prepare
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, read_json, to_json, write_file
+from tests import tiny
 from tests.runs import write_recipe
 
 USERS = """
@@ -57,3 +59,18 @@ def test_of_two_commands_that_begin_the_same_run_the_second_is_told_of_the_first
     with pytest.raises(RunError, match=r"made by another command at this moment.*relax-hpc status"):
         create(recipe, None)  # type: ignore[arg-type]
     assert read_json(run.identity) == {"id": "of the first"} and len(list(run.root.parent.iterdir())) == 1
+
+
+def test_answers_as_long_as_the_models_context_are_refused_before_the_run_begins(tmp_path: Path) -> None:
+    """Of a model at a path, whose context stands in its config.json."""
+    folder = tiny.folder(tiny.recipe(model={"context": 128}), tmp_path / "model")
+
+    def prepared(max_new_tokens: int) -> None:
+        sources = [{"task": "chain_sum", "size": 20, "reward": "exact"}]
+        rollout = {"max_new_tokens": max_new_tokens}
+        (run := RunDir(tmp_path / str(max_new_tokens))).create()
+        prepare(run, Recipe.model_validate({"model": {"path": folder}, "rollout": rollout, "source": sources}))
+
+    with pytest.raises(RunError, match=r"rollout\.max_new_tokens = 128 leaves no room .* context of 128 tokens"):
+        prepared(128)
+    prepared(100)

@@ -330,6 +330,9 @@ def test_a_resumed_run_may_change_marked_keys_only(tiny: Path) -> None:
         ("run.steps", 100, 500),
         ("rollout.workers", 1, 3),
     ]
+    ppo = load_recipe(tiny, ["algorithm={name='ppo'}"])
+    faster = change_on_resume(ppo, ["trainer.learning_rate=1e-5", "algorithm.critic.learning_rate=1e-4"])
+    assert {c.key for c in differences(ppo, faster)} == {"trainer.learning_rate", "algorithm.critic.learning_rate"}
     for override in ("run.seed=1", "source.0.task=chain_sum", "evaluation.every=3", "algorithm={group_size=4}"):
         with pytest.raises(RecipeError, match=r"(?s)--fork.*run\.steps") as caught:
             change_on_resume(recipe, [override])
@@ -344,6 +347,12 @@ def test_importing_it_does_not_import_torch(package: str) -> None:
     code = f"import relax_hpc.{package}, sys; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert ended.stdout == "False\n"
+
+
+def test_a_tiny_model_and_the_rollouts_defaults_fit(tiny: Path) -> None:
+    tiny.write_text(tiny.read_text().replace("max_new_tokens = 8", ""))
+    recipe = load_recipe(tiny)
+    assert isinstance(recipe.model, TinyModel) and recipe.rollout.max_new_tokens < recipe.model.context
 
 
 def test_ratios_that_are_1_by_construction_are_warned_of(tiny: Path) -> None:

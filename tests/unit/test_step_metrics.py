@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from relax_hpc.launch.status import Status
+from relax_hpc.launch.view import line, render
 from relax_hpc.roles.step_metrics import of_played, repetition
+from relax_hpc.run_dir import RunDir
 from relax_hpc.trainers.token_loss import TokenLoss, add, together
+from tests import tiny
 from tests.tiny import random_rollouts
 
 
@@ -52,3 +59,41 @@ def test_a_metric_that_ends_in_max_is_the_greatest_over_tokens_micro_batches_and
     assert add([first, none, second]) == {"loss": 0.0, "x": 15.0, "x_max": 5.0}
     about = {"tokens": 1.0, "learning_rate": 1.0, "skipped": 0.0}
     assert together([{"x_max": 2.0, **about}, {"x_max": 7.0, **about}])["x_max"] == 7.0
+
+
+def test_a_peak_does_not_hide_what_is_not_a_number() -> None:
+    nan = float("nan")
+    bad = Peaks()(np.arange(2), torch.zeros(2), torch.tensor([nan, 3.0]))[1]
+    good = Peaks()(np.arange(1), torch.zeros(1), torch.tensor([4.0]))[1]
+    about = {"tokens": 1.0, "learning_rate": 1.0, "skipped": 0.0}
+    for order in ([bad, good], [good, bad]):
+        assert np.isnan(add(order)["x_max"]) and np.isnan(together([one | about for one in order])["x_max"])
+
+
+def test_a_skipped_update_is_no_part_of_a_steps_means() -> None:
+    nan = float("nan")
+    about = {"learning_rate": 1.0}
+    made = {"loss": 0.5, "x_max": 2.0, "tokens": 3.0, "skipped": 0.0, **about}
+    other = {"loss": 1.5, "x_max": 1.0, "tokens": 1.0, "skipped": 0.0, **about}
+    skipped = {"loss": nan, "x_max": nan, "tokens": 5.0, "skipped": 1.0, **about}
+    assert together([skipped, made, other]) == {"loss": 0.75, "x_max": 2.0, "tokens": 9.0, "skipped": 1.0, **about}
+    none = together([skipped, skipped])
+    assert none["skipped"] == 2 and np.isnan(none["loss"])
+
+
+def test_a_metric_that_was_not_finite_is_no_part_of_what_status_shows(tmp_path: Path) -> None:
+    (run := RunDir(tmp_path)).create()
+    status = Status(run, tiny.recipe())
+    about = {
+        "samples": 4,
+        "step_s": 1.0,
+        "wait_s": 0.0,
+        "age_mean": 0.0,
+        "age_max": 0,
+        "spool_depth": 0,
+        "missing_groups": 0,
+    }
+    status.steps = [{**about, "played_reward": reward} for reward in (0.25, None, 0.75)]
+    assert "reward 0.500" in line(status)
+    Console(file=(shown := io.StringIO()), width=120).print(render(status))
+    assert "0.500 ▁█" in shown.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -33,6 +34,21 @@ def test_a_line_that_a_kill_cut_spoils_only_itself(run: RunDir) -> None:
     more, end = read_metrics(path, offset)
     assert [r["step"] for r in more] == [3, 4] and end == path.stat().st_size
     assert [r["step"] for r in read_metrics(path)[0]] == [1, 3, 4]
+
+
+def test_lines_are_strict_json_and_name_what_was_not_finite(run: RunDir) -> None:
+    nan, inf = float("nan"), float("inf")
+    Telemetry(run, "x", 0).metrics(
+        "step", loss=nan, grad_norm=inf, reward=0.5, shares=[0.5, nan], sources=[{"score": -inf}], pair=(1, 2)
+    )
+    Telemetry(run, "x", 0).metrics("step", loss=0.1, note="NaN")
+    lines = [json.loads(t, parse_constant=pytest.fail) for t in (run.metrics / "x.jsonl").read_text().splitlines()]
+    first, second = ({k: v for k, v in line.items() if k not in ("time", "attempt", "kind")} for line in lines)
+    assert first == {
+        "loss": None, "grad_norm": None, "reward": 0.5, "shares": [0.5, None], "sources": [{"score": None}], "pair": [1, 2],
+        "non_finite": ["loss", "grad_norm", "shares", "sources"],
+    }  # fmt: skip
+    assert second == {"loss": 0.1, "note": "NaN"}
 
 
 def test_a_line_that_is_half_written_waits(run: RunDir) -> None:

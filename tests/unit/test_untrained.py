@@ -40,6 +40,11 @@ def test_what_was_computed_is_named_where_the_rewards_are_fine() -> None:
         untrained.check()
 
 
+def test_one_skipped_update_of_several_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    Untrained(1, logging.getLogger()).note(entry(2), random_rollouts(8), FINE | {"skipped": 1.0})
+    assert "step 2: loss or gradient of 1 of its updates were not finite" in caplog.text
+
+
 def test_steps_whose_groups_are_all_filtered_are_said_plainly_and_do_not_stop(caplog: pytest.LogCaptureFixture) -> None:
     untrained = Untrained(2, logging.getLogger())
     for step in range(5):
