@@ -54,20 +54,26 @@ def opened(*sources: dict[str, Any], limit_s: float = 20.0) -> closing[Judge]:
     return closing(Judge(recipe(*sources, limit_s=limit_s)))
 
 
+SOURCES = (
+    {"prompts": "x.jsonl"},
+    {"prompts": "x.jsonl", "reward": "math"},
+    BY_ANSWER,
+    {"prompts": "x.jsonl", "reward": f"{USER}:length", "reward_options": {"scale": 0.5}},
+)
+"""Exact match (source 0), mathematics (1), the user's own (2, 3)."""
+
+
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
-    """Exact match (source 0), mathematics (1), the user's own (2, 3)."""
-    built = Judge(
-        recipe(
-            {"prompts": "x.jsonl"},
-            {"prompts": "x.jsonl", "reward": "math"},
-            BY_ANSWER,
-            {"prompts": "x.jsonl", "reward": f"{USER}:length", "reward_options": {"scale": 0.5}},
-            limit_s=2.0,
-        )
-    )
-    yield built
-    built.close()
+    """One whose time limit nobody reaches on a busy machine either."""
+    with opened(*SOURCES, limit_s=120.0) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Judge]:
+    with opened(*SOURCES, limit_s=2.0) as built:
+        yield built
 
 
 def test_exact_match(judge: Judge) -> None:
@@ -125,17 +131,17 @@ def test_a_users_reward_gives_numbers_for_columns(judge: Judge) -> None:
         ("spin", ["longer than 2 s"]),
     ],
 )
-def test_a_reward_that_misbehaves_fails_its_own_sample_only(judge: Judge, answer: str, parts: list[str]) -> None:
-    verdicts = judge.score([(prompt(source=2, index=i), a) for i, a in enumerate(["fine", answer, "fine", "fine"])])
+def test_a_reward_that_misbehaves_fails_its_own_sample_only(hasty: Judge, answer: str, parts: list[str]) -> None:
+    verdicts = hasty.score([(prompt(source=2, index=i), a) for i, a in enumerate(["fine", answer, "fine", "fine"])])
     assert [type(v) for v in verdicts] == [Score, Failure, Score, Score]
     reason = verdicts[1].reason  # type: ignore[union-attr]
     assert not [p for p in [*parts, f"{USER}:by_answer", "source 2", "prompt 1"] if p not in reason], reason
 
 
-def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(judge: Judge) -> None:
+def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(hasty: Judge) -> None:
     beats: list[float] = []
     samples = [(prompt(source=2), "sleep"), *[(prompt(source=2), "fine")] * 20, (prompt("1"), "1")]
-    verdicts = judge.score(samples, lambda: beats.append(time.monotonic()))
+    verdicts = hasty.score(samples, lambda: beats.append(time.monotonic()))
     assert [isinstance(v, Score) for v in verdicts] == [False] + [True] * 21
     assert any(beats[0] + 0.2 < beat < beats[-1] - 0.2 for beat in beats), (
         "one reward alone was waited for, for two seconds"
