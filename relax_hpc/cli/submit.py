@@ -38,10 +38,12 @@ def submit(
                 typer.echo(f"##### {kind}.sbatch\n{text}")
             return
         jobs = slurm.submit(target, sets, site=site, local_root_ok=local_root_ok)
+        if said := slurm.advice(jobs[0].run):
+            typer.echo(f"warning: {said}", err=True)
         for job in jobs:
             how, _, other = job.dependency.partition(":")
             waits = f", when {other} has {'ended' if how == 'afterany' else 'begun'}" if other else ""
-            typer.echo(f"{job.job_id}  {job.kind}{waits}")
+            typer.echo(f"{job.job_id}  {job.name}, {job.kind}{waits}")
         for warning in load_recipe(jobs[0].run.recipe).warnings:
             warn(warning)
         typer.echo(f"sent {jobs[0].run.root}; watch it with: relax-hpc status {jobs[0].run.root}")

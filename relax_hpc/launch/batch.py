@@ -28,6 +28,7 @@ from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.crew import LOOK_S, Core, Crew, JobCore, NoCore, StepCore
 from relax_hpc.launch.slurm.elastic import Elastic
 from relax_hpc.launch.slurm.hopeless import Vigil
+from relax_hpc.launch.slurm.job_book import JobBook
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.launch.slurm.queue_state import end_of_job, own_job
 from relax_hpc.launch.slurm.send import exclude, record_own
@@ -45,6 +46,9 @@ SWEEP_S = 300.0
 """Unfinished files younger than this may be those of a worker that lives."""
 SUCCESSOR_RETRY_S = 180.0
 """From a refusal of the successor to the next attempt."""
+EXIT_CODES = {"failed": 1, "preempted": 75}
+"""Exit code of a leader by its outcome, 0 for the others. 75 is EX_TEMPFAIL of sysexits.h, "try again later": the run is not over, only
+this job is, and sacct must not show it as one that completed."""
 HELD_S = 90.0
 """How long a job waits for a lease whose holder Slurm knows nothing of."""
 
@@ -78,7 +82,7 @@ def lead(run: RunDir) -> int:
     queued.result()
     console.print(f"{outcome['outcome']} at step {outcome['step']} {outcome['reason']}", soft_wrap=True, markup=False)
     io(lambda: chain.end(outcome, warned=not (ending and ending[0].result())))
-    return 1 if outcome["outcome"] == "failed" else 0
+    return EXIT_CODES.get(outcome["outcome"], 0)
 
 
 def queue_until_taken(chain: Chain, ended: threading.Event) -> None:
@@ -113,14 +117,16 @@ def groups(run: RunDir, recipe: Recipe, telemetry: Telemetry) -> tuple[StepTrain
     plan = make_plan(recipe)
     python = step_command(plan)
     trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(_own_job()))
+    jobs = JobBook(run)
     core: Core
     if not plan.plays:
         core = NoCore()
     elif plan.slurm.shape == "split":
-        core = JobCore(run, recipe, telemetry)
+        core = JobCore(run, recipe, telemetry, jobs)
     else:
         core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry, leader=_own_job())
-    crew = Crew(Agents(run, recipe, telemetry), core, Elastic(run, recipe, telemetry))
+    elastic = Elastic(run, recipe, telemetry, jobs)
+    crew = Crew(Agents(run, recipe, telemetry), core, elastic, jobs, plan.slurm.ask_every_s)
     beside = [StepBeside(run, recipe, n, [*beside_step(plan, n), *python], telemetry.metrics) for n in plan.beside]
     return trainers, Together(crew, *beside)
 
@@ -169,10 +175,17 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     leave = threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, lambda number, frame: leave.set())
+    log = f"agent-{f'job{job}' if elastic else CORE}"
+    print(
+        f"rollout nodes of '{run.root}': their agents log to {run.logs}/{log}-*.log, workers to rollout-*.log there",
+        flush=True,
+    )
     vigil, in_vain = Vigil(run, recipe), ""
     while not (core.left or core.failure or in_vain or leave.wait(LOOK_S)):
         io(lambda: core.look_after(agents.read()))
         in_vain = io(vigil.in_vain)
+    if not (core.failure or in_vain):
+        print("asked to leave, by Slurm or the leader" if leave.is_set() else "its agents have left", flush=True)
     core.ask_to_stop()
     core.end(GRACE_S)
     if in_vain:

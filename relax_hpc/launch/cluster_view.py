@@ -10,6 +10,7 @@ from rich.text import Text
 
 from relax_hpc.launch.slurm.chain import NO_SUCCESSOR
 from relax_hpc.launch.slurm.overview import UNKNOWN, JobRow, Overview
+from relax_hpc.launch.slurm.plan import job_name
 from relax_hpc.launch.status import Status
 
 PAST_SHOWN = 4
@@ -23,7 +24,7 @@ def parts(status: Status) -> list[RenderableType]:
         return []
     return [
         Text(),
-        _jobs(overview),
+        _jobs(status.recipe.run.name, overview),
         _chain(status, overview),
         *_refused(overview),
         *([_agents(status, overview)] if overview.agents else []),
@@ -36,13 +37,13 @@ def one_line(overview: Overview) -> str:
     return "; ".join(alive) or "no job is in the queue"
 
 
-def _jobs(overview: Overview) -> Table:
+def _jobs(run: str, overview: Overview) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("job", "kind", "state", "nodes", "start", "remarks"):
+    for column in ("job", "name", "state", "nodes", "start", "remarks"):
         table.add_column(column, overflow="fold")
     for job in overview.shown():
         state = "unknown" if job.state == UNKNOWN else job.state.lower()
-        table.add_row(job.id, job.kind, state, job.nodes, _start(job), job.why)
+        table.add_row(job.id, job_name(run, job.kind), state, job.nodes, _start(job), job.why)
     return table
 
 

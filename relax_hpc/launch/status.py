@@ -19,7 +19,7 @@ RECENT = 20
 LOOKED_AT = 8
 """Workers whose files are read in one look, the next ones in the next: looking costs the same whatever their number."""
 HOLDER_EVERY_S = 5.0
-"""Who holds a run on another machine is a question to Slurm."""
+"""How often is looked who holds a run. In a Slurm job on another machine that is a question to Slurm, of `slurm.ask_every_s`."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,9 @@ class Status:
     def of(cls, run: RunDir, *, jobs: bool = False) -> Status:
         """`jobs`: with the run's Slurm jobs, for which Slurm is asked now and then."""
         recipe = load_recipe(run.recipe)
-        status = cls(run, recipe, slurm=Overview(run) if jobs and recipe.slurm is not None else None)
+        status = cls(run, recipe)
+        if jobs and recipe.slurm is not None:
+            status.slurm = Overview(run, ask_every_s=recipe.slurm.ask_every_s)
         status.refresh()
         return status
 
@@ -90,10 +92,15 @@ class Status:
                 self.beats[name] = beat
         before, self.outcome = self.outcome, outcome_of(self.run)
         now = time.monotonic()
-        if self._holder_at is None or now - self._holder_at > HOLDER_EVERY_S or self.outcome != before:
+        if self._holder_at is None or now - self._holder_at > self._holder_every_s or self.outcome != before:
             self.holder, self._holder_at = holder(self.run, glance=True), now
         if self.slurm is not None:
             self.slurm.refresh()
+
+    @property
+    def _holder_every_s(self) -> float:
+        slurm = self.recipe.slurm
+        return HOLDER_EVERY_S if slurm is None or not (self.holder or {}).get("job") else slurm.ask_every_s
 
     def roles(self) -> list[str]:
         return [*self._trainers(), *self._beside(), *self.workers()]

@@ -203,6 +203,11 @@ class Slurm(Resources):
     max_idle_jobs: PositiveInt = Key(
         3, "Trainer jobs in a row without a new step after which the chain ends itself.", resume=True
     )
+    ask_every_s: PositiveFloat = Key(
+        30.0,
+        "From one question to Slurm about the run's jobs to the next, of the leader and of each live view.",
+        resume=True,
+    )
     setup: list[str] = Key([], "Shell lines before Python starts: modules, conda. They run as they stand.", resume=True)
     environment: dict[str, str] = Key({}, "Variables for all processes; no secrets, they can be read.", resume=True)
     python: str | None = Key(

@@ -26,7 +26,7 @@ partition = "rollout"
 STEPS = 80
 LONG = (f"run.steps={STEPS}", "run.checkpoint_every=10", "async.max_staleness=0")
 SLEEP = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep {}"
-QUICK = ("supervision.agent_silent_s=4.0", "supervision.leader_silent_s=8.0")
+QUICK = ("supervision.agent_silent_s=4.0", "supervision.leader_silent_s=8.0", "slurm.ask_every_s=4.0")
 """Set by all tests: nodes are lost often here."""
 
 

@@ -42,6 +42,10 @@ def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str, transpor
     broadcast = "weights are broadcast to ['rollout-" in (ours.run.logs / "trainer-0.0000.log").read_text()
     assert broadcast == (transport != "file"), "between nodes, each with a host name and an address of its own"
     assert cluster.state(ours.leaders()[0]) == "COMPLETED"
+    assert {cluster.fields(job["id"])["Comment"] for job in jobs(ours.run)} == {str(ours.run.root)}
+    out = "".join(path.read_text() for path in (ours.run.logs / "slurm").glob(f"{shape}-rollout-*.out"))
+    assert shape != "split" or "workers to rollout-*.log there\nits agents have left\n" in out
+    assert not any("nanobind" in path.read_text() for path in ours.run.logs.glob("*.log"))
     assert cluster.state(ours.leaders()[1]) == "CANCELLED", "the successor of a finished run was not cancelled"
 
 
@@ -190,7 +194,8 @@ def test_no_step_is_begun_that_cannot_end_within_the_walltime(cluster: SlurmClus
     ours = submit(cluster, "walltime", *sets, f"algorithm={paced}")
     ours.wait_for_step(1)
     first = ours.job_of("leader")
-    assert cluster.wait_for_state(first, "COMPLETED", "TIMEOUT", timeout=240) == "COMPLETED"
+    assert cluster.wait_for_state(first, "COMPLETED", "FAILED", "TIMEOUT", timeout=240) == "FAILED"
+    assert cluster.fields(first)["ExitCode"] == "75:0", "sacct must not show a run that goes on as completed"
     reached = ours.run.checkpoint_steps()[-1]
     assert reached >= 2
     wait_for(lambda: step_now(ours.run) > reached)

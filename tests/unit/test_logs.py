@@ -122,8 +122,8 @@ def test_a_pending_run_says_why_it_waits(run: RunDir, bin_folder: Path) -> None:
     record(run, "7", "rollout")
     program(
         bin_folder, "squeue",
-        'case "$*" in *%S*) echo "5||2030-01-02T03:04:05"; echo "6||N/A"; echo "7|r[1-2]|2026-01-01T00:00:00";;',
-        '*) echo "5|PENDING|Resources"; echo "6|PENDING|Dependency"; echo "7|RUNNING|None";; esac',
+        'echo "5|PENDING|Resources||2030-01-02T03:04:05"; echo "6|PENDING|Dependency||N/A"',
+        'echo "7|RUNNING|None|r[1-2]|2026-01-01T00:00:00"',
     )  # fmt: skip
     said = call("status", run.root)
     assert "pending" in said.splitlines()[0]

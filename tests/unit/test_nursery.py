@@ -81,6 +81,16 @@ def test_nobody_waits_for_an_unborn_one(run: RunDir) -> None:
     assert unborn.wait(60) == -signal.SIGKILL
 
 
+def test_it_ends_without_a_word_when_its_supervisor_does(run: RunDir, tmp_path: Path) -> None:
+    alone = Nursery(run)
+    assert bear(alone, tmp_path / "log", "--help").wait(120) == 0
+    said = (tmp_path / "log").read_text()
+    assert alone._socket is not None and alone._process is not None
+    alone._socket.close()
+    assert alone._process.wait(60) == 0
+    assert (tmp_path / "log").read_text() == said
+
+
 def test_what_is_imported_later_comes_from_the_runs_copy_of_the_code(run: RunDir) -> None:
     code = run.snapshot / "code"
     program = (

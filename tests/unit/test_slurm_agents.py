@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from relax_hpc.launch.slurm import agents as agents_module
-from relax_hpc.launch.slurm import crew, elastic, job_book, refusals
+from relax_hpc.launch.slurm import crew, elastic, job_book, queue_state, refusals
 from relax_hpc.launch.slurm.agents import Agents
-from relax_hpc.launch.slurm.crew import JobCore
+from relax_hpc.launch.slurm.crew import Crew, JobCore
 from relax_hpc.launch.slurm.elastic import Autoscaler, Elastic, cancel_wish, make_wish, wish
+from relax_hpc.launch.slurm.job_book import JobBook
 from relax_hpc.launch.slurm.plan import Kind
 from relax_hpc.launch.slurm.send import record
 from relax_hpc.recipe import load_recipe
@@ -177,22 +178,28 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
 
     monkeypatch.setattr(elastic, "ask", ask)
     monkeypatch.setattr(elastic, "cancel", lambda ids: cancelled.extend(ids))
-    nodes = Elastic(run, recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})}), telemetry(run))  # type: ignore[union-attr]  # fmt: skip
-    nodes.keep()
+    book = JobBook(run)
+    nodes = Elastic(run, recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})}), telemetry(run), book)  # type: ignore[union-attr]  # fmt: skip
+
+    def keep() -> list[str]:
+        book.look()
+        return nodes.keep()
+
+    keep()
     assert states == {}
     make_wish(run, 1, 4, "low", "me")
-    nodes.keep()
-    nodes.keep()
+    keep()
+    keep()
     assert list(states) == ["100", "101", "102"]
     states["100"] = "PENDING"
     make_wish(run, 1, 2, "low", "me")
-    nodes.keep()
-    nodes.keep()
+    keep()
+    keep()
     assert cancelled == ["100"] and [command[-1] for command in asked] == ["102"]
     states |= {"100": "CANCELLED", "102": "COMPLETED", "101": "NODE_FAIL"}
-    assert sorted(nodes.keep()) == ["100", "101", "102"]
+    assert sorted(keep()) == ["100", "101", "102"]
     assert len(states) == 4, "the lost one is sent again"
-    assert sorted(nodes.keep()) == ["100", "101", "102"]
+    assert sorted(keep()) == ["100", "101", "102"]
     assert looked[-1] == ["103"], "what is over is not asked for again"
 
 
@@ -215,7 +222,8 @@ def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_brin
 ) -> None:
     sent: list[str] = []
     limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
-    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run))
+    book = JobBook(run)
+    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), book)
     agents = Agents(run, recipe, telemetry(run))
 
     def send(run: RunDir, kind: Kind) -> str:
@@ -231,6 +239,7 @@ def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_brin
         says(run, f"agent-{step}", job=sent[-1], orders=3 if worked else 0)
         agents.look()
         core.look_after(agents)
+        book.look()
         core.keep_jobs()
         if core.failure:
             break
@@ -250,13 +259,15 @@ def test_a_lost_job_counts_once_and_refusals_of_the_next_end_a_run_only_where_no
     monkeypatch.setattr(job_book, "job_state", lambda ids: dict.fromkeys(ids, "CANCELLED"))
     record(run, "9", "rollout")
     limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
-    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run))
+    book = JobBook(run)
+    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), book)
     agents = Agents(run, recipe, telemetry(run))
     for _ in range(8):
         if playing:  # on a job that nobody wrote down
             says(run, "agent-by-hand", job="77", orders=3)
         agents.look()
         core.look_after(agents)
+        book.look()
         core.keep_jobs()
         if core.failure:
             break
@@ -282,6 +293,37 @@ def test_a_refused_job_is_sent_again_ever_later(run: RunDir, recipe: Recipe, mon
     assert waits == [60.0, 120.0, 240.0, 300.0, 300.0]
     tried.forget()
     assert tried.due and tried.count == 0
+
+
+def test_slurm_is_asked_twice_a_minute_for_all_jobs_at_once(
+    run: RunDir, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def ask(command: list[str]) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess(
+            command, 0, "7|RUNNING|None|r1|\n8|RUNNING|None|r2|\n9|PENDING|Priority||\n", ""
+        )
+
+    monkeypatch.setattr(queue_state, "ask", ask)
+    for job, kind in (("6", "leader"), ("7", "rollout"), ("8", "elastic"), ("9", "elastic")):
+        record(run, job, kind)  # type: ignore[arg-type]
+    make_wish(run, 1, 3, None, "me")
+    jobs, agents = JobBook(run), Agents(run, recipe, telemetry(run))
+    assert recipe.slurm is not None
+    fixed = recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})})
+    elastic = Elastic(run, fixed, telemetry(run), jobs)
+    all_nodes = Crew(agents, JobCore(run, fixed, telemetry(run), jobs), elastic, jobs, recipe.slurm.ask_every_s)
+    now = time.monotonic()
+    monkeypatch.setattr(crew.time, "monotonic", lambda: now)
+    for _ in range(600):  # ten minutes, a look a second
+        now += 1.0
+        all_nodes.look_after()
+        if all_nodes._keeping is not None:
+            all_nodes._keeping.result()
+    assert 10 * 60 / 30 - 1 <= len(asked) <= 10 * 60 / 30 + 1
+    assert {(command[0], *sorted(command[-1].split(","))) for command in asked} == {("squeue", "7", "8", "9")}
 
 
 @pytest.mark.parametrize(

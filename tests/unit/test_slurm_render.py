@@ -98,8 +98,11 @@ LEADER = """\
 #SBATCH --licenses=a:1
 
 set -eo pipefail
+setup_failed() { printf 'exit code %s: %s\\n' "$?" "$BASH_COMMAND" >/lustre/me/runs/toy/slurm/jobs/"$SLURM_JOB_ID".setup-failed; }
+trap setup_failed EXIT
 module load cuda/12.4
 source "$HOME/venv/bin/activate"
+trap - EXIT
 set -u
 export NCCL_SOCKET_IFNAME=ib0
 export GLOO_SOCKET_IFNAME=ib0
@@ -151,7 +154,7 @@ def test_the_second_component_takes_over_nothing_from_the_first(tmp_path: Path) 
     slurm = f"[slurm]\nshape='het'\ntrainer={{{asks}}}\n"
     second = render(plan(tmp_path, slurm), "leader").split("#SBATCH hetjob\n")[1]
     assert second.split("\n\n")[0].splitlines()[-4:] == [
-        "#SBATCH --exclude=''", "#SBATCH --mem=0", "#SBATCH --nice=0", "#SBATCH --comment=''",
+        "#SBATCH --exclude=''", "#SBATCH --mem=0", "#SBATCH --nice=0", "#SBATCH --comment=/lustre/me/runs/toy",
     ]  # fmt: skip
     own = "rollout={exclude='r1', mem='4G', options={nice=5, comment='y'}}\n"
     second = render(plan(tmp_path, slurm + own), "leader").split("#SBATCH hetjob\n")[1]
@@ -183,6 +186,7 @@ SINGLE = """\
 #SBATCH --open-mode=append
 #SBATCH --no-requeue
 #SBATCH --signal=B:USR2@120
+#SBATCH --comment=/lustre/me/runs/toy
 #SBATCH --time=01:00:00
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -194,6 +198,25 @@ set -euo pipefail
 export PYTHONPATH=/lustre/me/runs/toy/snapshot/code"${PYTHONPATH:+:$PYTHONPATH}"
 exec python3 -P -m relax_hpc.launch.batch leader /lustre/me/runs/toy
 """
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("no_such_module load x", "exit code 127: no_such_module load x\n"),
+        ("true; exit 3", "exit code 3: exit 3\n"),
+        ("echo fine", None),
+    ],
+)
+def test_a_line_of_setup_that_ends_the_script_is_written_down(tmp_path: Path, line: str, said: str | None) -> None:
+    folder = tmp_path / "it's" / "toy" / "slurm" / "jobs"
+    folder.mkdir(parents=True)
+    slurm = f"[slurm]\npython = 'true'\nsetup = ['echo $NOT_SET', '{line}']\n"
+    text = render(plan(tmp_path, slurm, f"run.root={tmp_path}/it's"), "leader")
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "12"}
+    done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=environment, check=False)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == ({"12.setup-failed": said} if said else {})
+    assert bool(done.returncode) is (said is not None)
 
 
 def test_single_asks_for_what_both_groups_need_together(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ from relax_hpc.launch.slurm import queue_state, send
 from relax_hpc.launch.slurm.chain import Chain
 from relax_hpc.launch.slurm.hopeless import Vigil, hopeless
 from relax_hpc.launch.slurm.overview import JobRow, Overview, job_rows
-from relax_hpc.launch.slurm.plan import make_plan
-from relax_hpc.launch.slurm.queue_state import Seen, cancel, job_state, look, outside_job, reason_in_words
+from relax_hpc.launch.slurm.plan import make_plan, unset_cpus
+from relax_hpc.launch.slurm.queue_state import Seen, cancel, end_of_job, job_state, look, outside_job, reason_in_words
 from relax_hpc.launch.slurm.submit import preview, refuse_local_root, submit
 from relax_hpc.launch.status import Status
 from relax_hpc.recipe import RecipeError, dump_recipe, load_recipe
@@ -526,6 +526,30 @@ def test_a_new_job_follows_only_where_this_one_is_not_requeued(
     program(bin_folder, "sbatch", "echo 8")
     Chain(run, slurm, "7").end({"outcome": "preempted"}, warned=True)
     assert [job["id"] for job in send.jobs(run)] == (["8"] if sends else [])
+
+
+def test_the_end_of_our_own_job_is_what_slurm_put_into_its_environment(
+    bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(bin_folder, "squeue", "echo 2030-01-01T00:00:00")
+    asked = end_of_job("7")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1893456789")
+    assert end_of_job("7") == 1893456789.0 != asked == end_of_job("8")
+
+
+@pytest.mark.parametrize(
+    ("sets", "named"),
+    [
+        ([], "for trainer and rollout:"),
+        (["slurm.trainer.cpus_per_task=4"], "for rollout:"),
+        (["slurm.cpus_per_task=4"], ""),
+        (["slurm.options.exclusive=true"], ""),
+    ],
+)
+def test_cpus_that_nobody_asked_for_are_warned_of(recipe: Path, sets: list[str], named: str) -> None:
+    said = unset_cpus(make_plan(load_recipe(recipe, sets)))
+    assert bool(said) is bool(named) and named in said
 
 
 def test_without_accounting_what_squeue_forgot_is_gone(bin_folder: Path) -> None:

@@ -26,8 +26,6 @@ from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.telemetry import Telemetry
 
 LOOK_S = 0.5
-JOBS_EVERY_S = 5.0
-"""How often Slurm is asked for the rollout jobs."""
 BY_HAND_S = 60.0
 """A person who sends both scripts by hand has so long for the second one."""
 
@@ -55,8 +53,15 @@ class Core(Protocol):
 class Crew:
     """All rollout nodes of a run."""
 
-    def __init__(self, agents: Agents, core: Core, elastic: Elastic) -> None:
-        self._agents, self._core, self._elastic = agents, core, elastic
+    def __init__(self, agents: Agents, core: Core, elastic: Elastic, jobs: JobBook, ask_every_s: float) -> None:
+        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `core` and `elastic` look into."""
+        self._agents, self._core, self._elastic, self._jobs, self._ask_every_s = (
+            agents,
+            core,
+            elastic,
+            jobs,
+            ask_every_s,
+        )
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
         self._keeping: Future[None] | None = None
         self._looked_at = self._kept_at = float("-inf")
@@ -72,7 +77,7 @@ class Crew:
         for beat in self._agents.failed():
             self._failed(beat)
         self.failure, self.suspect = self.failure or self._core.failure, self.suspect or self._core.suspect
-        if (self._keeping is None or self._keeping.done()) and time.monotonic() - self._kept_at > JOBS_EVERY_S:
+        if (self._keeping is None or self._keeping.done()) and time.monotonic() - self._kept_at > self._ask_every_s:
             if self._keeping is not None and (error := self._keeping.exception()) is not None:
                 logging.getLogger("crew").error("the jobs could not be looked after: %s", error)
             self._keeping, self._kept_at = self._slurm.submit(self._keep_jobs), time.monotonic()
@@ -85,6 +90,7 @@ class Crew:
             self._core.gave_up(beat["host"], beat["failure"])
 
     def _keep_jobs(self) -> None:
+        self._jobs.look()
         self._core.keep_jobs()
         for job in self._elastic.keep():
             self._agents.job_ended(job)
@@ -249,8 +255,8 @@ class NoCore:
 class JobCore:
     """Rollout nodes in a job of their own, which outlives this one and is sent again when it is gone."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
-        self._run, self._telemetry, self._jobs = run, telemetry, JobBook(run, "rollout")
+    def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry, jobs: JobBook) -> None:
+        self._run, self._telemetry, self._jobs = run, telemetry, jobs
         self._patience = Patience(recipe.supervision)
         self._refusals = Refusals(telemetry, "rollout job")
         self._began = time.monotonic()
@@ -274,7 +280,7 @@ class JobCore:
         self._playing = bool(agents.alive())
 
     def keep_jobs(self) -> None:
-        states = self._jobs.states()
+        states = self._jobs.states("rollout")
         ids = list(states)
         self._newest = ids[-1] if ids else ""
         self._gone = [job for job, state in states.items() if state is not None and state not in ALIVE]

@@ -62,11 +62,11 @@ def cancel_wish(run: RunDir, core: int) -> None:
 class Elastic:
     """The elastic jobs of a run, kept by its leader."""
 
-    def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
+    def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry, jobs: JobBook) -> None:
         assert recipe.slurm is not None
         self._run, self._core, self._telemetry = run, recipe.rollout.nodes, telemetry
         self._scaler = Autoscaler(run, recipe, recipe.slurm.autoscale, telemetry) if recipe.slurm.autoscale else None
-        self._jobs = JobBook(run, "elastic")
+        self._jobs = jobs
         self._draining: set[str] = set()
         self._gone: set[str] = set()
         self._patience = Patience(recipe.supervision)
@@ -79,7 +79,7 @@ class Elastic:
         if self._scaler is not None:
             self._scaler.look()
         wished = wish(self._run)
-        states, now = self._jobs.states(), time.monotonic()
+        states, now = self._jobs.states("elastic"), time.monotonic()
         self._first_seen = {job: self._first_seen.get(job, now) for job in states}
         alive = [job for job, state in states.items() if state is None or state in ALIVE]
         staying = [job for job in alive if job not in self._draining]

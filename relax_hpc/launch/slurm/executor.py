@@ -14,7 +14,7 @@ import submitit
 from submitit.core import utils
 from submitit.slurm import slurm
 
-from relax_hpc.launch.slurm.plan import Kind, Plan
+from relax_hpc.launch.slurm.plan import Kind, Plan, job_name
 from relax_hpc.launch.slurm.queue_state import ALIVE, cancel, look
 from relax_hpc.launch.slurm.render import render
 from relax_hpc.launch.slurm.send import jobs, submit_script
@@ -58,6 +58,7 @@ class RunJob(slurm.SlurmJob[dict[str, Any]]):
         self.kind: str = about.get("kind", "leader")
         self.dependency: str = about.get("dependency") or ""
         """As sbatch takes it: "afterany:4"; empty where it waits for no other job."""
+        self.name = job_name(self.run.root.name, self.kind)
         self._since: float = about.get("submitted", 0.0)
 
     def outcome(self) -> dict[str, Any] | None:

@@ -14,24 +14,26 @@ from relax_hpc.run_dir import RunDir, read_json
 
 
 class JobBook:
-    """All jobs of one kind."""
+    """All rollout jobs, those of the recipe and elastic ones: one question to Slurm is about all of them."""
 
-    def __init__(self, run: RunDir, kind: Kind) -> None:
-        self._folder, self._kind = run.slurm / "jobs", kind
+    def __init__(self, run: RunDir) -> None:
+        self._folder = run.slurm / "jobs"
         self._records: dict[str, dict[str, Any]] = {}
-        self._over: dict[str, str | None] = {}
+        self._states: dict[str, str | None] = {}
 
-    def sent(self) -> dict[str, float]:
-        """When each was sent, the oldest first."""
+    def look(self) -> None:
+        """Read new records, and ask Slurm for those that are not known to be over."""
         for path in self._folder.glob("[0-9]*.json"):
             if path.stem not in self._records:
                 self._records[path.stem] = read_json(path)
-        ours = [about for about in self._records.values() if about["kind"] == self._kind]
+        ours = [job for job, about in self._records.items() if about["kind"] != "leader"]
+        self._states |= job_state([job for job in ours if self._states.get(job) in (None, *ALIVE)])
+
+    def sent(self, kind: Kind) -> dict[str, float]:
+        """When each job of a kind was sent, the oldest first."""
+        ours = [about for about in self._records.values() if about["kind"] == kind]
         return {a["id"]: a["submitted"] for a in sorted(ours, key=lambda a: (a["submitted"], number(a["id"])))}
 
-    def states(self) -> dict[str, str | None]:
-        """Of all of them, the oldest first; None where Slurm does not answer."""
-        sent = self.sent()
-        asked = job_state([job for job in sent if job not in self._over])
-        self._over |= {job: state for job, state in asked.items() if state is not None and state not in ALIVE}
-        return {job: asked.get(job, self._over.get(job)) for job in sent}
+    def states(self, kind: Kind) -> dict[str, str | None]:
+        """Their states at the last look, the oldest first; None where Slurm did not answer."""
+        return {job: self._states.get(job) for job in self.sent(kind)}

@@ -13,13 +13,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.launch.slurm.queue_state import ALIVE, GONE, WAITING, Seen, ask, look, reason_in_words, whole
+from relax_hpc.launch.slurm.plan import SETUP_FAILED
+from relax_hpc.launch.slurm.queue_state import ALIVE, WAITING, Seen, look, reason_in_words
 from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import RunDir
 from relax_hpc.telemetry import read_beat, read_metrics
 
-ASK_EVERY_S = 10.0
-"""A controller serves thousands of users, and a live view is looked at for hours."""
 UNKNOWN = "?"
 SENT = ("queued", "restart", "scale")
 """Kinds of metrics by which a leader says that Slurm took a job."""
@@ -36,7 +35,7 @@ class JobRow:
     state: str
     """As squeue spells it; GONE when it has forgotten the job, "?" where it cannot be asked."""
     why: str = ""
-    """Why it waits, in words."""
+    """Why it waits, or ended before it began to work, in words."""
     nodes: str = ""
     start: str = ""
     """When Slurm expects it to start, or when it did; empty where it does not say."""
@@ -61,6 +60,8 @@ class Overview:
     """Jobs that led the run since a person last sent it, the newest last."""
     refused: dict[str, str] = field(default_factory=dict)
     """Role ("successor", "rollout job", "elastic job") -> why Slurm did not take its job when it was last sent."""
+    ask_every_s: float = 30.0
+    """Seconds between two questions to Slurm: a controller serves thousands of users, and a live view is looked at for hours."""
     _asked_at: float | None = None
     _offsets: dict[str, int] = field(default_factory=dict)
 
@@ -74,7 +75,7 @@ class Overview:
         self.led = [leader["job"] for leader in read_leaders(self.run)]
         for name in ("chain", "supervisor"):
             self._note_refused(name)
-        if self._asked_at is None or time.monotonic() - self._asked_at > ASK_EVERY_S:
+        if self._asked_at is None or time.monotonic() - self._asked_at > self.ask_every_s:
             # Those of rollout are not requeued: once over, they are not asked for again.
             over = [job for job in self.jobs if job.kind != "leader" and not job.alive and job.state != UNKNOWN]
             self.jobs = job_rows(self.run, over)
@@ -133,17 +134,15 @@ class Overview:
 def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:
     """All jobs of a run, the oldest first; `over`: those that Slurm need not be asked for."""
     sent, known = jobs(run), {row.id: row for row in over}
-    ids = [about["id"] for about in sent if about["id"] not in known]
-    seen, places = look(ids), _places(ids) if ids else {}
+    seen = look(about["id"] for about in sent if about["id"] not in known)
     rows = []
     for about in sent:
         if about["id"] in known:
             rows.append(known[about["id"]])
             continue
-        found, (nodes, start) = seen[about["id"]], places.get(about["id"], ("", ""))
-        state = found.state if found is not None else UNKNOWN
-        why = _why(found) if found is not None else ""
-        rows.append(JobRow(about["id"], about["kind"], state, why, nodes, start if state != GONE else ""))
+        found = seen[about["id"]] or Seen(UNKNOWN, "")
+        why = _why(found) or _setup_failed(run, about["id"])
+        rows.append(JobRow(about["id"], about["kind"], found.state, why, found.nodes, found.start))
     return rows
 
 
@@ -153,13 +152,10 @@ def _why(seen: Seen) -> str:
     return reason_in_words(seen.reason) if seen.state in WAITING and seen.reason else ""
 
 
-def _places(ids: list[str]) -> dict[str, tuple[str, str]]:
-    """Nodes and (expected) start of jobs; for a waiting one %S is what `squeue --start` shows."""
-    done = ask(["squeue", "-h", "--array", "--states=all", "-o", "%i|%N|%S", "-j", ",".join(ids)])
-    found: dict[str, tuple[str, str]] = {}
-    for line in done.stdout.splitlines() if done is not None and done.returncode == 0 else ():
-        job, nodes, start = line.split("|")
-        base, start = whole(job), "" if start.strip() == "N/A" else start.strip()
-        before = found.get(base, ("", ""))
-        found[base] = (",".join(filter(None, (before[0], nodes.strip()))), before[1] or start)
-    return found
+def _setup_failed(run: RunDir, job: str) -> str:
+    """Name the line of slurm.setup that ended a job's script; empty where it ended in no such line."""
+    try:
+        said = (run.slurm / "jobs" / f"{job}{SETUP_FAILED}").read_text(errors="replace").strip()
+    except OSError:
+        return ""
+    return f"slurm.setup failed, {said}"

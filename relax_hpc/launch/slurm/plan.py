@@ -20,6 +20,14 @@ Kind = Literal["leader", "rollout", "elastic"]
 """A job: the one with the run's supervisor; the rollout job of the split shape; a further rollout job of one node."""
 KINDS: tuple[Kind, ...] = ("leader", "rollout", "elastic")
 
+SETUP_FAILED = ".setup-failed"
+"""Behind a job's id in RUN/slurm/jobs: the file in which its script says which line of slurm.setup ended it."""
+
+
+def job_name(run: str, kind: str) -> str:
+    """Name of a run's job, as squeue shows it."""
+    return f"{run}-{'trainer' if kind == 'leader' else kind}"
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -116,6 +124,18 @@ def make_plan(recipe: Recipe) -> Plan:
             for name, (config, together) in roles.items()
             if config is not None
         },
+    )
+
+
+def unset_cpus(plan: Plan) -> str:
+    """Warn of processes that Slurm may give a single CPU each; empty where the recipe says how many."""
+    said = ("exclusive", "cpus_per_gpu", "cpus-per-gpu")
+    silent = [g.name for g in plan.groups if g.asks.cpus_per_task is None and not any(map(g.asks.options.get, said))]
+    if not silent:
+        return ""
+    return (
+        f"slurm.cpus_per_task is not set for {' and '.join(silent)}: at most sites each process then has one CPU, and waits for it in "
+        "tokenizing, rewards and reading; set it to the CPUs of a node divided by its processes (`sinfo -o '%P %c'`)"
     )
 
 

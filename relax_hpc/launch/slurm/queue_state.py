@@ -85,6 +85,9 @@ class Seen(NamedTuple):
     """Why it waits or ended, as squeue spells it; empty where that is not known."""
     ended: tuple[str, ...] = ()
     """Components of a heterogeneous job that ended while its first one lives, each with its state: "6+1 CANCELLED"."""
+    nodes: str = ""
+    start: str = ""
+    """When it started, or is expected to; empty where Slurm does not say."""
 
     @property
     def alive(self) -> bool:
@@ -111,7 +114,7 @@ def look(ids: Iterable[str]) -> dict[str, Seen | None]:
     if not wanted:
         return {}
     # Without --array, tasks that wait are one row: 7_[2-3,5%2].
-    done = ask(["squeue", "-h", "--array", "--states=all", "-o", "%i|%T|%r", "-j", ",".join(wanted)])
+    done = ask(["squeue", "-h", "--array", "--states=all", "-o", "%i|%T|%r|%N|%S", "-j", ",".join(wanted)])
     if done is None:
         return {job: _by_scontrol(job) for job in wanted}
     if done.returncode and "Invalid job id" not in done.stderr:
@@ -132,6 +135,9 @@ def job_state(ids: Iterable[str]) -> dict[str, str | None]:
 
 def end_of_job(job: str) -> float | None:
     """Unix time at which Slurm will end a running job; None where that is not known or never."""
+    said = os.environ.get("SLURM_JOB_END_TIME", "")  # of ours, since 22.05 only where the site's Slurm sets it
+    if job == own_job() and said.isdecimal():
+        return float(said)
     done = ask(["squeue", "-h", "-o", "%e", "-j", job])
     text = done.stdout.split()[0] if done is not None and done.stdout.split() else ""
     try:
@@ -195,11 +201,11 @@ def whole(job: str) -> str:
 
 
 def _of_rows(text: str) -> dict[str, Seen]:
-    """Whole jobs of the rows "id|state|reason"."""
-    rows = [line.split("|") for line in text.splitlines()]
+    """Whole jobs of the rows "id|state|reason", or with nodes and start behind that."""
+    rows = [[word.strip() for word in line.split("|")] for line in text.splitlines()]
     return _together(
-        (job.strip(), Seen(state.split()[0] if state.split() else GONE, "".join(reason).strip()))
-        for job, state, *reason in rows
+        (job, Seen(state.split()[0] if state else GONE, reason, (), *("" if word == "N/A" else word for word in place)))
+        for job, state, reason, *place in rows
     )
 
 
@@ -211,6 +217,8 @@ def _together(rows: Iterable[tuple[str, Seen]]) -> dict[str, Seen]:
             found[whole(job)] = seen
     for job, seen in given:
         first = found[whole(job)]
+        if seen.nodes and seen.nodes not in first.nodes.split(","):
+            found[whole(job)] = first = first._replace(nodes=",".join(filter(None, (first.nodes, seen.nodes))))
         if first.alive and not seen.alive:
             found[whole(job)] = first._replace(ended=(*first.ended, f"{job} {seen.state}"))
     return found

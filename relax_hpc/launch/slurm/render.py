@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relax_hpc.launch.slurm.plan import Group, Kind, Plan, gres_text
+from relax_hpc.launch.slurm.plan import SETUP_FAILED, Group, Kind, Plan, gres_text, job_name
 from relax_hpc.launch.slurm.steps import beside_step, job_python, rollout_step, trainer_step
 from relax_hpc.run_dir import RunError
 
@@ -64,7 +64,7 @@ def render(plan: Plan, kind: Kind, by_hand: ByHand | None = None) -> str:
         "#!/bin/bash",
         *head,
         "",
-        *_begin(plan.slurm.setup),
+        *_begin(plan.slurm.setup, "" if by_hand else f'{run}/slurm/jobs/"$SLURM_JOB_ID"{SETUP_FAILED}'),
         *_exports(plan),
         *([_make(python, plan, kind, by_hand)] if by_hand else []),
         path,
@@ -105,13 +105,14 @@ def _options(plan: Plan, kind: Kind, by_hand: ByHand | None) -> list[Option]:
     seeds = by_hand.seeds if by_hand else 0
     mail = [("mail-user", slurm.mail_user), ("mail-type", slurm.mail_type)] if kind == "leader" else []
     return [
-        ("job-name", job_name(plan, kind)),
+        ("job-name", job_name(plan.name, kind)),
         *([("array", f"0-{seeds - 1}")] if seeds else []),
         ("output", f"{logs}%x-%A_%a.out" if seeds else f"{logs}%x-%j.out"),
         ("open-mode", "append"),
         ("requeue" if requeue else "no-requeue", None),
         ("signal", f"B:USR2@{slurm.signal_lead_s}"),  # not USR1: NCCL catches that one
         *[(name, value) for name, value in mail if value],
+        *_comment(plan, group, by_hand),
         *(_both(plan) if kind == "leader" and slurm.shape == "single" else _asked(group)),
     ]
 
@@ -121,11 +122,17 @@ def _second_component(plan: Plan, kind: Kind) -> list[str]:
         return []
     # Named apart: `singleton` waits for ever when two components share a name.
     requeue = "requeue" if plan.slurm.restart == "requeue" else "no-requeue"
-    asked = _asked(plan.rollout)
-    own = {name for name, _ in asked}
+    asked, comment = _asked(plan.rollout), _comment(plan, plan.rollout)
+    own = {name for name, _ in [*asked, *comment]}
     not_asked = [(name, _HANDED_ON[name]) for name, _ in _asked(plan.trainer) if name in _HANDED_ON and name not in own]
-    options = [("job-name", job_name(plan, "rollout")), (requeue, None), *asked, *not_asked]
+    options = [("job-name", job_name(plan.name, "rollout")), (requeue, None), *asked, *not_asked, *comment]
     return ["#SBATCH hetjob", *map(_directive, options)]
+
+
+def _comment(plan: Plan, group: Group, by_hand: ByHand | None = None) -> list[Option]:
+    """Name the run's directory to squeue and sacct; a comment of the recipe's own comes first."""
+    seeds = "-*" if by_hand and by_hand.seeds else ""
+    return [] if "comment" in group.asks.options else [("comment", f"{plan.root / plan.name}{seeds}")]
 
 
 def _refuse_line_breaks(head: list[str]) -> None:
@@ -136,11 +143,6 @@ def _refuse_line_breaks(head: list[str]) -> None:
                 f"{line!r}: a line break or control character cannot stand in a batch script: rename the file or directory "
                 "that it is from (the recipe's own, or run.root)"
             )
-
-
-def job_name(plan: Plan, kind: Kind) -> str:
-    """As squeue shows it."""
-    return f"{plan.name}-{'trainer' if kind == 'leader' else kind}"
 
 
 def _group(plan: Plan, kind: Kind) -> Group:
@@ -195,9 +197,18 @@ def _directive(option: Option) -> str:
     return f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={shlex.quote(str(value))}"
 
 
-def _begin(setup: list[str]) -> list[str]:
+def _begin(setup: list[str], failed: str = "") -> list[str]:
+    """The shell's options and the lines of slurm.setup. `failed`: a word of the shell, the file that says which line ended the script."""
+    if not setup:
+        return ["set -euo pipefail"]
+    watched = [
+        f'setup_failed() {{ printf \'exit code %s: %s\\n\' "$?" "$BASH_COMMAND" >{failed}; }}',
+        "trap setup_failed EXIT",
+        *setup,
+        "trap - EXIT",
+    ]
     # Activation scripts of conda and modules read variables that are not set.
-    return ["set -eo pipefail", *setup, "set -u"] if setup else ["set -euo pipefail"]
+    return ["set -eo pipefail", *(watched if failed else setup), "set -u"]
 
 
 def _exports(plan: Plan) -> list[str]:

@@ -15,7 +15,7 @@ from relax_hpc.launch.create import create, existing, place, resume
 from relax_hpc.launch.lease import refuse_if_held
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.hopeless import hopeless
-from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
+from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan, unset_cpus
 from relax_hpc.launch.slurm.queue_state import cancel, look
 from relax_hpc.launch.slurm.render import render
 from relax_hpc.launch.slurm.send import forget_end, jobs, script, write_scripts
@@ -97,6 +97,11 @@ def _undone_if_refused(*paths: Path) -> Iterator[None]:
             else:
                 path.unlink(missing_ok=True)
         raise
+
+
+def advice(run: RunDir) -> str:
+    """Warn of what Slurm takes as it is and a person seldom means; empty where there is nothing."""
+    return unset_cpus(make_plan(load_recipe(run.recipe)))
 
 
 def preview(target: Path, sets: Sequence[str] = (), *, site: Path | None = None) -> dict[Kind, str]:
