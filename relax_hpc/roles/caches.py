@@ -96,7 +96,13 @@ class Caches:
             self._log.warning("'%s' has checksum %s, its manifest says %s: not used", packed, found, about["checksum"])
             return
         with tarfile.open(packed) as tar:
-            tar.extractall(folder, filter="data")
+            for member in tar:
+                inside = not Path(member.name).is_absolute() and ".." not in Path(member.name).parts
+                if not (member.isreg() and inside):
+                    raise tarfile.TarError(f"'{packed}' has '{member.name}', which is no file of a cache")
+                member.mode &= 0o755
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.3 and older have none
+            tar.extractall(folder)
 
 
 def _checksum(path: Path) -> str:

@@ -88,11 +88,25 @@ def test_a_damaged_or_hostile_tar_is_not_used(run: RunDir, caplog: pytest.LogCap
     packed.write_bytes(packed.read_bytes().replace(b"good", b"evil"))
     on_node("b", run)
     assert not kernel().exists() and "checksum" in caplog.text
-    with tarfile.open(packed, "w") as tar:
-        tar.add(manifest, "../../escaped")
-    replace(manifest, to_json(about | {"checksum": _checksum(packed)}))
-    on_node("c", run)
-    assert not list(run.root.parent.rglob("escaped")) and "no cache on this node" in caplog.text
+    outside = run.root.parent / "outside"
+    for node, (name, target) in {
+        "c": ("../../escaped", ""),
+        "d": (str(outside), ""),
+        "e": ("link", str(outside)),
+    }.items():
+        caplog.clear()
+        with tarfile.open(packed, "w") as tar:
+            member = tar.gettarinfo(manifest, name)
+            member.name = name  # gettarinfo would make an absolute one relative
+            if target:
+                member.type, member.linkname, member.size = tarfile.SYMTYPE, target, 0
+            with manifest.open("rb") as file:
+                tar.addfile(member, None if target else file)
+        replace(manifest, to_json(about | {"checksum": _checksum(packed)}))
+        on_node(node, run)
+        assert "no cache on this node" in caplog.text and name in caplog.text
+        found = {path.name for path in run.root.parent.rglob("*")}
+        assert not found & {"escaped", "outside", "link"}
 
 
 def test_variables_that_are_set_stay_and_outside_of_jobs_nothing_is_set(
