@@ -15,8 +15,10 @@ from typing import Any
 
 from relax_hpc.run_dir import RunError
 
-MEND = "mend it, in the run's own copy (RUN_DIR/snapshot/user) where it is a file's, and resume"
+MEND = "mend it and go on with `relax-hpc run RUN_DIR --code new`, which takes the edited file into the run"
 """How a run goes on whose user's code did something wrong."""
+ORIGINS = "origins.json"
+"""Stands beside a folder of copies of the user's files: nothing else lies in such a folder."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -97,6 +99,11 @@ def _from_file(kind: str, path: Path) -> Any:
     name = f"relax_hpc_user_{path.stem}_{abs(hash(path.resolve())):x}"
     if name in sys.modules:
         return sys.modules[name]
+    folder = path.resolve().parent
+    if str(folder) not in sys.path:
+        # The modules beside it. A run's copies come first, before the files that they were copied from; a folder of which
+        # nothing is known comes last, so that what happens to lie in it stands in nobody's way.
+        sys.path.insert(0 if (folder.parent / ORIGINS).is_file() else len(sys.path), str(folder))
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise RegistryError(f"{kind}: '{path}' is not a Python file")
@@ -106,5 +113,14 @@ def _from_file(kind: str, path: Path) -> Any:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise RegistryError(f"{kind}: '{path}' does not load: {type(error).__name__}: {error}") from error
+        raise RegistryError(f"{kind}: '{path}' does not load: {type(error).__name__}: {error}{_hint(error)}") from error
     return module
+
+
+def _hint(error: Exception) -> str:
+    if not isinstance(error, FileNotFoundError):
+        return ""
+    return (
+        ". A run takes along the file and the Python modules beside it that it imports, no other files: name those by an absolute "
+        "path, for roles run on other nodes and in other directories"
+    )

@@ -2,7 +2,7 @@
 
     RUN/
       run.json recipe.toml changes.jsonl    what the run is; recipe.toml is the resolved recipe in force
-      snapshot/                             code, versions and git state at submission
+      snapshot/                             code, versions and git state at submission; snapshot/user/v0/ the user's own files
       model/                                config and tokenizer (weights are versions)
       lease/000002/                         the holder; lease/000002/i000007/ is an incarnation of the trainer
       orders/open/  orders/claimed/WORKER/  requests, moved by rename
@@ -12,7 +12,7 @@
       reference/                            the weights of before step 0, where a scorer holds them or a critic begins as them
       critic/                               of a critic in processes of its own: its attempts' folders, its checkpoints
       scorer/                               of scorers that work as one group: their attempts' folders
-      aside/                                files that lost a race, each with its reason
+      aside/                                shards that lost a race, or were made once more, each with its reason
       ledger/0000/00000123.json             what each step trains on
       weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
       checkpoints/

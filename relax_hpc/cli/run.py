@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from relax_hpc.cli.errors import fail, friendly, warn
 
+if TYPE_CHECKING:
+    from relax_hpc.run_dir import RunDir
+
 Sets = Annotated[
     list[str],
     typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a recipe key, such as run.steps=500. Repeatable."),
+]
+Code = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="new",
+        help="Of a run that goes on: take your files (rewards, filters, …) as they are now; else it goes on with its own copies. Failed groups that no step has taken yet are scored again.",
+        show_default=False,
+    ),
+]
+Redo = Annotated[
+    Optional[str],
+    typer.Option(
+        metavar="score|generate",
+        help="Of a run that goes on: failed groups that no step has taken yet are scored, or generated, again.",
+        show_default=False,
+    ),
 ]
 Site = Annotated[
     Optional[Path],
@@ -22,6 +41,14 @@ Site = Annotated[
         show_default=False,
     ),
 ]
+
+
+def say_edited(run: RunDir) -> None:
+    """Say where the run's copies of the user's files are not what those are by now."""
+    from relax_hpc.launch.create import note_of_edited
+
+    if note := note_of_edited(run):
+        warn(note)
 
 
 def run(
@@ -48,6 +75,8 @@ def run(
             "--from", help="With --debug train-only: the run whose shards are trained on again.", show_default=False
         ),
     ] = None,
+    code: Code = None,
+    redo: Redo = None,
 ) -> None:
     """Begin a run from a recipe, or go on with one, on this machine.
 
@@ -56,6 +85,7 @@ def run(
     [dim]relax-hpc run recipes/quickstart.toml[/dim]
     [dim]relax-hpc run recipes/quickstart.toml --set async.max_staleness=0 --set run.name=on-policy[/dim]
     [dim]relax-hpc run runs/quickstart --set run.steps=600[/dim]
+    [dim]relax-hpc run runs/quickstart --code new[/dim]
     [dim]relax-hpc run runs/quickstart --fork slower --set trainer.learning_rate=1e-4[/dim]
     """
     from rich.console import Console
@@ -63,7 +93,10 @@ def run(
     from relax_hpc.launch.local import open_or_create, run_here
 
     with friendly():
-        opened = open_or_create(target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site)
+        opened = open_or_create(
+            target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site, code=code, redo=redo
+        )
+        say_edited(opened.run)
         console = Console()
         if opened.finished:
             console.print(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc.cli.errors import friendly, warn
-from relax_hpc.cli.run import Sets, Site
+from relax_hpc.cli.run import Code, Redo, Sets, Site, say_edited
 
 
 def submit(
@@ -20,6 +20,8 @@ def submit(
         bool,
         typer.Option("--local-root-ok", help="run.root is shared by the nodes although it looks local, as /tmp does."),
     ] = False,
+    code: Code = None,
+    redo: Redo = None,
 ) -> None:
     """Send a run to the Slurm cluster, as its recipe's [bold]\\[slurm][/bold] table says.
 
@@ -37,7 +39,8 @@ def submit(
             for kind, text in slurm.preview(target, sets, site=site).items():
                 typer.echo(f"##### {kind}.sbatch\n{text}")
             return
-        jobs = slurm.submit(target, sets, site=site, local_root_ok=local_root_ok)
+        jobs = slurm.submit(target, sets, site=site, local_root_ok=local_root_ok, code=code, redo=redo)
+        say_edited(jobs[0].run)
         if said := slurm.advice(jobs[0].run):
             typer.echo(f"warning: {said}", err=True)
         for job in jobs:

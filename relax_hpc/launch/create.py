@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import relax_hpc
 from relax_hpc import seals
+from relax_hpc.launch import user_code
 from relax_hpc.launch.nursery import PREPARE, Nursery
 from relax_hpc.launch.sizing.trainer import needs_reference
-from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe
+from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe, without_folders
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, drafted, read_json, replace, to_json, write_file
 from relax_hpc.telemetry import read_beat
 
 Debug = Literal["rollout-only", "train-only"]
-USER_FILE = re.compile(r"^(?P<file>/.+\.py):(?P<name>\w+)$")
-"""A reference to the user's own code in a recipe."""
+Redo = Literal["score", "generate"]
 
 
 def place(recipe: Recipe) -> RunDir:
@@ -53,9 +53,9 @@ def create(
         ) from error
     try:
         with drafted(final) as draft:
-            write_file(draft.recipe, dump_recipe(recipe).encode())
+            _snapshot(draft)
+            write_file(draft.recipe, dump_recipe(user_code.seen_from(draft, user_code.copy(recipe, draft))).encode())
             _prepare(draft, nursery)
-            replace(draft.recipe, dump_recipe(_snapshot(draft, recipe)).encode())
             about = {
                 "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
                 "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
@@ -79,25 +79,65 @@ def create(
     return RunDir(final)
 
 
-def resume(run: RunDir, overrides: list[str]) -> Recipe:
-    """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step."""
+def resume(
+    run: RunDir, overrides: list[str], nursery: Nursery, code: str | None = None, redo: str | None = None
+) -> Recipe:
+    """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step.
+
+    code: "new" takes the user's files as they are now, once a child of `nursery` has seen that they load.
+    redo: how failed groups that no step took are made once more; with new code, they are scored. Raises RunError or RecipeError.
+    """
+    if code not in (None, "new"):
+        raise RunError(f"--code {code}: use 'new', or leave it out to go on with the run's own copies")
+    if redo is not None and redo not in get_args(Redo):
+        raise RunError(f"--redo {redo}: use one of {list(get_args(Redo))}")
     if identity(run).get("debug") == "evaluate":
         raise RunError(
             f"'{run.root}' is an evaluation, no run: `relax-hpc eval` made it, and the same command goes on with it"
         )
     old = load_recipe(run.recipe)
     new = change_on_resume(old, overrides)
-    changes = differences(old, new)
+    changes = [change._asdict() for change in differences(old, new)]
+    if code is not None:
+        new, edited = user_code.take_new(run, new)
+        _check_code(run, new, nursery)
+        changes += [{"key": "code", **one._asdict()} for one in edited]
     if changes:
-        step = (read_beat(run, "trainer-0") or {}).get("step", 0)
-        before = run.changes.read_bytes() if run.changes.exists() else b""
-        lines = [
-            to_json({"step": step, "time": time.time(), **change._asdict()}).replace(b"\n", b"") + b"\n"
-            for change in changes
-        ]
-        replace(run.changes, before + b"".join(lines))
-        replace(run.recipe, dump_recipe(new).encode())
+        _write_down(run, changes)
+        replace(run.recipe, dump_recipe(user_code.seen_from(run, new)).encode())
+    if redo is not None or code is not None:
+        from relax_hpc.launch.redo import redo_failed  # reads shards, by h5py, which a supervisor shall not hold
+
+        how = cast(Redo, redo or "score")
+        redone = redo_failed(run, new, how)
+        _write_down(run, [{"key": "redo", "how": how, "orders": redone}])
     return new
+
+
+def _write_down(run: RunDir, changes: list[dict[str, Any]]) -> None:
+    """Add to RUN/changes.jsonl: a line each, with step and time."""
+    step = (read_beat(run, "trainer-0") or {}).get("step", 0)
+    before = run.changes.read_bytes() if run.changes.exists() else b""
+    lines = [to_json({"step": step, "time": time.time(), **change}).replace(b"\n", b"") + b"\n" for change in changes]
+    replace(run.changes, before + b"".join(lines))
+
+
+def refuse_of_new_run(code: str | None, redo: str | None) -> None:
+    """Raises RunError where a run that is to be made has options of one that goes on."""
+    for option, value in {"--code": code, "--redo": redo}.items():
+        if value is not None:
+            raise RunError(f"{option} {value} is for a run that goes on, and this one is to be made: leave it out")
+
+
+def note_of_edited(run: RunDir) -> str | None:
+    """That files of the user's have changed since the run copied them, and what can be done; None where they have not."""
+    files = [one.file for one in user_code.edited(run, load_recipe(run.recipe))]
+    if not files:
+        return None
+    return (
+        f"{', '.join(files)} changed since the run copied {'it' if len(files) == 1 else 'them'}: it goes on with its own "
+        f"{'copy' if len(files) == 1 else 'copies'}; --code new takes what is there now"
+    )
 
 
 def existing(recipe: Recipe) -> RunDir | None:
@@ -109,7 +149,7 @@ def existing(recipe: Recipe) -> RunDir | None:
     changes = [
         c
         for c in differences(load_recipe(run.recipe), recipe)
-        if _without_folders(c.old) != _without_folders(c.new) and c.key.split(".")[0] != "slurm"
+        if without_folders(c.old) != without_folders(c.new) and c.key.split(".")[0] != "slurm"
     ]
     if changes:
         listed = "; ".join(f"{c.key}: {c.old!r} there, {c.new!r} here" for c in changes[:5])
@@ -120,25 +160,15 @@ def existing(recipe: Recipe) -> RunDir | None:
     return run
 
 
-def _without_folders(value: Any) -> Any:
-    """`value` with every FOLDER/FILE.py:NAME as FILE.py:NAME: the run's recipe names its own copy of a user's file."""
-    if isinstance(value, dict):
-        return {k: _without_folders(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(v) for v in value]
-    match = USER_FILE.match(value) if isinstance(value, str) else None
-    return f"{Path(match['file']).name}:{match['name']}" if match else value
-
-
 def identity(run: RunDir) -> dict[str, Any]:
     about: dict[str, Any] = read_json(run.identity)
     return about
 
 
-def _prepare(run: RunDir, nursery: Nursery) -> None:
-    """Build the model's folder and check everything that needs torch."""
+def _prepare(run: RunDir, nursery: Nursery, what: str = "all") -> None:
+    """Build the model's folder and check everything that needs torch; what = "code": check the user's code alone."""
     log = run.logs / "prepare.log"
-    child = nursery.bear([PREPARE, str(run.root)], log)
+    child = nursery.bear([PREPARE, str(run.root), what], log)
     try:
         code = child.wait()
     except BaseException:
@@ -150,8 +180,17 @@ def _prepare(run: RunDir, nursery: Nursery) -> None:
     raise RunError(error["message"] if error else f"the run could not be prepared:\n{log.read_text()}")
 
 
-def _snapshot(run: RunDir, recipe: Recipe) -> Recipe:
-    """Keep versions, git state, our code where it is a source tree, and the user's files; the recipe that refers to the copies."""
+def _check_code(run: RunDir, recipe: Recipe, nursery: Nursery) -> None:
+    """Raises RunError for code that does not load, or does not fit."""
+    with tempfile.TemporaryDirectory(prefix=".code.", dir=run.root) as folder:
+        scratch = RunDir(folder)
+        scratch.logs.mkdir()
+        write_file(scratch.recipe, dump_recipe(recipe).encode())
+        _prepare(scratch, nursery, "code")
+
+
+def _snapshot(run: RunDir) -> None:
+    """Keep versions, git state, and our code where it is a source tree."""
     run.snapshot.mkdir()
     versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     write_file(
@@ -164,25 +203,6 @@ def _snapshot(run: RunDir, recipe: Recipe) -> Recipe:
             git = subprocess.run(["git", "-C", str(package.parent), *command], capture_output=True, check=False)
             if git.returncode == 0:
                 write_file(run.snapshot / name, git.stdout)
-    final = place(recipe).snapshot / "user"
-    data = _copy_user_files(
-        recipe.model_dump(mode="json", by_alias=True, exclude_none=True), run.snapshot / "user", final
-    )
-    return Recipe.model_validate(data)
-
-
-def _copy_user_files(value: Any, folder: Path, final: Path) -> Any:
-    """`value` with every FILE.py:NAME replaced by its copy's future name under `final`; the copies are made in `folder`."""
-    if isinstance(value, dict):
-        return {k: _copy_user_files(v, folder, final) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_copy_user_files(v, folder, final) for v in value]
-    match = USER_FILE.match(value) if isinstance(value, str) else None
-    if match is None or not Path(match["file"]).is_file():
-        return value
-    folder.mkdir(exist_ok=True)
-    shutil.copy2(match["file"], folder)
-    return f"{final / Path(match['file']).name}:{match['name']}"
 
 
 def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:

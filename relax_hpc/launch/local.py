@@ -8,7 +8,7 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from relax_hpc.launch.create import Debug, create, existing, identity, place, resume
+from relax_hpc.launch.create import Debug, create, existing, identity, place, refuse_of_new_run, resume
 from relax_hpc.launch.io_errors import IoRetry
 from relax_hpc.launch.lease import acquire, refuse_if_held
 from relax_hpc.launch.nursery import Nursery
@@ -43,8 +43,13 @@ def open_or_create(
     debug: str | None = None,
     shards_from: Path | None = None,
     site: Path | None = None,
+    code: str | None = None,
+    redo: str | None = None,
 ) -> Opened:
-    """The run that `target` (a recipe or a run directory) means. Raises RunError or RecipeError."""
+    """The run that `target` (a recipe or a run directory) means. Raises RunError or RecipeError.
+
+    code, redo: of a run that goes on, see `resume`.
+    """
     if debug is not None and debug not in get_args(Debug):
         raise RunError(f"--debug {debug}: use one of {list(get_args(Debug))}")
     if (debug == "train-only") != (shards_from is not None):
@@ -52,8 +57,9 @@ def open_or_create(
     if target.is_dir():
         run = open_existing(target)
         if fork is not None:
+            refuse_of_new_run(code, redo)
             return _fork(run, fork, overrides)
-        return _go_on(run, overrides)
+        return _go_on(run, overrides, code, redo)
     if fork is not None:
         raise RunError(f"--fork starts from a checkpoint of a run, and '{target}' is no run directory")
     if not target.exists():
@@ -65,7 +71,8 @@ def open_or_create(
         )
     found = existing(recipe)
     if found is not None:
-        return _go_on(found, [])
+        return _go_on(found, [], code, redo)
+    refuse_of_new_run(code, redo)
     source = open_existing(shards_from) if shards_from else None
     nursery = Nursery(place(recipe))
     run = create(recipe, nursery, cast(Debug | None, debug), source.root if source else None)
@@ -103,9 +110,10 @@ def _clear(run: RunDir, queue: Queue) -> None:
         queue.give_back(workplace, lost=False)  # it fell with its supervisor: not a fault of its orders
 
 
-def _go_on(run: RunDir, overrides: list[str]) -> Opened:
+def _go_on(run: RunDir, overrides: list[str], code: str | None, redo: str | None) -> Opened:
     refuse_if_held(run)
-    recipe = resume(run, overrides)
+    nursery = Nursery(run)
+    recipe = resume(run, overrides, nursery, code, redo)
     done = run.checkpoint_steps()
     outcome = outcome_of(run)
     finished = (
@@ -113,7 +121,7 @@ def _go_on(run: RunDir, overrides: list[str]) -> Opened:
         if done and done[-1] >= recipe.run.steps and outcome is not None and outcome["outcome"] == "done"
         else 0
     )
-    return Opened(run, recipe, Nursery(run), finished)
+    return Opened(run, recipe, nursery, finished)
 
 
 def _fork(old: RunDir, name: str, overrides: list[str]) -> Opened:

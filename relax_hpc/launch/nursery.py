@@ -62,7 +62,7 @@ class Nursery:
         last_words: int | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Child:
-        """A role with these arguments of relax_hpc.roles, or PREPARE and a directory.
+        """A role with these arguments of relax_hpc.roles, or PREPARE with those of relax_hpc.launch.prepare.
 
         log: takes what it prints; last_words: a descriptor for what it says when it fails.
         """
@@ -251,7 +251,7 @@ def _live(request: dict[str, Any], log: int, last_words: int | None) -> NoReturn
     setproctitle.setproctitle(f"relax_hpc {' '.join([what, *rest])}")
     try:
         if what == PREPARE:
-            prepare.main(RunDir(*rest))
+            prepare.main(*rest)
         else:
             roles.main([what, *rest, "--supervisor", str(os.getppid()), "--last-words", str(last_words)])
     except SystemExit as end:

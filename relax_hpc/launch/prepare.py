@@ -31,11 +31,7 @@ from relax_hpc.trainers.build import check_beside, materialise
 
 def prepare(run: RunDir, recipe: Recipe) -> None:
     """Build RUN/model and check algorithm, filters, rewards, environments and prompts. Raises RunError or RegistryError."""
-    check_scores(recipe)
-    make_filters(recipe.algorithm.filters)
-    if recipe.plays:
-        make_rewards(recipe.sources)
-        make_environments(recipe.sources)
+    check_code(recipe)
     materialise(recipe.model, run.model, recipe.run.seed)
     check_beside(recipe, run.model)
     fit.check(recipe, run.model)
@@ -50,6 +46,15 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     sources.check(answers=recipe.supervised or recipe.warmup is not None)
     if recipe.evaluation:
         sources.evaluated(recipe.evaluation.prompts)
+
+
+def check_code(recipe: Recipe) -> None:
+    """Raises RunError or RegistryError for an algorithm, filter, reward or environment that does not load, or does not fit."""
+    check_scores(recipe)
+    make_filters(recipe.algorithm.filters)
+    if recipe.plays:
+        make_rewards(recipe.sources)
+        make_environments(recipe.sources)
 
 
 def check_scores(recipe: Recipe) -> None:
@@ -81,9 +86,11 @@ def need_libraries(recipe: Recipe) -> None:
         targets(addresses(recipe.notify, recipe.run.root))
 
 
-def main(run: RunDir) -> NoReturn:
+def main(root: str, what: str) -> NoReturn:
+    run = RunDir(root)
     try:
-        prepare(run, load_recipe(run.recipe))
+        recipe = load_recipe(run.recipe)
+        check_code(recipe) if what == "code" else prepare(run, recipe)
     except (RunError, RegistryError, RecipeError) as error:
         write_file(run.root / "error.json", to_json({"message": str(error)}))
         sys.exit(1)

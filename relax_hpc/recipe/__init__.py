@@ -10,6 +10,8 @@ from relax_hpc.recipe.load import (
     resumable,
     site_file,
     sources,
+    with_files,
+    without_folders,
 )
 from relax_hpc.recipe.problems import RecipeError
 from relax_hpc.recipe.schema import Recipe
@@ -26,4 +28,6 @@ __all__ = [
     "resumable",
     "site_file",
     "sources",
+    "with_files",
+    "without_folders",
 ]

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,9 +25,11 @@ from pydantic import ValidationError
 
 from relax_hpc.recipe.describe import alias, mark, toml
 from relax_hpc.recipe.problems import RecipeError, explain
-from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.schema import NAME_PATTERN, Recipe
 from relax_hpc.recipe.table import Table
 
+USER_FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>\w+)$")
+"""A reference to code in a file of the user's."""
 Where = Literal["default", "site", "file", "--set"]
 SITE_VARIABLE = "RELAX_HPC_SITE"
 SITE_FILE = Path("~/.config/relax_hpc/site.toml")
@@ -52,9 +55,18 @@ class Change(NamedTuple):
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), site: Path | None = None) -> Recipe:
     """The recipe in the TOML file at `path` over the profile at `site`, with overrides "a.b=c". Raises RecipeError."""
     data = _over(_read(site) if site else {}, _read(Path(path)))
+    _where_it_is(data, Path(path).absolute().parent)
     given = _override(data, overrides)
     where = f"{path} (over the site profile {site})" if site else str(path)
     return _check(data, where, Path(path).parent.resolve(), given)
+
+
+def _where_it_is(data: dict[str, Any], folder: Path) -> None:
+    """A run's own recipe is that of the directory which it lies in now: the run may have been moved, or copied."""
+    if (folder / "run.json").is_file():
+        data["run"] = {**data.get("run", {}), "root": str(folder.parent)}
+        if re.match(NAME_PATTERN, folder.name):
+            data["run"]["name"] = folder.name
 
 
 def site_file(given: str | Path | None = None) -> Path | None:
@@ -158,9 +170,7 @@ def _check(data: dict[str, Any], where: str, folder: Path, given: set[str]) -> R
         recipe = Recipe.model_validate_json(json.dumps(data, default=str), strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
         raise explain(error, where) from None
-    resolved = _absolute(recipe, "", folder, given)
-    assert isinstance(resolved, Recipe)
-    return resolved
+    return _absolute(recipe, folder, given)
 
 
 # --- overrides ---------------------------------------------------------------------------------------------------
@@ -241,19 +251,52 @@ def _marked(table: Table, prefix: str) -> Iterator[tuple[str, bool]]:
             yield key, mark(field, "resume")
 
 
-def _absolute(table: Table, prefix: str, folder: Path, given: set[str]) -> Table:
-    """`table` with absolute paths."""
+def with_files(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
+    """`recipe` with the file of each FILE.py:NAME that it looks up renamed; options of functions stay as they are."""
+
+    def change(value: Any, key: str, looked_up: bool) -> Any:
+        if isinstance(value, list):
+            return [change(item, key, looked_up) for item in value]
+        match = USER_FILE.match(value) if looked_up and isinstance(value, str) else None
+        return f"{rename(match['file'])}:{match['name']}" if match else value
+
+    changed = _changed(recipe, "", change)
+    assert isinstance(changed, Recipe)
+    return changed
+
+
+def without_folders(value: Any) -> Any:
+    """A value of a recipe with FOLDER/FILE.py:NAME as FILE.py:NAME: a run's recipe names its own copies of the user's files."""
+    if isinstance(value, list):
+        return [without_folders(item) for item in value]
+    match = USER_FILE.match(value) if isinstance(value, str) else None
+    return f"{Path(match['file']).name}:{match['name']}" if match else value
+
+
+def _absolute(recipe: Recipe, folder: Path, given: set[str]) -> Recipe:
+    """`recipe` with absolute paths."""
+
+    def change(value: Any, key: str, looked_up: bool) -> Any:
+        if value is not None and looked_up:
+            return _looked_up(value, [Path.cwd(), folder] if key in given else [folder, Path.cwd()])
+        return value.expanduser().absolute() if isinstance(value, Path) else value
+
+    changed = _changed(recipe, "", change)
+    assert isinstance(changed, Recipe)
+    return changed
+
+
+def _changed(table: Table, prefix: str, change: Callable[[Any, str, bool], Any]) -> Table:
+    """`table` with every value, in its tables too, as `change` (of the value, its key, and whether it is looked up) says."""
     update: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value, key = getattr(table, name), prefix + alias(name, field)
         if isinstance(value, Table):
-            update[name] = _absolute(value, key + ".", folder, given)
+            update[name] = _changed(value, key + ".", change)
         elif isinstance(value, list) and value and isinstance(value[0], Table):
-            update[name] = [_absolute(item, f"{key}.{i}.", folder, given) for i, item in enumerate(value)]
-        elif value is not None and mark(field, "looked_up"):
-            update[name] = _looked_up(value, [Path.cwd(), folder] if key in given else [folder, Path.cwd()])
-        elif isinstance(value, Path):
-            update[name] = value.expanduser().absolute()
+            update[name] = [_changed(item, f"{key}.{i}.", change) for i, item in enumerate(value)]
+        else:
+            update[name] = change(value, key, mark(field, "looked_up"))
     return table.model_copy(update=update)
 
 

@@ -26,13 +26,14 @@ from relax_hpc.recipe.tracking import AnyTracking, Notify
 from relax_hpc.recipe.trainer import Trainer
 from relax_hpc.recipe.weights import AnyWeights, CollectiveWeights, FileWeights
 
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 CRITIC_KEY, TEACHER_KEY = "algorithm.critic.model", "algorithm.teacher"
 
 
 class Run(Table):
     """What the run is called, where it lives, how long it lasts."""
 
-    name: str = Key("run", "The run's name: its directory is ROOT/NAME.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Key("run", "The run's name: its directory is ROOT/NAME.", pattern=NAME_PATTERN)
     root: Path = Key("runs", "The directory that holds runs; on a cluster, on the shared file system.")
     seed: int = Key(0, "Order ids, prompts and sampling seeds depend on this and the prompt cursor alone.", ge=0)
     steps: PositiveInt = Key(100, "Training steps until the run is done.", resume=True)

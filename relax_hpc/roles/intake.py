@@ -50,10 +50,12 @@ class Intake:
         quarantine: Quarantine,
         replay: int = 0,
         solved_at: float | None = None,
+        max_failed: float = 1.0,
     ) -> None:
         """when_room: does what it is given, again and again while the disk is full. replay: groups that a step takes once more.
-        solved_at: the raw reward of a solved prompt, where entries are to say how many are."""
-        self._solved_at = solved_at
+        solved_at: the raw reward of a solved prompt, where entries are to say how many are. max_failed: share of a step's groups
+        that may have failed."""
+        self._solved_at, self._max_failed = solved_at, max_failed
         self._again = Again(ledger, front, replay, book.max_staleness)
         self.book, self.ledger, self.queue, self.retention, self.front = book, ledger, queue, retention, front
         self._run, self._filters, self._incarnation, self._when_room = run, filters, incarnation, when_room
@@ -95,7 +97,10 @@ class Intake:
             self.book.release(upto=self.book.last_batch(0))
 
     def next_entry(self, step: int, version: int, lineage: int) -> Entry | None:
-        """The ledger entry of `step`: the one that is there, or a new one; None when there is nothing to take yet."""
+        """The ledger entry of `step`: the one that is there, or a new one; None when there is nothing to take yet.
+
+        Raises RunError, and writes none, where too many of its groups failed: they can be scored or generated again.
+        """
         found = None if self.live else self.ledger.find(step)
         if found is not None:
             return found if columns_of(found, self.front, self._columns) is not None else None
@@ -115,7 +120,21 @@ class Intake:
             solved=self._solved(choice),
             refills=self.book.refilled,
         )
+        self._check_failures(entry)
         return self.ledger.commit(entry)
+
+    def _check_failures(self, entry: Entry) -> None:
+        groups = sum(len(self._complete[taken.order].groups) for taken in entry.take)
+        failed = [(name, reason) for name, reason in entry.filtered.items() if reason.startswith(FAILED)]
+        if len(failed) > self._max_failed * groups:
+            name, reason = failed[0]
+            raise RunError(
+                f"step {entry.step}: {len(failed)} of {groups} groups failed, more than rollout.max_failed_fraction = {self._max_failed}; "
+                f"the first is {name}: {reason.removeprefix(FAILED)}; mend the cause and go on with `relax-hpc run RUN_DIR --code new`, "
+                "which takes edited files into the run and scores these groups again; where the cause was not in your files, with --redo "
+                "score (again by the same code), or --redo generate (new answers too); or raise the limit with --set "
+                "rollout.max_failed_fraction=…"
+            )
 
     def settle(self, entry: Entry, step: int) -> None:
         """Account for a step that was trained, and release what may now be asked for."""
@@ -352,15 +371,3 @@ class Replay(WithoutOrders):
 
     def state_dict(self) -> dict[str, Any]:
         return {}
-
-
-def check_failures(entry: Entry, groups: int, limit: float) -> None:
-    """Raises RunError when more than `limit` of a step's groups failed."""
-    failed = [(name, reason) for name, reason in entry.filtered.items() if reason.startswith(FAILED)]
-    if len(failed) > limit * groups:
-        name, reason = failed[0]
-        raise RunError(
-            f"step {entry.step}: {len(failed)} of {groups} groups failed, more than rollout.max_failed_fraction = {limit}; "
-            f"the first is {name}: {reason.removeprefix('failed: ')}; mend the cause and resume, or raise the limit with "
-            "`relax-hpc run RUN_DIR --set rollout.max_failed_fraction=…`"
-        )

@@ -17,7 +17,7 @@ from relax_hpc.data.curriculum import SourceWeights
 from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.damage import Quarantine
 from relax_hpc.roles.evaluation import Evaluations
-from relax_hpc.roles.intake import Intake, Replay, check_failures
+from relax_hpc.roles.intake import Intake, Replay
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.retention import Retention, newest_step
 from relax_hpc.roles.step_metrics import Batch, Clock, describe
@@ -80,6 +80,7 @@ class Lead:
                 Quarantine(run, via, self.process.telemetry.metrics),
                 recipe.algorithm.replay,
                 recipe.curriculum.solved_at if recipe.curriculum else None,
+                recipe.rollout.max_failed_fraction,
             )
         else:
             self.intake = Replay(role.shards, ledger, role.front, columns)
@@ -173,8 +174,6 @@ class Lead:
             entry = None
         self.waited_s += time.perf_counter() - began
         if entry is not None:
-            groups = len(entry.take) * self.recipe.rollout.groups_per_order
-            check_failures(entry, groups, self.recipe.rollout.max_failed_fraction)
             return Word("step", entry)
         return self.make_room() or Word("wait")
 

@@ -26,12 +26,18 @@ from relax_hpc.spool.shard import Compression, Shard, encode
 def put_back(run: RunDir, queue: Queue, claim: Claim, part: Part, compression: Compression) -> bool:
     """Publish what there is of a claim and open the claim again; False when another's part was there first."""
     number = claim.ticket.parts + 1
-    meta = {"run": run.read_id(), "version": claim.ticket.version, "turns": part.turns, "cut": part.cut}
-    image = encode(claim.order.id, _with_experts(part), meta, compression)
-    mine = publish(run.part(claim.order.id, number), image)
+    mine = publish_part(run, claim.order.id, number, claim.ticket.version, part, compression)
     if queue.put_back(claim, parts=number) and claim.ticket.parts:
         run.part(claim.order.id, claim.ticket.parts).unlink(missing_ok=True)
     return mine
+
+
+def publish_part(
+    run: RunDir, order_id: str, number: int, version: int, part: Part, compression: Compression = "none"
+) -> bool:
+    """Publish what there is of an order, of which `version` made the first token; False when another's part was there first."""
+    meta = {"run": run.read_id(), "version": version, "turns": part.turns, "cut": part.cut}
+    return publish(run.part(order_id, number), encode(order_id, _with_experts(part), meta, compression))
 
 
 def read(run: RunDir, order: Order, ticket: Ticket) -> Part | None:

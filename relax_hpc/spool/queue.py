@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,15 +34,15 @@ class Ticket:
     order_id: str
     attempt: int
     version: int
-    """The oldest version it may start from while it is open; the version it was started with once it is claimed. An evaluation's
-    is always the one that it names."""
+    """The oldest version it may start from while it is open; the version it was started with once it is claimed, or half-played. An
+    evaluation's is always the one that it names."""
     parts: int = 0
     """How often it was given back half-played."""
 
     @property
-    def evaluates(self) -> bool:
-        """Whether the order is an evaluation."""
-        return self.order_id.startswith("e")
+    def keeps_version(self) -> bool:
+        """Whether it stays of its version whoever claims it: evaluations, and orders whose first tokens there are."""
+        return self.order_id.startswith("e") or self.parts > 0
 
     @property
     def name(self) -> str:
@@ -73,10 +74,10 @@ class Queue:
 
     # the trainer's side
 
-    def put(self, orders: Iterable[Order], oldest: int = 0) -> None:
-        """Release orders; one that is open already stays as it is. `oldest` raises what they may start from."""
+    def put(self, orders: Iterable[Order], oldest: int = 0, parts: int = 0) -> None:
+        """Release orders; one that is open already stays as it is. `oldest` raises what they may start from; `parts`: which one there is."""
         for order in orders:
-            ticket = Ticket(order.id, 0, max(order.min_version, oldest))
+            ticket = Ticket(order.id, 0, max(order.min_version, oldest), parts)
             publish(self._run.open_orders / ticket.name, to_json(order.to_json()), durable=False)
 
     def in_play(self) -> dict[str, int]:
@@ -105,7 +106,8 @@ class Queue:
         """
         raised = False
         for name in os.listdir(self._run.open_orders):
-            if name.startswith(".") or (ticket := Ticket.parse(name)).evaluates or ticket.version >= version:
+            ticket = None if name.startswith(".") else Ticket.parse(name)
+            if ticket is None or ticket.keeps_version or ticket.version >= version:
                 continue
             later = replace(ticket, version=version)
             raised |= _moved(self._run.open_orders / name, self._run.open_orders / later.name)
@@ -134,7 +136,7 @@ class Queue:
         for ticket in tickets:
             if ticket.version > version:
                 continue
-            mine = ticket if ticket.evaluates else replace(ticket, version=version)
+            mine = ticket if ticket.keeps_version else replace(ticket, version=version)
             path = folder / mine.name
             if _moved(self._run.open_orders / ticket.name, path):
                 order = _read(path)
@@ -189,15 +191,21 @@ def publish_shard(run: RunDir, claim: Claim, image: Data, worker: str) -> bool:
         return True
     aside = run.aside / f"{claim.order.id}.{worker}.h5"
     publish(aside, image, durable=False)
-    reason = {
-        "order": claim.order.id,
-        "worker": worker,
-        "reason": "another attempt was published first",
-        "time": time.time(),
-    }
-    publish(aside.with_suffix(".reason.json"), to_json(reason), durable=False)
+    _say_why(aside, "another attempt was published first", worker=worker)
     end_claim(run, claim)
     return False
+
+
+def put_aside(run: RunDir, shard: Path, reason: str) -> None:
+    """Take a published shard out of the run: it is kept, with the reason, and its order counts as never played."""
+    aside = run.aside / f"{shard.stem}.{uuid.uuid4().hex[:8]}.h5"
+    _say_why(aside, reason)
+    os.rename(shard, aside)
+
+
+def _say_why(aside: Path, reason: str, **about: str) -> None:
+    words = {"order": aside.name.partition(".")[0], **about, "reason": reason, "time": time.time()}
+    publish(aside.with_suffix(".reason.json"), to_json(words), durable=False)
 
 
 def end_claim(run: RunDir, claim: Claim) -> None:

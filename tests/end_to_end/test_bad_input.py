@@ -12,7 +12,8 @@ import pytest
 
 from relax_hpc.analysis.audit import audit
 from relax_hpc.run_dir import RunDir
-from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
+from relax_hpc.spool.shard import Shard
+from tests.runs import SMALL, audited, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 FILE_SOURCE = (
     SMALL[: SMALL.index("[[source]]")]
@@ -81,6 +82,54 @@ def test_a_reward_that_always_raises_stops_the_run_and_it_goes_on_when_the_limit
     run = RunDir(tmp_path / "small")
     relax_hpc("run", run.root, "--set", "rollout.max_failed_fraction=1.0", "--set", "run.steps=2")
     assert outcome(run)["outcome"] == "done"
+
+
+def test_a_mended_reward_is_taken_and_scores_what_failed_in_a_run_that_was_moved_meanwhile(tmp_path):
+    recipe = with_prompts(tmp_path, "import words; return float(answer == words.WORDS[prompt.answer])")
+    (tmp_path / "words.py").write_text("WORDS = {}\n")
+    error = refused(recipe)
+    assert "KeyError" in error and "--code new" in error and "--redo generate" in error
+    (tmp_path / "words.py").write_text("class Same(dict):\n    __missing__ = lambda self, key: key\nWORDS = Same()\n")
+    run = RunDir(tmp_path / "elsewhere" / "moved")
+    run.root.parent.mkdir()
+    (tmp_path / "small").rename(run.root)
+    assert not list(run.ledger.rglob("*.json"))
+    said = refused(run.root)
+    assert (
+        f"{tmp_path}/words.py changed since the run copied it" in said
+        and "--code new takes" in said
+        and "KeyError" in said
+    )
+    failed = {p.stem: answers(p) for p in run.shards.rglob("*.h5")}
+    relax_hpc("run", run.root, "--code", "new")
+    assert outcome(run)["outcome"] == "done"
+    assert {order: answers(run.shard(order)) for order in failed} == failed, "they were generated again"
+    assert sum(s["failed_groups"] for s in steps_of(run)) == 0
+    audited(run)
+    [code, redo] = [json.loads(line) for line in run.changes.read_text().splitlines()]
+    assert (
+        (code["key"], code["file"]) == ("code", f"{tmp_path}/words.py")
+        and code["old"] != code["new"]
+        and code["step"] == 0
+    )
+    assert (redo["key"], redo["how"], set(redo["orders"])) == ("redo", "score", set(failed))
+
+
+def test_code_that_does_not_load_is_not_taken(tmp_path):
+    recipe = with_prompts(tmp_path)
+    relax_hpc("run", recipe, "--set", "run.steps=1")
+    run = RunDir(tmp_path / "small")
+    before = run.recipe.read_bytes()
+    (tmp_path / "rewards.py").write_text("WORDS = open('words.txt').read()\n")
+    error = refused(run.root, "--code", "new", "--set", "run.steps=2")
+    assert "does not load: FileNotFoundError" in error and "absolute path" in error
+    assert run.recipe.read_bytes() == before and not run.changes.exists()
+    assert "this one is to be made" in refused(recipe, "--set", "run.name=other", "--code", "new")
+
+
+def answers(shard):
+    with Shard(shard) as found:
+        return found.read("tokens").tolist()
 
 
 def test_a_loss_that_is_never_finite_stops_the_run_and_says_what_was_not(tmp_path):

@@ -20,6 +20,7 @@ from relax_hpc.analysis.audit import audit
 from relax_hpc.cli import app
 from relax_hpc.launch.create import resume
 from relax_hpc.launch.evaluate import evaluate
+from relax_hpc.launch.nursery import Nursery
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
@@ -114,7 +115,7 @@ def test_eval_plays_what_the_run_played_and_only_what_is_missing(finished):
     with pytest.raises(RunError, match="holds something else.*--output"):
         evaluate(run.root, None, ["evaluation.solved_at=0.5"])
     with pytest.raises(RunError, match="is an evaluation, no run"):
-        resume(RunDir(found.folder), [])
+        resume(RunDir(found.folder), [], Nursery(RunDir(found.folder)))
     shown = json.loads(CliRunner().invoke(app, ["eval", str(run.root), "--json"]).stdout)
     assert shown.pop("folder") == str(found.folder) and shown.pop("step") == 6 and shown == told
     assert set(package.open_run(found.folder).trajectories().fate) == {"evaluation"}

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from relax_hpc.launch import create as create_module
-from relax_hpc.launch.create import USER_FILE, _copy_user_files, create, existing, place
+from relax_hpc.launch import user_code
+from relax_hpc.launch.create import create, existing, place
 from relax_hpc.launch.prepare import prepare
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
@@ -35,9 +36,9 @@ def test_the_same_recipe_means_the_run_it_made_though_that_names_copies_of_the_u
     run = place(recipe)
     run.create()
     plain = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    kept = Recipe.model_validate(_copy_user_files(plain, run.root / "user", run.snapshot / "user"))
-    assert str(run.snapshot) in str(kept.algorithm.filters) and USER_FILE.match(kept.source[0].reward)
-    write_file(run.recipe, dump_recipe(kept).encode())
+    kept = user_code.copy(recipe, run)
+    assert str(run.snapshot) in str(kept.algorithm.filters) and str(run.snapshot) in kept.source[0].reward
+    write_file(run.recipe, dump_recipe(user_code.seen_from(run, kept)).encode())
     write_file(run.identity, to_json({"id": "x"}))
     assert existing(recipe) == run
     plain["source"][0]["reward"] = plain["source"][0]["reward"].replace(":judge", ":other")

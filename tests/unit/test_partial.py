@@ -152,7 +152,7 @@ def test_at_a_publish_an_order_is_given_back_and_another_worker_goes_on_with_the
     assert (said["why"], said["aborts"], said["tokens"]) == ("publish", 1, part.tokens)
     assert (said["cut_samples"], said["samples"], said["kept"]) == (len(part.cut), 8, True)
     setup.queue.give_back("rollout-0", lost=True)  # and dies with it
-    assert setup.open_orders() == ["o000000-000.a1.v1.p1"]
+    assert setup.open_orders() == ["o000000-000.a1.v0.p1"]
     second = setup.worker()
     setup.play(second)
     assert setup.open_orders() == setup.parts() == []
@@ -196,7 +196,7 @@ def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_or
     setup.play(setup.worker(5, lambda worker: setup.publish(1)))
     last = setup.worker(4, stop)
     setup.play(last)
-    assert setup.open_orders() == ["o000000-000.a0.v1.p2"] and setup.lines(last, "abort")[0]["why"] == "stop"
+    assert setup.open_orders() == ["o000000-000.a0.v0.p2"] and setup.lines(last, "abort")[0]["why"] == "stop"
     with pytest.raises(Stop):
         last.wait_for_claim()
 

@@ -208,12 +208,13 @@ def test_what_is_refused_changes_nothing(run: RunDir, recipe: Path, bin_folder: 
     assert "--partition=nope" in (tmp_path / "said").read_text()
     assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
     program(bin_folder, "sbatch", "echo 5")
-    assert [job.kind for job in submit(run.root, ["run.steps=7"], local_root_ok=True)] == [
+    assert [job.kind for job in submit(run.root, ["run.steps=7"], local_root_ok=True, redo="score")] == [
         "leader",
         "leader",
         "rollout",
     ]
-    assert load_recipe(run.recipe).run.steps == 7 and run.changes.exists() and not run.outcome.exists()
+    assert load_recipe(run.recipe).run.steps == 7 and not run.outcome.exists()
+    assert [json.loads(line)["key"] for line in run.changes.read_text().splitlines()] == ["run.steps", "redo"]
 
 
 def test_a_busy_controller_is_asked_again(run: RunDir, bin_folder: Path, tmp_path: Path) -> None:

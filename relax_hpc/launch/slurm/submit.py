@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_hpc.launch.create import create, existing, place, resume
+from relax_hpc.launch.create import create, existing, place, refuse_of_new_run, resume
 from relax_hpc.launch.lease import refuse_if_held
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.hopeless import hopeless
@@ -32,15 +32,25 @@ LOCAL_ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 def submit(
-    target: Path, sets: Sequence[str] = (), *, site: Path | None = None, local_root_ok: bool = False
+    target: Path,
+    sets: Sequence[str] = (),
+    *,
+    site: Path | None = None,
+    local_root_ok: bool = False,
+    code: str | None = None,
+    redo: str | None = None,
 ) -> list[RunJob]:
-    """Send the run that `target` (a recipe or a run directory) means; its jobs, the leader first. Raises RunError or RecipeError."""
+    """Send the run that `target` (a recipe or a run directory) means; its jobs, the leader first. Raises RunError or RecipeError.
+
+    code, redo: of a run that goes on, see `resume`.
+    """
     recipe, run = _open(target, sets, site)
     plan = make_plan(recipe)
     if not local_root_ok:
         refuse_local_root(plan)
     refuse_missing_environment(plan)
     if run is None:
+        refuse_of_new_run(code, redo)
         with Nursery(place(recipe)) as nursery:
             run = create(recipe, nursery)
         plan = make_plan(load_recipe(run.recipe))
@@ -49,7 +59,8 @@ def submit(
     _refuse_busy(run, recipe)
     scripts = [script(run, kind) for kind in KINDS]
     with _undone_if_refused(run.outcome, run.recipe, run.changes, *scripts):
-        resume(run, list(sets) if target.is_dir() else [_slurm_table(recipe)])
+        with Nursery(run) as nursery:
+            resume(run, list(sets) if target.is_dir() else [_slurm_table(recipe)], nursery, code, redo)
         return _send(run, plan)
 
 
