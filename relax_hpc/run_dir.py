@@ -61,6 +61,26 @@ class Damaged(RunError):
     """A file is not as it was published: torn, changed since, or another's under its name."""
 
 
+class DamagedFile(RunError, ValueError):
+    """A published JSON file that is none any more."""
+
+
+_FIXES = {
+    errno.EACCES: "this user may not do that there: ask its owner for access, or choose a directory of your own",
+    errno.EPERM: "this user may not do that there: ask its owner for access, or choose a directory of your own",
+    errno.EROFS: "it lies on a file system that is mounted read-only: choose another directory",
+    errno.ENOSPC: "the disk is full: make room, or choose another directory",
+    errno.EDQUOT: "the quota is used up: make room, or choose another directory",
+}
+
+
+def explain_os(error: OSError) -> str:
+    """An error of the file system in words: which file, what the system says, what a person can do."""
+    where = f"'{error.filename}': " if error.filename is not None else ""
+    fix = _FIXES.get(error.errno or 0)
+    return f"{where}{error.strerror or error}" + (f"; {fix}" if fix else "")
+
+
 class RunDir:
     """Paths of one run; knows names, not meanings."""
 
@@ -291,12 +311,17 @@ def replace(final: Path, data: Data, *, via: Path | None = None, durable: bool =
 
 
 def read_json(path: Path) -> Any:
-    """A published JSON file; None when there is none."""
+    """A published JSON file; None when there is none. Raises DamagedFile for one that is no JSON."""
     for _ in range(STALE_TRIES):
         try:
             return json.loads(_read_small(path))
         except FileNotFoundError:
             return None
+        except ValueError as error:
+            raise DamagedFile(
+                f"'{path}' is no JSON ({error}): files are published whole, so it was damaged after it was written; put it back from a "
+                "copy, or remove it"
+            ) from error
         except OSError as error:
             if error.errno != errno.ESTALE:  # NFS: replaced between opening and reading
                 raise

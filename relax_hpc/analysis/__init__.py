@@ -226,8 +226,13 @@ class RunView:
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe in force, as plain tables."""
-        return tomllib.loads(self.recipe_text)
+        """The resolved recipe in force, as plain tables. Raises RunError for one that is damaged."""
+        try:
+            return tomllib.loads(self.recipe_text)
+        except ValueError as error:
+            raise RunError(
+                f"'{self.run.recipe}' is not TOML ({error}): it was damaged; put it back from a copy"
+            ) from error
 
     @property
     def recipe_text(self) -> str:

@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 from relax_hpc.registry import RegistryError
-from relax_hpc.run_dir import RunError
+from relax_hpc.run_dir import RunError, explain_os
 
 EXIT_USER_ERROR = 2
 ANALYSIS_PACKAGES = frozenset({"pandas", "pyarrow", "matplotlib", "jinja2"})
@@ -26,6 +26,10 @@ def friendly() -> Iterator[None]:
         if error.name not in ANALYSIS_PACKAGES:
             raise
         fail(f"this command needs '{error.name}': pip install 'relax-hpc[analysis]'")
+    except BrokenPipeError:  # of `| head`: click ends quietly
+        raise
+    except OSError as error:  # somebody else's run, a full disk, a file system that is read-only
+        fail(explain_os(error))
     except Exception as error:
         if not isinstance(error, _mendable()):
             raise

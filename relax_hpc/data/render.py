@@ -24,7 +24,7 @@ def render(content: Any, tokenizer: Any) -> tuple[str, bool]:
             "give the prompt as text, or use a model with a chat template"
         )
     messages = [message_of(message) for message in content]
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)), True
+    return _through_template(messages, tokenizer, add_generation_prompt=True), True
 
 
 def render_answer(content: Any, answer: str, tokenizer: Any) -> tuple[str, bool]:
@@ -37,11 +37,19 @@ def render_answer(content: Any, answer: str, tokenizer: Any) -> tuple[str, bool]
     if not is_chat:
         return answer, False
     messages = [*(message_of(message) for message in content), {"role": "assistant", "content": answer}]
-    whole = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    whole = _through_template(messages, tokenizer)
     said = whole.removeprefix(prompt).rstrip()
     if not whole.startswith(prompt) or said.endswith(answer.rstrip()):
         return answer, False
     return said, True
+
+
+def _through_template(messages: list[dict[str, Any]], tokenizer: Any, **options: bool) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # a template is a program of the model's: some refuse a role, or an order of roles
+        roles = [str(message["role"]) for message in messages]
+        raise ContentError(f"the model's chat template refuses messages of the roles {roles}: {error}") from error
 
 
 def message_of(message: dict[str, Any]) -> dict[str, Any]:

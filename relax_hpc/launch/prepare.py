@@ -22,7 +22,7 @@ from relax_hpc.recipe import RecipeError, load_recipe
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.registry import RegistryError
 from relax_hpc.rewards import make_rewards
-from relax_hpc.run_dir import RunDir, RunError, to_json, write_file
+from relax_hpc.run_dir import RunDir, RunError, explain_os, to_json, write_file
 from relax_hpc.tracking import LIBRARIES
 from relax_hpc.tracking.messages import addresses, targets
 from relax_hpc.trainers import fit
@@ -91,7 +91,8 @@ def main(root: str, what: str) -> NoReturn:
     try:
         recipe = load_recipe(run.recipe)
         check_code(recipe) if what == "code" else prepare(run, recipe)
-    except (RunError, RegistryError, RecipeError) as error:
-        write_file(run.root / "error.json", to_json({"message": str(error)}))
+    except (RunError, RegistryError, RecipeError, OSError) as error:
+        said = explain_os(error) if isinstance(error, OSError) else str(error)
+        write_file(run.root / "error.json", to_json({"message": said}))
         sys.exit(1)
     sys.exit(0)

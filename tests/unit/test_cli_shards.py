@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from small_run import LAST_TRAINED, build
 from typer.testing import CliRunner
 
 import relax_hpc
+from relax_hpc.cli import app as every_command
 from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.report import report
 from relax_hpc.cli.shards import app
@@ -60,6 +63,44 @@ def test_a_ledger_with_what_a_filter_returned_in_an_older_version_is_read_by_all
     assert "a filter returned True" in call("show", run.root, "o000000-001").stdout
     assert "a filter returned True" in call("stats", run.root).stdout
     call("export", run.root, run.root / "all.parquet")
+
+
+@pytest.mark.parametrize(
+    "damaged", ["outcome.json", "heartbeats/trainer-0.json", "recipe.toml", "ledger/0000/00000000.json"]
+)
+def test_a_damaged_file_of_a_run_is_named_by_every_command(run: RunDir, damaged: str) -> None:
+    with run.recipe.open("a") as recipe:
+        recipe.write('[model]\nname = "tiny"\n[[source]]\ntask = "chain_sum"\n')
+    (run.root / damaged).parent.mkdir(parents=True, exist_ok=True)
+    (run.root / damaged).write_text('{"half')
+    for command in (
+        ["status"],
+        ["report", "-o", f"{run.root}/r.html"],
+        ["trace", "-o", f"{run.root}/t.json"],
+        ["shards", "ls"],
+    ):
+        name, *rest = command
+        words = [name, *rest[:1], str(run.root)] if name == "shards" else [name, str(run.root), *rest]
+        result = CliRunner().invoke(every_command, words)
+        assert result.exception is None or isinstance(result.exception, SystemExit), (words, result.exception)
+        if result.exit_code:
+            assert str(run.root / damaged) in result.stderr, (words, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EACCES, "Permission denied; this user may not"), (errno.EROFS, "Read-only file system; it lies on"),
+        (errno.ENOSPC, "No space left on device; the disk is full"), (errno.EDQUOT, "quota is used up"), (errno.EIO, "Input/output error"),
+    ],
+)  # fmt: skip
+def test_what_the_file_system_refuses_is_said_with_the_file(
+    number: int, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), friendly():
+        raise OSError(number, os.strerror(number), "/theirs/run.json")
+    said = capsys.readouterr().err
+    assert said.startswith("error: '/theirs/run.json': ") and words in said
 
 
 def test_ls_shows_the_newest_and_counts_the_rest(run: RunDir) -> None:

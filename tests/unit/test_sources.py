@@ -81,6 +81,18 @@ def test_keys_are_mapped_also_nested_ones(tmp_path: Path) -> None:
     assert file_sources(path, prompt_key="a.b", answer_key="").prompt(0, 0).answer is None
 
 
+def test_a_row_whose_roles_the_chat_template_refuses_is_named(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": [{"role": role, "content": "1"}, {"role": "user", "content": "1"}]} for role in ("user", "system")
+    ]
+    sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), chat=True)
+    sources._tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    )
+    said = fault(sources)
+    assert "p.jsonl:2" in said and "refuses messages of the roles ['system', 'user']: no system role" in said
+
+
 def test_chat_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": messages, "answer": ""}])
