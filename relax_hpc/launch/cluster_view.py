@@ -40,7 +40,7 @@ def one_line(overview: Overview) -> str:
 def _jobs(run: str, overview: Overview) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("job", "name", "state", "nodes", "start", "remarks"):
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column == "name")
     for job in overview.shown():
         state = "unknown" if job.state == UNKNOWN else job.state.lower()
         table.add_row(job.id, job_name(run, job.kind), state, job.nodes, _start(job), job.why)

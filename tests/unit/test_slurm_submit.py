@@ -661,7 +661,13 @@ def test_jobs_that_can_never_start_are_cancelled_when_they_are_sent(
     program(bin_folder, "srun", "exit 1")
     program(bin_folder, "sbatch", f"n=$(cat {tmp_path}/next)", f"echo $((n+1)) > {tmp_path}/next", "echo $n")
     program(bin_folder, "scancel", f'echo "$@" > {tmp_path}/cancelled')
-    program(bin_folder, "squeue", "echo '4|PENDING|PartitionTimeLimit'", "echo '5|PENDING|Dependency'")
+    program(  # the scheduler looks at a job a moment after it was sent
+        bin_folder,
+        "squeue",
+        f"if [ -e {tmp_path}/looked ]; then echo '4|PENDING|PartitionTimeLimit'; else echo '4|PENDING|None'; fi",
+        f"touch {tmp_path}/looked",
+        "echo '5|PENDING|Dependency'",
+    )
     with pytest.raises(
         RunError, match=r"cannot ever start all.*job 4 \(leader\): PartitionTimeLimit.*slurm\.time.*cancelled"
     ):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import re
+import time
 from collections.abc import Iterable
 
 from relax_hpc.launch.lease import Holder
@@ -16,6 +17,9 @@ from relax_hpc.launch.slurm.send import jobs
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
 
+LOOKS_AFTER_SENDING = 4
+UNDECIDED = ("None", "Priority", "WaitingForScheduling")
+"""Reasons of a job that the scheduler has yet to look at, or that others come before."""
 LOOK_S = 60.0
 """Seconds between two looks of a rollout job at a leader that waits."""
 _NODES = "trainer.nodes and rollout.nodes"
@@ -53,6 +57,18 @@ def hopeless(ids: Iterable[str]) -> dict[str, str]:
     """Jobs that no waiting starts, each with the reason and the recipe's key that mends it; none where Slurm cannot be asked."""
     wanted = list(ids)
     return _hopeless(_rows(wanted), wanted)
+
+
+def hopeless_once_looked_at(ids: Iterable[str]) -> dict[str, str]:
+    """The same of jobs that were sent a moment ago: waits a few seconds where the scheduler has not looked at all of them yet."""
+    wanted = list(ids)
+    for _ in range(LOOKS_AFTER_SENDING):
+        rows = _rows(wanted)
+        found = _hopeless(rows, wanted)
+        if found or not any(state in WAITING and reason in UNDECIDED for _, state, reason in rows):
+            return found
+        time.sleep(1)
+    return {}
 
 
 def _rows(ids: list[str]) -> list[tuple[str, str, str]]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from relax_hpc.launch.create import create, existing, place, refuse_of_new_run, resume
 from relax_hpc.launch.lease import refuse_if_held
 from relax_hpc.launch.nursery import Nursery
-from relax_hpc.launch.slurm.hopeless import hopeless
+from relax_hpc.launch.slurm.hopeless import hopeless_once_looked_at
 from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan, unset_cpus
 from relax_hpc.launch.slurm.queue_state import cancel, look
 from relax_hpc.launch.slurm.render import render
@@ -86,7 +86,7 @@ def _send(run: RunDir, plan: Plan) -> list[RunJob]:
 
 def _refuse_hopeless(run: RunDir, sent: Sequence[RunJob]) -> None:
     """Raises RunError for jobs that Slurm took and will never start: the others would burn nodes waiting for them."""
-    why = hopeless([job.job_id for job in sent])
+    why = hopeless_once_looked_at(job.job_id for job in sent)
     if why:
         told = "; ".join(f"job {job.job_id} ({job.kind}): {why[job.job_id]}" for job in sent if job.job_id in why)
         raise RunError(
