@@ -6,6 +6,7 @@ item (file row or procedural) ──► text (chat template) ──► tokens �
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,8 @@ from relax_hpc.recipe.source import AnyEvaluationSource, AnySource, FilePrompts,
 from relax_hpc.records import Prompt
 from relax_hpc.run_dir import RunError
 
+MOST_FAULTS = 20
+"""Broken rows that are named at once."""
 CHECKED_AT_ONCE = 512
 """Rows that `check` tokenizes in one call."""
 _TRAINED, _SHARE, _ELSEWHERE = 1, 2, 3
@@ -90,16 +93,35 @@ class PromptSources:
         return self._render(source, index, self._items[source][index])[0]
 
     def check(self, *, answers: bool = False) -> None:
-        """Look at every row of the file sources, and at the first item of the others. Raises RunError.
+        """Look at every row of the file sources, and at the first item of the others. Raises RunError, which names up to MOST_FAULTS.
 
         Columns, chat messages, and the length in tokens; the cost is about one tokenization of the files. `answers`: those of
         training sources are looked at too, as they will be learned.
         """
+        faults: list[str] = []
         for source, items in enumerate(self._items):
             rows = 1 if items.procedural else len(items)
             for begin in range(0, rows, CHECKED_AT_ONCE):
                 learned = answers and source < len(self._sources)
-                self._check_rows(source, range(begin, min(begin + CHECKED_AT_ONCE, rows)), learned)
+                faults += self._faults(source, range(begin, min(begin + CHECKED_AT_ONCE, rows)), learned)
+                if len(faults) >= MOST_FAULTS:
+                    break
+        if len(faults) == 1:
+            raise RunError(faults[0])
+        if faults:
+            count = f"at least {MOST_FAULTS}" if len(faults) >= MOST_FAULTS else len(faults)
+            raise RunError("\n".join([f"{count} prompts cannot be used:", *faults[:MOST_FAULTS]]))
+
+    def _faults(self, source: int, rows: range, answers: bool) -> list[str]:
+        """What is wrong with these rows; they are looked at one by one only where something is."""
+        try:
+            self._check_rows(source, rows, answers)
+        except RunError as error:
+            if len(rows) == 1:
+                return [str(error)]
+            found = (fault for row in rows for fault in self._faults(source, range(row, row + 1), answers))
+            return list(itertools.islice(found, MOST_FAULTS)) or [str(error)]
+        return []
 
     def is_held_out(self, source: int, index: int) -> bool:
         """Whether a training source's prompt is for evaluation alone: by the hash of its text, or as an evaluation source has it."""

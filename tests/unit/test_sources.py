@@ -85,12 +85,27 @@ def test_a_row_whose_roles_the_chat_template_refuses_is_named(tmp_path: Path) ->
     rows = [
         {"prompt": [{"role": role, "content": "1"}, {"role": "user", "content": "1"}]} for role in ("user", "system")
     ]
-    sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), chat=True)
+    sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), chat=True, answer_key="")
     sources._tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
     )
     said = fault(sources)
     assert "p.jsonl:2" in said and "refuses messages of the roles ['system', 'user']: no system role" in said
+
+
+def test_broken_rows_are_said_at_once_up_to_twenty(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "1", "answer": "1"} for _ in range(400)]
+    for k in (3, 7, 300):
+        rows[k]["prompt"] = 5
+    said = fault(file_sources(write_jsonl(tmp_path / "p.jsonl", rows))).splitlines()
+    assert [line for line in said if "p.jsonl:4:" in line or "p.jsonl:8" in line or "p.jsonl:301" in line] and len(
+        said
+    ) == 4
+    assert said[0].startswith("3 prompts cannot be used")
+    for row in rows:
+        row["prompt"] = 5
+    said = fault(file_sources(write_jsonl(tmp_path / "q.jsonl", rows))).splitlines()
+    assert len(said) == 21 and said[0].startswith("at least 20 prompts cannot be used")
 
 
 def test_chat_messages_go_through_the_chat_template(tmp_path: Path) -> None:
