@@ -38,6 +38,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -51,6 +52,10 @@ OPTIMIZERS = {"trainer": "optimizer", "critic": "critic_optimizer"}
 """What roles that learn call theirs in a checkpoint."""
 SMALL_BYTES = 1 << 16
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
+
+
+UMASKS = {"none": 0o077, "read": 0o027}
+"""What run.group_access takes from the modes of new files and folders."""
 
 
 class RunError(Exception):
@@ -159,6 +164,20 @@ class RunDir:
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"
+
+
+def keep_private(group_access: str) -> None:
+    """Have what this process and its children make from now on be their user's alone, or the group's to read, whatever the shell's umask is."""
+    os.umask(UMASKS[group_access])
+
+
+def make_private(folder: Path, group_access: str) -> None:
+    """The same for what is there: files that were copied brought their modes with them."""
+    taken = UMASKS[group_access]
+    for path in (folder, *folder.rglob("*")):
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode) and mode & taken:
+            path.chmod(stat.S_IMODE(mode) & ~taken)
 
 
 @contextlib.contextmanager

@@ -70,6 +70,11 @@ class Telemetry:
         except OSError as error:  # a full disk must not take a healthy role down; the supervisor sees the silence
             self.log.warning("heartbeat not written: %s", error)
 
+    @property
+    def state(self) -> str | None:
+        """What it said last that the role does."""
+        return self._last.get("state")
+
     def metrics(self, kind: str, **values: Any) -> None:
         """Append one line of metrics, or an event. Numbers that are not finite become null and are named in `non_finite`."""
         record = {"time": round(time.time(), 3), "attempt": self.attempt, "kind": kind, **values}
@@ -110,9 +115,12 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def read_beat(run: RunDir, role: str) -> dict[str, Any] | None:
-    """A role's last heartbeat; None before its first."""
-    beat: dict[str, Any] | None = read_json(run.heartbeats / f"{role}.json")
-    return beat
+    """A role's last heartbeat; None before its first, or where a loss of power left half of it: the next one replaces it."""
+    try:
+        beat = read_json(run.heartbeats / f"{role}.json")
+    except ValueError:
+        return None
+    return beat if isinstance(beat, dict) else None
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:

@@ -79,7 +79,7 @@ class Fates:
 def read_entries(run: RunDir, broken: list[RunError] | None = None) -> list[Entry]:
     """All ledger entries, by step. Raises RunError naming an entry that cannot be read, unless `broken` is given, which collects them."""
     entries: list[Entry] = []
-    for path in sorted(run.ledger.glob("*/*.json")):
+    for path in sorted(path for path in run.ledger.glob("*/*.json") if path.stem.isdigit()):
         try:
             entry = read_entry(path)
         except RunError as error:

@@ -26,7 +26,7 @@ from relax_hpc.launch.supervisor import ENDED, outcome_of
 from relax_hpc.launch.workers import GRACE_S, LocalWorkers, clear_node
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles import gpus
-from relax_hpc.run_dir import RunDir, RunError, is_there, open_existing, read_json, replace, to_json
+from relax_hpc.run_dir import RunDir, RunError, is_there, keep_private, open_existing, read_json, replace, to_json
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
 POLL_S = 0.05
@@ -43,6 +43,7 @@ class Agent:
 
     def __init__(self, run: RunDir, about: dict[str, Any], names: list[str]) -> None:
         self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
+        keep_private(self.recipe.run.group_access)
         self.telemetry = Telemetry(run, f"agent-{about['step']}-{about['index']}", attempt=0)
         self.workers = LocalWorkers(
             run,

@@ -39,7 +39,7 @@ from relax_hpc.launch.view import live
 from relax_hpc.launch.workers import GRACE_S, Together
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, RunError, open_existing
+from relax_hpc.run_dir import RunDir, RunError, keep_private, open_existing
 from relax_hpc.telemetry import Telemetry
 
 SWEEP_S = 300.0
@@ -56,6 +56,7 @@ HELD_S = 90.0
 def lead(run: RunDir) -> int:
     """Go on with the run as its leader until it, or this job, is over; the exit code."""
     recipe, job = load_recipe(run.recipe), _own_job()
+    keep_private(recipe.run.group_access)
     assert recipe.slurm is not None
     io = IoRetry(run, recipe.supervision.io_wait_s, lambda kind, **about: None)
     io(lambda: record_own(run, job, "leader"))
@@ -166,6 +167,7 @@ def wait_for_lease(run: RunDir) -> Lease:
 def roll_out(run: RunDir, elastic: bool) -> int:
     """Keep the agents of this job's nodes until they leave, or this job's time is up."""
     recipe, job = load_recipe(run.recipe), _own_job()
+    keep_private(recipe.run.group_access)
     record_own(run, job, "elastic" if elastic else "rollout")
     plan, telemetry = make_plan(recipe), Telemetry(run, f"agent-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), *step_command(plan)]

@@ -24,7 +24,17 @@ from relax_hpc.launch.nursery import PREPARE, Nursery
 from relax_hpc.launch.sizing.trainer import needs_reference
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe, without_folders
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, RunError, drafted, read_json, replace, to_json, write_file
+from relax_hpc.run_dir import (
+    RunDir,
+    RunError,
+    drafted,
+    keep_private,
+    make_private,
+    read_json,
+    replace,
+    to_json,
+    write_file,
+)
 from relax_hpc.telemetry import read_beat
 
 Debug = Literal["rollout-only", "train-only"]
@@ -51,6 +61,7 @@ def create(
         raise RunError(
             f"run.root = '{recipe.run.root}' cannot be made: {error}; choose another with --set run.root=DIR"
         ) from error
+    keep_private(recipe.run.group_access)  # after the root, which others may have runs in
     try:
         with drafted(final) as draft:
             _snapshot(draft)
@@ -63,6 +74,7 @@ def create(
             if fork_of is not None:
                 about["fork_step"] = _fork(fork_of, draft, recipe)
             write_file(draft.identity, to_json(about))
+            make_private(draft.root, recipe.run.group_access)
     except FileExistsError:
         raise RunError(f"'{final}' exists already") from None
     except OSError as error:
@@ -96,6 +108,7 @@ def resume(
             f"'{run.root}' is an evaluation, no run: `relax-hpc eval` made it, and the same command goes on with it"
         )
     old = load_recipe(run.recipe)
+    keep_private(old.run.group_access)
     new = change_on_resume(old, overrides)
     changes = [change._asdict() for change in differences(old, new)]
     if code is not None:

@@ -32,7 +32,18 @@ from relax_hpc.recipe.source import AnyPrompts, labels
 from relax_hpc.records import Group
 from relax_hpc.roles.evaluation import Score, evaluation_orders, read_score
 from relax_hpc.roles.player import Player
-from relax_hpc.run_dir import RunDir, RunError, drafted, open_existing, publish, read_json, to_json, write_file
+from relax_hpc.run_dir import (
+    RunDir,
+    RunError,
+    drafted,
+    keep_private,
+    make_private,
+    open_existing,
+    publish,
+    read_json,
+    to_json,
+    write_file,
+)
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.shard import encode
 from relax_hpc.telemetry import Telemetry
@@ -193,6 +204,7 @@ def prepare(folder: Path, subject: Subject, recipe: Recipe) -> RunDir:
             "choose another directory with --output, or remove it"
         )
     place.root.parent.mkdir(parents=True, exist_ok=True)
+    keep_private(recipe.run.group_access)
     with drafted(place.root) as draft:
         if subject.run is None:
             materialise(recipe.model, draft.model, recipe.run.seed)
@@ -204,6 +216,7 @@ def prepare(folder: Path, subject: Subject, recipe: Recipe) -> RunDir:
             "debug": "evaluate", "shards_from": None, "fork_of": None, "evaluates": about,
         }  # fmt: skip
         write_file(draft.identity, to_json(identity))
+        make_private(draft.root, recipe.run.group_access)
     return place
 
 

@@ -7,33 +7,18 @@ Everything that such a loop does can be done again. What a tick finds half done 
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 import tenacity
 
+from relax_hpc.roles.process import passes
 from relax_hpc.run_dir import RunDir, RunError
 
 T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
-ANSWERS = frozenset(
-    {
-        errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EXDEV, errno.EINVAL, errno.ENAMETOOLONG,
-        errno.ELOOP, errno.EBADF, errno.EPIPE, errno.ECHILD, errno.ESRCH, errno.ENOEXEC, errno.E2BIG, errno.ENOTSUP,
-    }
-)  # fmt: skip
-"""Errors that say what is there, or what was asked wrongly: the same call again would be answered the same. ENOENT is how a superseded
-one is fenced. ESTALE is none of them: the handle is old, what the path leads to is not known. All others are trouble that ends, if
-only when a person sees to it: EIO, ESTALE, a server or a network that is gone; a full disk or quota; a file system that was made
-read-only after an error; permissions that are refused while a ticket or a server of names is renewed."""
-
-
-def passes(error: BaseException) -> bool:
-    """Whether an error is trouble of the file system, and the same call may do well in a while."""
-    return isinstance(error, OSError) and error.errno is not None and error.errno not in ANSWERS
 
 
 class IoTrouble(RunError):

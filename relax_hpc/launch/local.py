@@ -19,7 +19,7 @@ from relax_hpc.launch.view import in_any_case, live, render
 from relax_hpc.launch.workers import LocalWorkers, Together, beside_here, clear_node
 from relax_hpc.recipe import load_recipe, site_file
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, RunError, open_existing
+from relax_hpc.run_dir import RunDir, RunError, keep_private, open_existing
 from relax_hpc.spool.queue import Queue
 from relax_hpc.telemetry import Telemetry
 
@@ -82,6 +82,7 @@ def open_or_create(
 def run_here(opened: Opened, console: Console) -> dict[str, Any]:
     """Supervise the run until it ends; its outcome."""
     run, recipe, nursery = opened.run, opened.recipe, opened.nursery
+    keep_private(recipe.run.group_access)
     io = IoRetry(run, recipe.supervision.io_wait_s, lambda kind, **about: None)
     lease = io(lambda: acquire(run))
     try:

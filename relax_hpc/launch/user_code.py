@@ -50,7 +50,7 @@ def copy(recipe: Recipe, run: RunDir, number: int = 0) -> Recipe:
     }
     for name, path in sources.items():
         (version / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(path, version / name)
+        shutil.copyfile(path, version / name)
     if sources:
         origins = {
             str(name): {"from": _origin(path), "checksum": _checksum(version / name)} for name, path in sources.items()

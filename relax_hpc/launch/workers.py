@@ -128,9 +128,11 @@ class LocalWorkers:
         reason, patience = how_it_ended(code), self._patience[worker]
         done = beat.get("orders", 0) + beat.get("learned", 0)
         self._say("lost", role=worker.name, reason=reason, orders_given_back=given)
-        if patience.failed(reason, (worker.attempt, done) if done else None):
+        ours = beat if beat.get("attempt") == worker.attempt else {}
+        if patience.failed(reason, (worker.attempt, done) if done else None, ours):
             worker.attempt += 1
         else:
+            self.fatal = patience.in_vain
             self.failure = patience.exhausted(worker.name, reason, worker.error(), worker.log)
 
     def look_for_silence(self) -> None:

@@ -50,6 +50,12 @@ class Run(Table):
         "hybrid). `colocate`: trainer and workers take turns on the same devices; needs async.max_staleness = 0.",
         resume=True,
     )
+    group_access: Literal["none", "read"] = Key(
+        "none",
+        "Who besides you may look into the run's directory, whatever your umask is: `none`, or your group may `read` it. Nobody else "
+        "may ever write there: who can write a run's directory runs code in your name.",
+        resume=True,
+    )
 
 
 class Warmup(Table):

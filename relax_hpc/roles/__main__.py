@@ -18,7 +18,7 @@ from typing import NoReturn
 from relax_hpc import checkpoint
 from relax_hpc.recipe import RecipeError
 from relax_hpc.registry import RegistryError
-from relax_hpc.roles.process import Exit, RoleProcess, Stop
+from relax_hpc.roles.process import BEGINNING, Exit, RoleProcess, Stop, place_of
 from relax_hpc.run_dir import OPTIMIZERS, RunDir, RunError
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
@@ -91,7 +91,8 @@ def run(process: RoleProcess, role: str) -> Exit:
         return Exit.FATAL
     except Exception as error:
         process.log.exception("unexpected error")
-        say_last_words(process, "crashed", f"{type(error).__name__}: {error}")
+        place = place_of(error) if process.telemetry.state in BEGINNING else ""
+        say_last_words(process, "crashed", f"{type(error).__name__}: {error}", place)
         return Exit.CRASHED
 
 
@@ -108,11 +109,11 @@ def read_ahead(process: RoleProcess, role: str) -> None:
             checkpoint.begin_reading(run, OPTIMIZERS[role])
 
 
-def say_last_words(process: RoleProcess, state: str, error: str) -> None:
-    """To the supervisor's pipe, and into the heartbeat for whoever looks later."""
+def say_last_words(process: RoleProcess, state: str, error: str, place: str = "") -> None:
+    """To the supervisor's pipe, and into the heartbeat for whoever looks later. place: of an error that the next start will meet again."""
     if process.arguments.last_words is not None:
         os.write(process.arguments.last_words, error.encode()[:PIPE_BYTES])
-    process.telemetry.beat(state, error=error)
+    process.telemetry.beat(state, error=error, place=place or None)
 
 
 def prepare_cpu() -> None:

@@ -9,8 +9,10 @@ import argparse
 import errno
 import logging
 import signal
+import traceback
 from collections.abc import Callable
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tenacity
@@ -18,7 +20,7 @@ import tenacity
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.caches import Caches
-from relax_hpc.run_dir import RunDir, RunError, open_existing
+from relax_hpc.run_dir import RunDir, RunError, keep_private, open_existing
 from relax_hpc.telemetry import Telemetry
 
 T = TypeVar("T")
@@ -53,6 +55,7 @@ class RoleProcess:
         self.run: RunDir = open_existing(arguments.run)
         self.name: str = arguments.name
         self.recipe: Recipe = load_recipe(self.run.recipe)
+        keep_private(self.recipe.run.group_access)
         quiet_s = self.recipe.supervision.hang_s / QUIET_SHARE
         self.telemetry = Telemetry(self.run, self.name, arguments.attempt, arguments.supervisor, quiet_s)
         self.caches = Caches(self.run, arguments.role)
@@ -97,6 +100,43 @@ class RoleProcess:
                 f"no room for {what} in '{self.run.root}' after {limit_s:.0f} s (spool.full_disk_wait_s): {error}; "
                 'free space, or set spool.keep = "needed", then resume with `relax-hpc run RUN_DIR`; nothing is lost'
             ) from error
+
+
+ANSWERS = frozenset(
+    {
+        errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR, errno.EXDEV, errno.EINVAL, errno.ENAMETOOLONG,
+        errno.ELOOP, errno.EBADF, errno.EPIPE, errno.ECHILD, errno.ESRCH, errno.ENOEXEC, errno.E2BIG, errno.ENOTSUP,
+    }
+)  # fmt: skip
+"""Errors that say what is there, or what was asked wrongly: the same call again would be answered the same. ENOENT is how a superseded
+one is fenced. ESTALE is none of them: the handle is old, what the path leads to is not known. All others are trouble that ends, if
+only when a person sees to it: EIO, ESTALE, a server or a network that is gone; a full disk or quota; a file system that was made
+read-only after an error; permissions that are refused while a ticket or a server of names is renewed."""
+BEGINNING = (None, "starting", "syncing")
+"""States of a role that has done nothing yet."""
+_OF_THE_MOMENT = (
+    "OutOfMemoryError",
+    "AcceleratorError",
+    "DistError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+)
+"""Errors of torch's that another start may not meet: memory that another process has, a peer that is not there."""
+
+
+def passes(error: BaseException) -> bool:
+    """Whether an error is trouble of the file system, and the same call may do well in a while."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in ANSWERS
+
+
+def place_of(error: BaseException) -> str:
+    """FILE:LINE of our code where an error came from; empty for those that say more of the moment than of what was asked for."""
+    if passes(error) or isinstance(error, (TimeoutError, ConnectionError)) or type(error).__name__ in _OF_THE_MOMENT:
+        return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "relax_hpc" in Path(frame.filename).parts]
+    return f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
 
 
 def is_full(error: BaseException) -> bool:

@@ -10,14 +10,13 @@ from its name: whoever finds the number taken adopts what is there. A part that 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
 
 from relax_hpc.records import Group, Part
-from relax_hpc.run_dir import RunDir, RunError, publish
+from relax_hpc.run_dir import RunDir, RunError, names, publish
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Claim, Queue, Ticket
 from relax_hpc.spool.shard import Compression, Shard, encode
@@ -57,10 +56,9 @@ def read(run: RunDir, order: Order, ticket: Ticket) -> Part | None:
 
 def remove(run: RunDir, outstanding: Collection[str], before: int) -> None:
     """Remove the parts of orders that were released for batches before `before` and are no longer outstanding."""
-    names = os.listdir(run.parts) if run.parts.is_dir() else []  # a run of an older version has none
-    for name in names:
+    for name in names(run.parts):
         order_id = name.partition(".")[0]
-        if order_id and order_id not in outstanding and int(order_id[1:7]) < before:
+        if order_id not in outstanding and order_id[1:7].isdigit() and int(order_id[1:7]) < before:
             (run.parts / name).unlink(missing_ok=True)
 
 

@@ -12,19 +12,25 @@ how many workers died on it, and which part of it there is already. Orders are n
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relax_hpc.run_dir import Data, RunDir, publish, read_json, to_json
+from relax_hpc.run_dir import Data, RunDir, is_there, names, publish, read_json, rename_once, to_json
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.watch import FolderWatch
 
 LOOK_AT_STARTS_S = 0.1
 """Between two calls of `in_play`, which costs a folder a worker."""
+KNOWN_CLAIMS = 1000
+"""A worker's latest claims, of which an old listing may speak still."""
+_TICKET = re.compile(r"([oe]\d{6}-\w+)\.a(\d+)\.v(\d+)(?:\.p(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +56,10 @@ class Ticket:
         return f"{self.order_id}.a{self.attempt}.v{self.version}{begun}"
 
     @classmethod
-    def parse(cls, name: str) -> Ticket:
-        order_id, attempt, version, *parts = name.split(".")
-        return cls(order_id, int(attempt[1:]), int(version[1:]), *(int(p[1:]) for p in parts))
+    def parse(cls, name: str) -> Ticket | None:
+        """What a name says; None where it is no order's: somebody else put it there."""
+        match = _TICKET.fullmatch(name)
+        return Ticket(match[1], int(match[2]), int(match[3]), int(match[4] or 0)) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +78,11 @@ class Queue:
         """workers: how many claim from it."""
         self._run = run
         self._open = FolderWatch(run.open_orders, workers)
+        self._names: frozenset[str] = frozenset()
+        self._tickets: list[Ticket] = []
+        """Those of `_names`, evaluations first."""
+        self._mine = deque[Path](maxlen=KNOWN_CLAIMS)
+        """What was claimed here, and not put back."""
 
     # the trainer's side
 
@@ -105,26 +117,36 @@ class Queue:
         Nothing was generated for them yet, so giving them a later deadline favours no answer.
         """
         raised = False
-        for name in os.listdir(self._run.open_orders):
-            ticket = None if name.startswith(".") else Ticket.parse(name)
-            if ticket is None or ticket.keeps_version or ticket.version >= version:
-                continue
-            later = replace(ticket, version=version)
-            raised |= _moved(self._run.open_orders / name, self._run.open_orders / later.name)
+        for ticket in _tickets(self._run.open_orders):
+            if not ticket.keeps_version and ticket.version < version:
+                later = replace(ticket, version=version)
+                raised |= _moved(self._run.open_orders / ticket.name, self._run.open_orders / later.name)
         return raised
 
     def withdraw(self, order_ids: Iterable[str]) -> None:
         """Remove orders that nobody needs any more, where they are still open."""
         gone = set(order_ids)
-        for name in os.listdir(self._run.open_orders):
-            if not name.startswith(".") and Ticket.parse(name).order_id in gone:
-                (self._run.open_orders / name).unlink(missing_ok=True)
+        for ticket in _tickets(self._run.open_orders):
+            if ticket.order_id in gone:
+                (self._run.open_orders / ticket.name).unlink(missing_ok=True)
 
     # a worker's side
 
     def has_open(self) -> bool:
         """Whether there is an order that nobody has claimed; most often one stat."""
-        return bool(self._open.names())
+        return bool(self._open_tickets())
+
+    def _open_tickets(self) -> list[Ticket]:
+        now = self._open.names()
+        if now is not self._names:
+            strays = {name for name in now - self._names if Ticket.parse(name) is None}
+            if strays:
+                logging.getLogger("queue").warning(
+                    "no orders, left alone in '%s': %s", self._open.folder, sorted(strays)
+                )
+            found = [ticket for name in now if (ticket := Ticket.parse(name)) is not None]
+            self._names, self._tickets = now, sorted(found, key=lambda ticket: ticket.order_id)
+        return self._tickets
 
     def claim(self, worker: str, version: int) -> Claim | None:
         """Claim the first order that may be started where `version` is the newest, evaluations first; None when there is none.
@@ -132,17 +154,19 @@ class Queue:
         Raises FileNotFoundError when this worker counted as lost: its workplace is gone, only a new one can claim.
         """
         folder = self._run.claimed_orders / worker
-        tickets = sorted((Ticket.parse(n) for n in self._open.names()), key=lambda t: t.order_id)
-        for ticket in tickets:
+        for ticket in self._open_tickets():
             if ticket.version > version:
                 continue
             mine = ticket if ticket.keeps_version else replace(ticket, version=version)
             path = folder / mine.name
+            if path in self._mine:
+                continue  # a listing of before we took it; our claim stays until its shard is published
             if _moved(self._run.open_orders / ticket.name, path):
                 order = _read(path)
                 if order is None:  # torn; or given back to others since the rename: this worker counts as lost
                     path.unlink(missing_ok=True)
                     continue
+                self._mine.append(path)
                 return Claim(order, mine, path)
             if not folder.is_dir():
                 raise FileNotFoundError(
@@ -153,6 +177,8 @@ class Queue:
     def put_back(self, claim: Claim, parts: int | None = None) -> bool:
         """Open a claim again: no worker died on it. `parts`: which part there is of it now. False when it is ours no more."""
         again = claim.ticket if parts is None else replace(claim.ticket, parts=parts)
+        with contextlib.suppress(ValueError):
+            self._mine.remove(claim.path)  # it may be ours again
         return _moved(claim.path, self._run.open_orders / again.name)
 
     def open_workplace(self, worker: str) -> None:
@@ -163,6 +189,7 @@ class Queue:
     def give_back(self, worker: str, lost: bool) -> list[str]:
         """Open a worker's claims again; `lost`: it died on them. Returns the order ids. Its folder is removed."""
         folder = self._run.claimed_orders / worker
+        self._mine = deque((path for path in self._mine if path.parent != folder), KNOWN_CLAIMS)
         given = []
         while tickets := _tickets(folder):  # again while a worker that counts as lost goes on claiming
             given += [t.order_id for t in tickets if self._reopen(folder, t, lost)]
@@ -216,10 +243,8 @@ def end_claim(run: RunDir, claim: Claim) -> None:
 
 
 def _tickets(folder: Path) -> list[Ticket]:
-    try:
-        return [Ticket.parse(n) for n in os.listdir(folder) if not n.startswith(".")]
-    except FileNotFoundError:
-        return []
+    """The orders in a folder; a missing one has none."""
+    return [ticket for name in names(folder) if (ticket := Ticket.parse(name)) is not None]
 
 
 def _read(path: Path) -> Order | None:
@@ -232,9 +257,9 @@ def _read(path: Path) -> Order | None:
 
 
 def _moved(source: Path, target: Path) -> bool:
-    """Rename, and say whether it was us. On NFS the reply to a rename that succeeded can be lost: look for the target."""
+    """Rename, and say whether it was us. The reply to a rename that succeeded can be lost: look for the target."""
     try:
-        os.rename(source, target)
+        rename_once(source, target, lambda: is_there(target))
     except FileNotFoundError:
-        return target.exists()
+        return False
     return True

@@ -11,6 +11,7 @@ ranks may have different numbers of micro-batches, and the sums are the same und
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -300,7 +302,9 @@ def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
+            raise  # of the file system's: another start may do well
         raise RunError(f"no model can be loaded from '{folder}': {error}") from error
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:

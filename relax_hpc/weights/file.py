@@ -12,20 +12,23 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import relax_hpc.weights.delta as delta
 from relax_hpc import tensor_files
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.watch import FolderWatch
-from relax_hpc.weights.base import Export, Fetched, Progress, Version, WeightsError
+from relax_hpc.weights.base import DamagedWeights, Export, Fetched, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry
 from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name
 from relax_hpc.weights.stored import NodeCopies, bases, chain, files, read
 from relax_hpc.weights.versions import Manifest, Versions, expected, latest, name_of, number_of, tensors_path
 
+READ_AGAIN_S = 1.0
+"""The name of the newest version is read this often whatever its file's time says."""
 KEPT_FILES = 3
 """Newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners."""
 
@@ -97,7 +100,7 @@ class FilePublisher:
 
     def _repair(self, published: Version, export: Export, progress: Progress, pinned: bool) -> None:
         """Write the tensors of the newest version, or of a pinned one, where they are missing or damaged; at the restart that a damage leads to."""
-        newest, there = latest(self._run), tensors_path(self._run, published).exists()
+        newest, there = self._versions.newest(), tensors_path(self._run, published).exists()
         if there and not self._checked:
             try:
                 read(self._run, published, None, progress)
@@ -109,7 +112,7 @@ class FilePublisher:
 
     def _base(self) -> Version | None:
         """What the next version may be a change against; None when it is to be whole."""
-        newest = latest(self._run) if self._copies and self._full_every > 1 else None
+        newest = self._versions.newest() if self._copies and self._full_every > 1 else None
         try:
             return newest if newest and len(chain(self._run, newest)) < self._full_every else None
         except WeightsError:
@@ -189,15 +192,23 @@ class FileReceiver:
         self._run = run
         self._copies = NodeCopies(run, front) if front else None
         self._seen: tuple[tuple[int, int] | None, Version | None] = (None, None)
+        self._read_at = float("-inf")
 
     def newest(self) -> Version | None:
-        """One stat, and a read only when another version was published: each replaces the file by a new one."""
+        """One stat, and a read when another version was published: each replaces the file by a new one. What stat says may come
+        from a cache, as clients of NFS keep one; to open a file asks the server, so that is done once a second at least."""
         try:
             stat = os.stat(self._run.weights / "latest.json")
         except FileNotFoundError:
             return None
-        if (stat.st_ino, stat.st_mtime_ns) != self._seen[0]:
-            self._seen = ((stat.st_ino, stat.st_mtime_ns), latest(self._run))
+        now = time.monotonic()
+        if (stat.st_ino, stat.st_mtime_ns) != self._seen[0] or now - self._read_at > READ_AGAIN_S:
+            try:
+                self._seen, self._read_at = ((stat.st_ino, stat.st_mtime_ns), latest(self._run)), now
+            except DamagedWeights as error:
+                raise RunError(
+                    f"{error}: resume with `relax-hpc run {self._run.root}`, the trainer says it again"
+                ) from error
         return self._seen[1]
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Collection
@@ -21,9 +22,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.run_dir import RunDir, publish, read_json, replace, sync_folder, to_json
+from relax_hpc.run_dir import RunDir, names, publish, read_json, replace, sync_folder, to_json
 from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, from_plain, to_plain
+
+_MANIFEST = re.compile(r"v(\d{8})\.l(\d+)\.json")
+_TENSORS = re.compile(r"v\d{8}\.l\d+\.i\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +47,16 @@ class Versions:
 
     def find(self, number: int) -> Manifest | None:
         """Version `number` of the newest lineage that has one; that of the lineage we are in when none has."""
-        found = [int(p.stem.partition(".l")[2]) for p in self.run.weights.glob(f"v{number:08d}.l*.json")]
-        return manifest(self.run, number, max([self.lineage, *found]))
+        return manifest(self.run, number, max([self.lineage, *self._lineages(number)]))
+
+    def _lineages(self, number: int) -> list[int]:
+        """Those in which there is a version of this number."""
+        found = (_MANIFEST.fullmatch(name) for name in names(self.run.weights))
+        return [int(match[2]) for match in found if match and int(match[1]) == number]
 
     def new(self, number: int, contents: Contents, replayed: Manifest | None) -> Version:
         """The name of a version that differs from `replayed`, where it was published before."""
-        found = [int(p.stem.partition(".l")[2]) for p in self.run.weights.glob(f"v{number:08d}.l*.json")]
-        lineage = replayed.version.lineage + 1 if replayed else max([self.lineage, *found])
+        lineage = replayed.version.lineage + 1 if replayed else max([self.lineage, *self._lineages(number)])
         return Version(number, lineage, self._incarnation, checksum(contents))
 
     def announce(self, version: Version, contents: Contents) -> None:
@@ -62,11 +69,18 @@ class Versions:
 
     def catch_up(self, published: Manifest) -> Version:
         """Take up a version that was published before. A trainer may have died before anybody could learn of it."""
-        version, newest = published.version, latest(self.run)
+        version, newest = published.version, self.newest()
         if newest is None or (newest.lineage, newest.number) < (version.lineage, version.number):
             self._say_newest(version)
         self.lineage = version.lineage
         return version
+
+    def newest(self) -> Version | None:
+        """The newest version; None before the first, and where the file that says so is damaged: it is written anew."""
+        try:
+            return latest(self.run)
+        except DamagedWeights:
+            return None
 
     def _say_newest(self, version: Version) -> None:
         """Not onto the disk: after a loss of power the trainer's restart says it again."""
@@ -95,13 +109,14 @@ class Versions:
 
     def on_disk(self) -> list[Path]:
         """The folders of versions, oldest first."""
-        return sorted(self.run.weights.glob("v????????.l*.i*"), key=number_of)
+        found = [self.run.weights / name for name in names(self.run.weights) if _TENSORS.fullmatch(name)]
+        return sorted(found, key=number_of)
 
     def forget(self, oldest_step: int, pinned: Collection[int]) -> None:
         """Manifests of versions before the oldest restorable checkpoint are compared with no more, but for the pinned ones."""
-        for path in self.run.weights.glob("v*.json"):
-            if number_of(path) < oldest_step and number_of(path) not in pinned:
-                self.remove(path)
+        for match in map(_MANIFEST.fullmatch, names(self.run.weights)):
+            if match and int(match[1]) < oldest_step and int(match[1]) not in pinned:
+                self.remove(self.run.weights / match[0])
 
 
 def number_of(path: Path) -> int:
@@ -157,8 +172,13 @@ def _known(run: RunDir, number: int, lineage: int) -> Manifest:
 
 
 def latest(run: RunDir) -> Version | None:
-    about = read_json(run.weights / "latest.json")
-    return None if about is None else _version(about)
+    """The newest version; None before the first. Raises DamagedWeights where the file that says so is."""
+    path = run.weights / "latest.json"
+    try:
+        about = read_json(path)
+        return None if about is None else _version(about)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedWeights(f"'{path}', which names the newest weights, is damaged ({error!r})") from error
 
 
 def _version(about: dict[str, Any]) -> Version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import time
@@ -16,6 +17,7 @@ from relax_hpc.spool import watch
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Queue, Ticket, publish_shard
 from relax_hpc.spool.watch import FolderWatch, backoff
+from tests.io_faults import inject
 
 FORK = multiprocessing.get_context("fork")
 
@@ -252,7 +254,7 @@ def test_a_listing_that_takes_long_is_not_taken_for_settled(tmp_path: Path, monk
 
     def slow(path: Any) -> list[str]:
         names = listdir(path)
-        time.sleep(2 * watch.RECENT_NS / 1e9)
+        time.sleep(2 * watch.RECENT_S)
         return names
 
     monkeypatch.setattr(os, "listdir", slow)
@@ -268,7 +270,8 @@ def test_a_poll_costs_one_stat_when_nothing_changes(tmp_path: Path, monkeypatch:
         (tmp_path / f"f{i}").touch()
     (tmp_path / ".temporary").touch()
     folder = FolderWatch(tmp_path)
-    time.sleep(2 * watch.RECENT_NS / 1e9)
+    assert len(folder.names()) == 10
+    time.sleep(2 * watch.RECENT_S)
     assert len(folder.names()) == 10
     calls: Counter[str] = Counter()
     for name in ("stat", "listdir", "scandir", "open"):
@@ -292,6 +295,114 @@ def test_a_folder_is_listed_again_after_a_while_whatever_its_time_says(
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + watch.RELIST_S + 1)
     assert folder.names() == {"new"}
+
+
+class Coarse:
+    """A file system whose times are whole seconds, and `os.listdir` of a client that answers from a cache."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.stale, self.listings = 1000.25, dict[str, list[str]](), 0
+        self.stat, self.listdir = os.stat, os.listdir
+        self.second = 1_700_000_000
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(os, "listdir", self.list)
+
+    def list(self, path: Any) -> list[str]:
+        self.listings += 1
+        return self.stale.get(os.fspath(path)) or self.listdir(path)
+
+    def touch(self, path: Path) -> None:
+        path.touch()
+        self.stamp(path.parent)
+
+    def stamp(self, folder: Path) -> None:
+        """The folder's time is the second that it is."""
+        stamp = (self.second + int(self.now)) * 10**9
+        os.utime(folder, ns=(stamp, stamp))
+
+
+def test_where_times_are_whole_seconds_a_name_of_the_same_second_is_seen_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, folder = Coarse(monkeypatch), FolderWatch(tmp_path)
+    there.touch(tmp_path / "one")
+    assert folder.names() == {"one"}
+    there.now += 0.4  # settled, for times that are finer
+    assert folder.names() == {"one"}
+    there.now += 0.2
+    there.touch(tmp_path / "two")
+    there.now += 0.11
+    assert folder.names() == {"one", "two"}
+    before = there.listings
+    for _ in range(300):
+        there.now += 0.02
+        folder.names()
+    assert there.listings - before <= 20, "six seconds without news are not spent with listing"
+
+
+def test_a_worker_does_not_take_its_own_claim_for_an_answer_that_was_lost(
+    queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claim stays while the shard is published, and a listing of before speaks of the order still."""
+    there = Coarse(monkeypatch)
+    queue.put([order(0), order(1)])
+    there.stale[str(run.open_orders)] = os.listdir(run.open_orders)
+    claims = [queue.claim("a", 0) for _ in range(4)]
+    assert [c and c.order.id for c in claims] == ["o000000-000", "o000000-001", None, None]
+    first = claims[0]
+    assert first is not None and queue.put_back(first)
+    again = queue.claim("a", 0)
+    assert again is not None and again.order.id == "o000000-000", "what was put back may be ours again"
+
+
+def test_an_answer_that_was_lost_is_a_claim(queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue.put([order(0)])
+    for error in (errno.ENOENT, errno.EIO):
+        faults = inject(monkeypatch, run.open_orders)
+        faults.error, faults.rule = error, lambda number, call, path: "lost" if call == "rename" else None
+        claim = queue.claim("a", 0)
+        faults.quiet += 1
+        assert claim is not None and faults.hit and queue.put_back(claim)
+
+
+def test_a_folder_whose_time_was_wrong_once_is_listed_every_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a client shows it that keeps attributes for a minute: what it says of the time does not change."""
+    there, folder = Coarse(monkeypatch), FolderWatch(tmp_path, watchers=15)
+    there.stamp(tmp_path)
+    os.utime(tmp_path, ns=(10**18 + 1, 10**18 + 1))
+
+    def seen_after(name: str) -> float:
+        (tmp_path / name).touch()
+        os.utime(tmp_path, ns=(10**18 + 1, 10**18 + 1))
+        began = there.now
+        while name not in folder.names():
+            there.now += 0.05
+        return there.now - began
+
+    folder.names()
+    there.now += 10
+    folder.names()
+    assert seen_after("one") > 10
+    assert all(seen_after(name) <= watch.CACHED_RELIST_S + 0.1 for name in ("two", "three", "four"))
+
+
+@pytest.mark.parametrize("stray", ["evil", "o000000-001", "o000000-001.a0", "x.a0.v0", "o000000-001.a0.v0.bak", "o000000-001.a0.vx"])  # fmt: skip
+def test_names_that_are_no_orders_are_left_alone_and_end_nothing(
+    queue: Queue, run: RunDir, stray: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for folder in (run.open_orders, run.claimed_orders / "a", run.claimed_orders):
+        (folder / stray).write_text("not ours")
+    assert not queue.has_open() and queue.claim("a", 0) is None and stray in caplog.text
+    queue.put([order(0)])
+    assert queue.has_open() and queue.in_play() == {"o000000-000": 0} and queue.raise_oldest(3)
+    claim = queue.claim("a", 3)
+    assert claim is not None and claim.order == order(0)
+    assert queue.give_back("a", lost=True) == ["o000000-000"] and sorted(queue.workers()) == ["a", "b"]
+    queue.remove_torn()
+    queue.withdraw(["o000000-000"])
+    assert os.listdir(run.open_orders) == [stray]
 
 
 def test_a_missing_folder_has_no_names_until_it_comes(tmp_path: Path) -> None:

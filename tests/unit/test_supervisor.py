@@ -16,13 +16,13 @@ import pytest
 from rich.console import Console
 
 from relax_hpc.launch import io_errors, local, supervisor
-from relax_hpc.launch.io_errors import IoRetry, passes
+from relax_hpc.launch.io_errors import IoRetry
 from relax_hpc.launch.lease import acquire
 from relax_hpc.launch.local import Opened, run_here
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.roles.process import Exit
+from relax_hpc.roles.process import Exit, passes, place_of
 from relax_hpc.run_dir import RunDir, RunError, read_json, to_json, write_file
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Queue
@@ -229,6 +229,53 @@ def test_a_superseded_supervisor_is_told_at_once_and_not_after_minutes(tmp_path:
     with pytest.raises(RunError, match="another supervisor has taken over"):
         run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
     assert not run.outcome.exists()
+
+
+@pytest.mark.parametrize(
+    ("errors", "failures"),
+    [
+        (["ValueError: betas", "ValueError: betas"], 2),
+        (["ValueError: betas", "KeyError: 'x'", "ValueError: betas", "KeyError: 'x'"], 4),
+        (["", "", "", ""], 4),
+    ],
+    ids=["the same twice", "different ones", "killed"],
+)
+def test_the_same_error_twice_at_the_same_place_is_one_that_a_person_must_mend(
+    tmp_path: Path, recipe: Recipe, errors: list[str], failures: int
+) -> None:
+    run = prepared(tmp_path / "run", recipe)
+
+    class Broken(Stage):
+        def train(self, voice: Telemetry, folder: Path) -> int:
+            error = errors[voice.attempt]
+            if error:
+                voice.beat("crashed", step=0, error=error, place="optim.py:7")
+                return Exit.CRASHED
+            return -signal.SIGKILL
+
+    stage = Broken(run, Faults(Path("/nowhere")))
+    outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
+    assert outcome["outcome"] == "failed" and sum(name == "trainer-0" for name, _ in stage.born) == failures
+    assert outcome["fatal"] is (failures == 2)
+    if failures == 2:
+        assert "trainer cannot begin: twice the same error, ValueError: betas (optim.py:7)" in outcome["reason"]
+
+
+def test_an_error_has_a_place_unless_it_is_one_of_the_moment() -> None:
+    def place(error: type[Exception], *arguments: Any) -> str:
+        with pytest.raises(error) as caught:
+            io_errors.IoRetry(RunDir("/nowhere"), 0.0, lambda kind: None)(raising(error(*arguments)))
+        return place_of(caught.value)
+
+    def raising(error: Exception) -> Callable[[], None]:
+        def act() -> None:
+            raise error
+
+        return act
+
+    assert place(ValueError, "x").startswith("io_errors.py:") and place(FileNotFoundError, errno.ENOENT, "x")
+    assert place(ConnectionResetError, "peer") == place(type("DistNetworkError", (Exception,), {}), "x") == ""
+    assert place_of(OSError(errno.EIO, "x")) == ""
 
 
 def test_a_picture_that_fails_ends_nothing(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

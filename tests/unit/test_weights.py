@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -14,10 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from relax_hpc.run_dir import RunDir, read_json, replace, to_json
+from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
 from relax_hpc.tensor_files import as_bytes
 from relax_hpc.weights import DamagedWeights, FilePublisher, FileReceiver, Version, delta
 from relax_hpc.weights.contents import checksum
+from relax_hpc.weights.file import READ_AGAIN_S
 from relax_hpc.weights.parts import digest, in_threads
 from relax_hpc.weights.versions import tensors_path
 
@@ -233,3 +235,50 @@ def test_what_fails_in_a_thread_fails_here_and_stops_the_rest() -> None:
     with pytest.raises(OSError, match="no room"):
         in_threads(tensors(), work, 2 * MIB)
     assert len(given) < 10
+
+
+def test_the_newest_version_is_known_a_second_later_though_stat_answers_from_a_cache(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver = publisher(run, front=False), FileReceiver(run)
+    sender.publish(0, lambda: iter([("w", torch.zeros(4))]))
+    now, path, stat = 1000.0, run.weights / "latest.json", os.stat
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    first, cached = receiver.newest(), stat(path)
+    monkeypatch.setattr(os, "stat", lambda name, **more: cached if name == path else stat(name, **more))
+    sender.publish(1, lambda: iter([("w", torch.ones(4))]))
+    assert receiver.newest() == first
+    now += READ_AGAIN_S + 0.01
+    newest = receiver.newest()
+    assert newest is not None and newest.number == 1
+
+
+def test_a_damaged_name_of_the_newest_version_is_named_and_said_anew(run: RunDir) -> None:
+    sender, path = publisher(run, front=False), run.weights / "latest.json"
+    export = lambda: iter([("w", torch.zeros(4))])
+    sender.publish(0, export)
+    for damage in (b"", b"{", b"[]", b'{"number": 3}'):
+        path.write_bytes(damage)
+        with pytest.raises(RunError, match=rf"'{path}', which names the newest weights, is damaged.*relax-hpc run"):
+            FileReceiver(run).newest()
+        publisher(run, front=False).publish(0, export)
+        newest = FileReceiver(run).newest()
+        assert newest is not None and newest.number == 0
+
+
+def test_names_that_are_no_versions_end_nothing(run: RunDir) -> None:
+    for name in (
+        "v00000000.l0.bak.json",
+        "vabcdefgh.l0.i1",
+        "v1.json",
+        "v00000000.lx.json",
+        "notes.json",
+        "v00000000.l0.i1.old",
+    ):
+        (run.weights / name).write_text("not ours")
+    sender = publisher(run, front=False)
+    for number in range(5):
+        sender.publish(number, lambda: iter([("w", torch.ones(4))]))
+    sender.forget(3)
+    newest = FileReceiver(run).newest()
+    assert newest is not None and newest.number == 4 and len(list(run.weights.glob("v*"))) > 6

@@ -43,6 +43,7 @@ def examine(
         if "files" in areas:
             say("the file system")
             yield from _files(recipe, folder, local_root_ok)
+            yield from files.access(recipe.run.root, run.root if run else None)
         if "python" in areas:
             say("Python's libraries")
             yield from python.environment(recipe)

@@ -16,11 +16,14 @@ from pathlib import Path
 
 from relax_hpc.launch.doctor.checks import Check, failed, note, ok, warning
 from relax_hpc.run_dir import RunError, link_exclusive, sync_folder, write_file
+from relax_hpc.spool.watch import COARSE_RECENT_S
 
 AREA = "files"
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 20.0
-"""A lease counts as silent after 60 s by the mtime of its file: clocks must agree far better than that."""
+"""Nothing relies on clocks that agree, but records of several machines are read side by side, and `status` shows ages by them."""
 SLOW_FSYNC_S = 0.2
+NFS_CACHE_S = 60
+"""acdirmax where a mount does not say."""
 PREFIX = ".doctor."
 NETWORKED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "glusterfs", "panfs", "wekafs", "afs", "9p", "virtiofs", "daos", "orangefs", "pvfs")  # fmt: skip
 """File systems that several machines can hold; FUSE ones carry the name after `fuse.`."""
@@ -71,7 +74,14 @@ def semantics(folder: Path, *, trainer_processes: int) -> list[Check]:
         except (OSError, _Wrong) as error:
             broken.append(failed(AREA, what, str(error), "POSIX semantics", "put run.root on another file system"))
     semantic = broken or [ok(AREA, "semantics", ", ".join(what for what, _ in tried))]
-    return [*semantic, _fsync(folder), _locks(folder, trainer_processes), skew(folder)]
+    return [
+        *semantic,
+        _fsync(folder),
+        _locks(folder, trainer_processes),
+        skew(folder),
+        times(folder),
+        attribute_cache(folder),
+    ]
 
 
 class _Wrong(Exception):
@@ -206,13 +216,63 @@ def skew(folder: Path) -> Check:
     return make(AREA, "clocks", words, f"less than {SKEW_WARNING_S:.0f} s", "run an NTP client (chronyd) on this machine: `timedatectl`")  # fmt: skip
 
 
+def times(folder: Path) -> Check:
+    """How fine the times of files are: whole seconds hide a change from who has looked in the same second."""
+    stamps = []
+    for name in ("one", "two", "three"):
+        write_file(folder / name, b"", durable=False)
+        stamps.append((folder / name).stat().st_mtime_ns)
+        time.sleep(0.01)
+    if any(stamp % 10**9 for stamp in stamps):
+        return ok(AREA, "file times", "finer than a second")
+    return note(
+        AREA, "file times", f"whole seconds: folders that changed are listed every 0.1 s for {COARSE_RECENT_S:.1f} s"
+    )
+
+
+def attribute_cache(folder: Path) -> Check:
+    """How long this machine may not notice what others changed, as the mount's options say; it takes another machine to measure it."""
+    kind, networked = kind_of(folder)
+    if not kind.startswith("nfs"):
+        return ok(
+            AREA, "attribute cache", f"{kind}: none that is known of" if networked else f"{kind}: of this machine alone"
+        )
+    options = _mount_of(folder)[2]
+    seconds = {name: option.partition("=")[2] for option in options if (name := option.partition("=")[0]) in ("acregmax", "acdirmax", "actimeo")}  # fmt: skip
+    if "noac" in options:
+        return ok(AREA, "attribute cache", "noac: none")
+    longest = max([int(value) for value in seconds.values() if value.isdigit()], default=NFS_CACHE_S)
+    return note(
+        AREA, "attribute cache", f"{kind}, up to {longest} s: what is new is seen a second later at the most after the first time, since "
+        "files are opened and folders listed again; lookupcache=pos or noac would cost the server more",
+    )  # fmt: skip
+
+
+def access(root: Path, run: Path | None) -> list[Check]:
+    """Whether others can write where a run lies: whoever can, runs code in its user's name."""
+    found = []
+    for folder in filter(None, (root, run)):
+        mode = folder.stat().st_mode if folder.is_dir() else 0
+        if run is not None and folder == run and mode & 0o022:
+            found.append(warning(AREA, "access", f"'{folder}' has mode {mode & 0o777:o}", "no writing by others", f"chmod -R go-w '{folder}'"))  # fmt: skip
+        elif mode & 0o002 and not mode & 0o1000:
+            found.append(warning(AREA, "access", f"'{folder}' has mode {mode & 0o777:o}", "a root that not all can rename runs in", f"chmod o-w '{folder}'"))  # fmt: skip
+    return found or [ok(AREA, "access", "nobody else can write the run")]
+
+
 def kind_of(path: Path) -> tuple[str, bool]:
     """The type of the file system that `path` lies on, and whether it looks like one that other machines hold too."""
-    real, best, kind = path.resolve(), "", "unknown"
+    kind = _mount_of(path)[1]
+    return kind, kind.removeprefix("fuse.").startswith(NETWORKED)
+
+
+def _mount_of(path: Path) -> tuple[str, str, list[str]]:
+    """Where the file system of `path` is mounted, its type, its options."""
+    real, best, kind, options = path.resolve(), "", "unknown", list[str]()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             left, _, right = line.partition(" - ")
             mount = left.split()[4].replace("\\040", " ")
             if real.is_relative_to(mount) and len(mount) >= len(best):
-                best, kind = mount, right.split()[0]
-    return kind, kind.removeprefix("fuse.").startswith(NETWORKED)
+                best, kind, options = mount, right.split()[0], right.split()[-1].split(",")
+    return best, kind, options

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.launch.agent import CORE
+from relax_hpc.launch.slurm.overview import is_agent
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.queue import Queue
@@ -51,7 +52,11 @@ class Agents:
             if path.stem in self._seen and self._is_over(self._seen[path.stem].beat):
                 continue  # its name is never used again: what lies there of jobs long gone is not read each time
             beat = read_beat(self._run, path.stem)
-            if beat is not None and (path.stem not in self._seen or self._seen[path.stem].beat["time"] != beat["time"]):
+            if (
+                beat is not None
+                and is_agent(beat)
+                and (path.stem not in self._seen or self._seen[path.stem].beat["time"] != beat["time"])
+            ):
                 self._seen[path.stem] = Seen(beat, time.monotonic())
         now = time.monotonic()
         blind_s = now - self._looked_at

@@ -226,7 +226,7 @@ class Chain:
         return self._steps(), max(self._run.checkpoint_steps(), default=-1)
 
     def _steps(self) -> int:
-        return max((int(p.stem) + 1 for p in self._run.ledger.glob("*/[!.]*.json")), default=0)
+        return max((int(p.stem) + 1 for p in self._run.ledger.glob("*/*.json") if p.stem.isdigit()), default=0)
 
 
 def _cancelled(successor: str) -> str:

@@ -70,7 +70,7 @@ class Overview:
         self.agents = {
             path.stem: beat
             for path in sorted(self.run.heartbeats.glob("agent-*.json"))
-            if (beat := self._gone(path.stem) or read_beat(self.run, path.stem)) is not None
+            if (beat := self._gone(path.stem) or read_beat(self.run, path.stem)) is not None and is_agent(beat)
         }
         self.led = [leader["job"] for leader in read_leaders(self.run)]
         for name in ("chain", "supervisor"):
@@ -129,6 +129,11 @@ class Overview:
         over = [job for job in self.jobs if not job.alive and job.state != UNKNOWN]
         hidden = [*over[:-SHOWN_ENDED], *unknown[:-SHOWN_UNKNOWN]]
         return [job for job in self.jobs if job not in hidden]
+
+
+def is_agent(beat: dict[str, Any]) -> bool:
+    """Whether a heartbeat is an agent's: each says these, and what lacks one was put there by somebody else."""
+    return beat.keys() >= {"time", "state", "host", "group", "index", "workplaces", "left", "failure"}
 
 
 def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:

@@ -22,7 +22,7 @@ from relax_hpc.launch.slurm.send import forget_end, jobs, script, write_scripts
 from relax_hpc.launch.supervisor import outcome_of
 from relax_hpc.recipe import Recipe, change_on_resume, load_recipe, site_file
 from relax_hpc.recipe.describe import toml
-from relax_hpc.run_dir import RunDir, RunError, open_existing, replace
+from relax_hpc.run_dir import RunDir, RunError, keep_private, open_existing, replace
 
 if TYPE_CHECKING:
     from relax_hpc.launch.slurm.executor import RunJob
@@ -57,6 +57,7 @@ def submit(
         with _undone_if_refused(run.outcome):
             return _send(run, plan)
     _refuse_busy(run, recipe)
+    keep_private(recipe.run.group_access)
     scripts = [script(run, kind) for kind in KINDS]
     with _undone_if_refused(run.outcome, run.recipe, run.changes, *scripts):
         with Nursery(run) as nursery:
