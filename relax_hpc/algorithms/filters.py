@@ -22,7 +22,7 @@ def zero_std(group: Group, column: str = "reward") -> str | None:
     column: `raw_reward`, or a number that rewards or the environment added, in the place of the whole reward; samples without it count for
     nothing. Raises RunError where all are.
     """
-    numbers = [{"reward": s.reward, "raw_reward": s.raw_reward, **s.extra} for s in group.samples]
+    numbers = [{**s.extra, "reward": s.reward, "raw_reward": s.raw_reward} for s in group.samples]
     values = {own[column] for own in numbers if column in own}
     if len(values) > 1:
         return None

@@ -170,7 +170,7 @@ def together(said: Sequence[dict[str, float]]) -> dict[str, float]:
     """
     if len(said) == 1:
         return said[0]
-    made = [one for one in said if not one["skipped"]] or said
+    made = [one for one in said if one["tokens"] and not one["skipped"]] or said
     tokens = sum(one["tokens"] for one in made)
     found = {
         name: sum(one[name] * one["tokens"] for one in made if one["tokens"]) / max(tokens, 1)

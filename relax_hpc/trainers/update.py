@@ -146,10 +146,8 @@ class PolicyUpdating(Updating):
             # computed in the rows of its own update. The reference has no such twin, and whole steps pack better.
             parts = shares(rollouts, self.recipe.trainer.updates_per_step) if name == RECOMPUTED else [rollouts]
             with self._timed("columns_s"):
-                said = [self._column(name, part, temperature, progress) for part in parts]
-            columns[name] = np.sum(
-                said, axis=0, dtype=np.float32
-            )  # each token's number is in one of them, zeros elsewhere
+                found = [self._column(name, part, temperature, progress) for part in parts]
+            columns[name] = np.sum(found, axis=0, dtype=np.float32)  # each token's is in one of them, zeros elsewhere
         rollouts = dataclasses.replace(rollouts, columns=columns)
         of_critic: dict[str, float] = {}
         if isinstance(algorithm, ActorCritic):

@@ -536,7 +536,7 @@ def test_zero_std_looks_at_a_part_of_the_reward_where_one_is_named() -> None:
     """All are right, and a bonus for length differs."""
     samples = group([1.1, 1.3, 1.2])
     for sample in samples.samples:
-        sample.raw_reward, sample.extra = 1.0, {"correct": 1.0, "bonus": sample.reward - 1}
+        sample.raw_reward, sample.extra = 1.0, {"correct": 1.0, "bonus": sample.reward - 1, "reward": 7.0}
     whole, correct, bonus, raw, wrong = make_filters(
         ["zero_std", *(f"zero_std:{c}" for c in ("correct", "bonus", "raw_reward", "right"))]
     )

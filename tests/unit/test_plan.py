@@ -296,8 +296,8 @@ def test_lengths_beyond_the_context_are_refused() -> None:
     made = Recipe.model_validate(
         {"model": {"name": "tiny"}, "source": [{"task": "chain_sum"}], "rollout": {"max_new_tokens": 64}}
     )
-    with pytest.raises(RunError, match="context of 256"):
-        estimate(made, shape_of(made.model, Path())[0], Asked(prompt_tokens=250))
+    with pytest.raises(RunError, match="context of 512"):
+        estimate(made, shape_of(made.model, Path())[0], Asked(prompt_tokens=500))
 
 
 def test_it_imports_no_torch() -> None:

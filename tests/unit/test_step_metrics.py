@@ -77,8 +77,9 @@ def test_a_skipped_update_is_no_part_of_a_steps_means() -> None:
     other = {"loss": 1.5, "x_max": 1.0, "tokens": 1.0, "skipped": 0.0, **about}
     skipped = {"loss": nan, "x_max": nan, "tokens": 5.0, "skipped": 1.0, **about}
     assert together([skipped, made, other]) == {"loss": 0.75, "x_max": 2.0, "tokens": 9.0, "skipped": 1.0, **about}
-    none = together([skipped, skipped])
-    assert none["skipped"] == 2 and np.isnan(none["loss"])
+    empty = {"loss": 0.0, "tokens": 0.0, "skipped": 0.0, **about}  # a share without groups
+    for none in (together([skipped, skipped]), together([empty, skipped, skipped])):
+        assert none["skipped"] == 2 and np.isnan(none["loss"])
 
 
 def test_a_metric_that_was_not_finite_is_no_part_of_what_status_shows(tmp_path: Path) -> None:
