@@ -176,24 +176,27 @@ FAULTS = {
 
 
 def submit(cluster: SlurmCluster, name: str, *sets: str) -> Target:
-    recipe = cluster.shared / f"{name}.toml"
-    recipe.write_text(RECIPE.read_text().replace('"./', f'"{RECIPE.parent}/') + SLURM)
-    root = cluster.shared / "runs"
+    recipe, root = _recipe(cluster, name, SLURM), cluster.shared / "runs"
     values = (f"run.root={root}", f"run.name={name}", *SETS, *sets)
     options = [word for value in values for word in ("--set", value)]
     cluster.exec(sys.executable, "-m", "relax_hpc", "submit", str(recipe), "--local-root-ok", *options, timeout=120)
     return Target(cluster, RunDir(root / name))
 
 
+def _recipe(cluster: SlurmCluster, name: str, slurm: str) -> Path:
+    path = cluster.shared / f"{name}.toml"
+    path.write_text(RECIPE.read_text().replace('"./', f'"{RECIPE.parent}/') + slurm)
+    return path
+
+
 def submit_array(cluster: SlurmCluster, name: str, *sets: str) -> list[Target]:
     """Send SEEDS runs as the job array that `relax-hpc render` writes."""
-    recipe, root = cluster.shared / f"{name}.toml", cluster.shared / "runs"
-    recipe.write_text(RECIPE.read_text() + SINGLE)
+    recipe, root = _recipe(cluster, name, SINGLE), cluster.shared / "runs"
     values = (f"run.root={root}", f"run.name={name}", *SETS, *sets)
     options = [word for value in values for word in ("--set", value)]
     words = ("render", str(recipe), *options, "--seeds", str(SEEDS), "-o", str(cluster.shared))
     cluster.exec(sys.executable, "-m", "relax_hpc", *words)
-    cluster.exec("sbatch", f"--chdir={cluster.shared}", f"{cluster.shared}/{name}-seeds.sbatch")
+    cluster.exec("sbatch", f"--output={cluster.shared}/%x-%A_%a.out", f"{cluster.shared}/{name}-seeds.sbatch")
     return [Target(cluster, RunDir(root / f"{name}-{seed}")) for seed in range(SEEDS)]
 
 
