@@ -193,6 +193,11 @@ def drafted(final: Path) -> Iterator[RunDir]:
         shutil.rmtree(draft.root, ignore_errors=True)
 
 
+def is_being_made(final: Path) -> bool:
+    """Whether a command is preparing the run of this name, or died while it did."""
+    return any(final.parent.glob(f".{final.name}.*.new"))
+
+
 def open_existing(path: str | os.PathLike[str]) -> RunDir:
     """The run at `path`. Raises RunError when there is none."""
     run = RunDir(path)

@@ -93,6 +93,7 @@ def run(
     from relax_hpc.launch.local import open_or_create, run_here
 
     with friendly():
+        typer.echo("preparing: recipe, code and data are checked, libraries are loaded", err=True)
         opened = open_or_create(
             target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site, code=code, redo=redo
         )

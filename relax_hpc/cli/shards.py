@@ -35,12 +35,12 @@ FATE_HELP = "Only this fate: trained, filtered, failed, late, unused or evaluati
 @app.command("ls")
 def ls(
     run: Run,
-    last: Annotated[int, typer.Option("--last", "-n", help="Show this many, the newest.", min=1)] = 30,
+    last: Annotated[int, typer.Option("--last", "-n", help="Show this many, the last.", min=1)] = 30,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Show all of them.")] = False,
     fate: Annotated[Optional[str], typer.Option(help=FATE_HELP, show_default=False)] = None,
     step: Annotated[Optional[int], typer.Option(help="Only what this step took.", show_default=False)] = None,
 ) -> None:
-    """List shards: one line an order.
+    """List shards: one line an order, by its batch (an evaluation's: by its version).
 
     AGE is in versions: how far the weights had moved on when the order's oldest token was trained on.
 
@@ -51,7 +51,7 @@ def ls(
     with friendly():
         view, fate = _open(run), _fate(fate)
         fates = view.fates(broken=[])  # they are named with the rows
-        paths = sorted((p for p in view.shard_paths() if _matches(fates.of(p), fate, step)), key=_age)
+        paths = sorted((p for p in view.shard_paths() if _matches(fates.of(p), fate, step)), key=_place)
         # Only a shard itself knows of failed groups: for them all have to be opened.
         opened = paths if everything or fate == "failed" else paths[-last:]
         broken: list[RunError] = []
@@ -170,11 +170,10 @@ def _name(broken: list[RunError]) -> None:
         typer.echo(str(damage))
 
 
-def _age(path: Path) -> tuple[int, str]:
-    try:
-        return path.stat().st_mtime_ns, path.name
-    except FileNotFoundError:  # removed by retention meanwhile
-        return 0, path.name
+def _place(path: Path) -> tuple[int, str]:
+    """By the batch, or the version of an evaluation, that an order is of: file times are another machine's, or of a copy."""
+    number = path.stem[1:7]
+    return int(number) if number.isdecimal() else -1, path.name
 
 
 def _open(run: Path) -> RunView:

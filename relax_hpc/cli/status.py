@@ -39,10 +39,15 @@ def watch(run: RunPath) -> None:
 
     from relax_hpc.launch.status import Status
     from relax_hpc.launch.view import live, render
-    from relax_hpc.run_dir import open_existing
+    from relax_hpc.run_dir import RunDir, is_being_made, open_existing
 
     with friendly():
-        seen, console = Status.of(open_existing(run), jobs=True), Console()
+        console = Console()
+        if not RunDir(run).exists and is_being_made(run.absolute()):
+            console.print(f"{run} is being made: its recipe, code and data are checked", markup=False, soft_wrap=True)
+            while not RunDir(run).exists and is_being_made(run.absolute()):
+                time.sleep(LOOK_S)
+        seen = Status.of(open_existing(run), jobs=True)
         with contextlib.suppress(KeyboardInterrupt), live(seen.run, console, seen) as look:
             while not seen.over:
                 look()

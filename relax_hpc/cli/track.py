@@ -15,7 +15,7 @@ def track(
     run: Annotated[Path, typer.Argument(help="The run's directory; the run is over.", show_default=False)],
     sets: Sets = [],  # noqa: B006
 ) -> None:
-    """Copy the metrics of a run that is over to the tools in its [tracking] tables, or to those that --set names.
+    """Copy the metrics of a run that is over to the tools in its [\\[tracking]] tables, or to those that --set names.
 
     A run that goes on does so by itself. The copies are made anew each time, so doing it twice changes nothing.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,36 @@ def test_what_the_file_system_refuses_is_said_with_the_file(
         raise OSError(number, os.strerror(number), "/theirs/run.json")
     said = capsys.readouterr().err
     assert said.startswith("error: '/theirs/run.json': ") and words in said
+
+
+def test_ls_goes_by_order_whatever_the_files_times_are(run: RunDir) -> None:
+    os.utime(run.shard("o000000-000"))  # as a copy, or another machine's clock, would
+    rows = [
+        line.split()[0]
+        for line in call("ls", run.root, "--all").stdout.splitlines()
+        if re.match(r" *(aside/)?[oe]\d{6}", line)
+    ]
+    assert rows[0] == "e000000-000" and rows[-1] == "o000002-000"
+    batches = [int(row.removeprefix("aside/")[1:7]) for row in rows]
+    assert batches == sorted(batches) and len(rows) == 8
+
+
+def test_watch_waits_for_a_run_that_is_being_made(tmp_path: Path) -> None:
+    final = tmp_path / "later"
+    draft = tmp_path / ".later.0123.new"
+    build(draft)
+    with (draft / "recipe.toml").open("a") as recipe:
+        recipe.write('[model]\nname = "tiny"\n[[source]]\ntask = "chain_sum"\n')
+    command = [sys.executable, "-m", "relax_hpc", "watch", str(final)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None and "is being made" in watching.stdout.readline()
+        draft.rename(final)
+        assert "done" in watching.stdout.read()
+    assert watching.returncode == 0
+
+
+def test_a_table_of_the_recipe_is_not_taken_for_markup() -> None:
+    assert "its [[tracking]] tables" in " ".join(CliRunner().invoke(every_command, ["track", "--help"]).stdout.split())
 
 
 def test_ls_shows_the_newest_and_counts_the_rest(run: RunDir) -> None:

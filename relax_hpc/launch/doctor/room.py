@@ -103,7 +103,7 @@ def room(recipe: Recipe) -> list[Check]:
         space = warning(AREA, "space", words, parts, mend)
     else:
         space = ok(AREA, "space", f"{words}; {parts}")
-    if there.f_files == 0:
+    if there.f_files == 0 or there.f_favail == 0:  # none left is not true either: files were made there a moment ago
         return [space, note(AREA, "inodes", "the file system does not say how many files it can hold")]
     if there.f_favail < wanted.files:
         return [space, failed(AREA, "inodes", f"{there.f_favail} left", f"about {wanted.files}", "larger orders (rollout.groups_per_order), or spool.keep = 'needed'")]  # fmt: skip
