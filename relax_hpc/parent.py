@@ -1,4 +1,4 @@
-"""A child that must not outlive who started it: `start_child` here, `end_with` there."""
+"""Children that must not outlive who started them: `start_child` here, `end_with` there; and such that multiprocessing starts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ModuleSpec
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
 _starter = ThreadPoolExecutor(1, "starter")
+_main_module = threading.Lock()
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -25,3 +30,25 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this one, is gone")
+
+
+class _LightProcess(SpawnProcess):
+    """A spawned process that does not import its parent's main module (a role's imports torch: seconds and memory)."""
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:
+        main = sys.modules["__main__"]
+        with _main_module:
+            spec = main.__spec__
+            # multiprocessing.spawn leaves out the main module of a package, and judges by its name
+            main.__spec__ = ModuleSpec("relax_hpc.__main__", None)
+            try:
+                return SpawnProcess._Popen(process_obj)
+            finally:
+                main.__spec__ = spec
+
+
+class LightContext(SpawnContext):
+    """Starts them."""
+
+    Process = _LightProcess

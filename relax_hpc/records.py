@@ -66,6 +66,16 @@ class Sample:
         return str(tokenizer.decode(self.tokens[self.loss_mask == 1].tolist(), skip_special_tokens=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a group could not be played or scored."""
+
+    reason: str
+    """Nothing in it is of one prompt alone, so that equal ones are counted together."""
+    detail: str
+    """Which source, prompt and sample, and what was said."""
+
+
 @dataclass(slots=True)
 class Group:
     """The samples of one prompt. A failed group has a reason and is kept, not trained on."""
@@ -74,6 +84,30 @@ class Group:
     samples: list[Sample]
     reason: str = ""
     """Why the group failed; empty when it did not."""
+    detail: str = ""
+    """The rest of a Failure."""
+
+
+def failed_group(prompt: Prompt, copies: int, version: int, failure: Failure) -> Group:
+    """A group of which nothing could be played: its samples have no tokens. version: that would have played it."""
+    tokens, mask, logprobs = np.empty(0, np.int32), np.empty(0, np.uint8), np.empty(0, np.float32)
+    samples = [Sample(tokens, mask, logprobs, [(0, version)], Finish.FAILED, turns=0) for _ in range(copies)]
+    return Group(prompt, samples, failure.reason, failure.detail)
+
+
+def with_experts(groups: list[Group]) -> list[Group]:
+    """The groups. Experts, which a shard keeps for all of its samples or none, are zeros for those that have none yet, or failed."""
+    known = next((s.routed_experts for g in groups for s in g.samples if s.routed_experts is not None), None)
+    if known is None:
+        return groups
+    filled = []
+    for group in groups:
+        shapes = [(len(group.prompt.tokens) + len(s.tokens) - 1, *known.shape[1:]) for s in group.samples]
+        experts = [s.routed_experts for s in group.samples]
+        zeros = [np.zeros(shape, known.dtype) if e is None else e for e, shape in zip(experts, shapes, strict=True)]
+        samples = [replace(s, routed_experts=e) for s, e in zip(group.samples, zeros, strict=True)]
+        filled.append(replace(group, samples=samples))
+    return filled
 
 
 @dataclass(frozen=True, slots=True)

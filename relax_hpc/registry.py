@@ -6,10 +6,13 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import math
 import reprlib
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ MEND = "mend it and go on with `relax-hpc run RUN_DIR --code new`, which takes t
 """How a run goes on whose user's code did something wrong."""
 ORIGINS = "origins.json"
 """Stands beside a folder of copies of the user's files: nothing else lies in such a folder."""
+SAID_CHARACTERS = 1000
+"""Kept of what an exception says."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -73,10 +78,43 @@ def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[No
     except (Exception, SystemExit) as error:
         if isinstance(error, passed_on):
             raise
-        inside = traceback.extract_tb(error.__traceback__)[2:]  # behind this function and its caller
-        at = next((frame for frame in reversed(inside) if frame.filename == inside[0].filename), None)
-        where = f" ({at.filename}:{at.lineno}, in {at.name})" if at else ""
-        raise RunError(f"{kind} '{name}' raised {type(error).__name__}: {error}{where}; {MEND}") from error
+        # behind this function and its caller
+        raise RunError(f"{kind} '{name}' raised {said(error, behind=2)}; {MEND}") from error
+
+
+def said(error: BaseException, behind: int) -> str:
+    """What an exception of a user's code says, and where in it: behind the `behind` frames of ours that called it."""
+    inside = traceback.extract_tb(error.__traceback__)[behind:]
+    at = next((frame for frame in reversed(inside) if frame.filename == inside[0].filename), None)
+    where = f" ({at.filename}:{at.lineno}, in {at.name})" if at else ""
+    # It stands in shards and ledger: no lone surrogates, and no pages.
+    return f"{type(error).__name__}: {error}"[:SAID_CHARACTERS].encode(errors="replace").decode() + where
+
+
+class WrongValue(ValueError):
+    """Something of a user's returned what it may not."""
+
+
+def finite_number(name: str, value: object) -> float:
+    """A number that a user's code returned as `name`. Raises WrongValue for anything else than a finite one of 32 bits."""
+    if isinstance(value, Real):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+            if math.isfinite(struct.unpack("f", struct.pack("f", number))[0]):
+                return number
+    raise WrongValue(f"returned {shown(value)} as {name}, expected a finite number (of 32 bits)")
+
+
+def finite_numbers(values: Mapping[Any, object]) -> dict[str, float]:
+    """Numbers under the names of columns. Raises WrongValue."""
+    return {_column(name): finite_number(f"'{name}'", value) for name, value in values.items()}
+
+
+def _column(name: object) -> str:
+    # It becomes an HDF5 dataset in a shard, and a column of tables.
+    if isinstance(name, str) and name.isprintable() and name.strip(".") and "/" not in name:
+        return name
+    raise WrongValue(f"returned a value under the name {shown(name)}, expected printable text without '/'")
 
 
 def shown(value: object) -> str:

@@ -56,6 +56,7 @@ class RunView:
         source, prompt_index          which prompt: the recipe's [[source]] and the item of it
         step                          the step that took its order; null when none did
         fate, reason                  trained, filtered, failed, late, unused or evaluation, and why
+        detail                        of a failure: which source and prompt, and what was said
         reward, raw_reward            what was trained on, and what the verifier said
         finish, turns                 stop, length or failed; turns of the model
         prompt_length, length         tokens of the prompt, and of everything after it

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.run_dir import RunDir, RunError, read_json
-from relax_hpc.spool.ledger import Entry, read_entry
+from relax_hpc.spool.ledger import FAILED, Entry, read_entry
 
 Fate = Literal["trained", "filtered", "failed", "late", "unused", "evaluation"]
 FATES: tuple[Fate, ...] = ("trained", "filtered", "failed", "late", "unused", "evaluation")
@@ -26,6 +26,8 @@ class Verdict:
 
     fate: Fate
     reason: str = ""
+    detail: str = ""
+    """Of a group that failed: which prompt, and what was said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,12 @@ class OrderFate:
     filtered: dict[int, str] | None = None
     """Group -> why a filter kept it out of the loss."""
 
-    def group(self, group: int, failure: str = "") -> Verdict:
-        """The verdict on a group; `failure` is the shard's reason for a group that failed."""
+    def group(self, group: int, failure: str = "", detail: str = "") -> Verdict:
+        """The verdict on a group; `failure` and `detail` are what the shard says of a group that failed."""
         if self.fate == "evaluation":
-            return Verdict("evaluation", failure)
+            return Verdict("evaluation", failure, detail)
         if failure:
-            return Verdict("failed", failure)
+            return Verdict("failed", failure, detail)
         if self.filtered and group in self.filtered:
             return Verdict("filtered", self.filtered[group])
         return Verdict(self.fate, self.reason)
@@ -59,6 +61,8 @@ class Fates:
         for entry in entries:
             filtered: dict[str, dict[int, str]] = {}
             for name, reason in entry.filtered.items():
+                if reason.startswith(FAILED):  # the shard says it too, of orders that no step took as well
+                    continue
                 order, _, group = name.rpartition("/")
                 filtered.setdefault(order, {})[int(group)] = reason
             for taken in entry.take:

@@ -31,7 +31,7 @@ class Answers:
 
     source: int
     rewards: NDArray[np.float32]  # [n] what the verifier said; 0 for all of a group that failed
-    lengths: NDArray[np.int64]  # [n] in tokens; none where the group was not played
+    lengths: NDArray[np.int64]  # [n] in tokens, of those that were played to their end
     truncated: NDArray[np.bool_]  # [n] the same
     failed: bool
 
@@ -67,8 +67,9 @@ def answers(shards: Iterable[Shard]) -> list[Answers]:
     found = []
     for shard in shards:
         of_group, lengths = shard.samples["group"], np.diff(shard.offsets)
+        played = shard.samples["finish"] != Finish.FAILED
         for group, about in enumerate(shard.groups):
-            mine, failed = np.flatnonzero(of_group == group), bool(about["failed"])
+            mine, failed = np.flatnonzero((of_group == group) & played), bool(about["failed"])
             # A group that could not be judged counts as not solved: leaving it out would flatter the score.
             rewards = np.zeros(shard.meta["copies"], np.float32) if failed else shard.samples["raw_reward"][mine]
             cut = shard.samples["finish"][mine] == Finish.LENGTH

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 TYPES: dict[str, str] = {
     "shard": "string", "order": "string", "group": "int32", "sample": "int32", "source": "int32", "prompt_index": "int64",
-    "step": "int64", "fate": "string", "reason": "string", "reward": "float32", "raw_reward": "float32", "finish": "string",
+    "step": "int64", "fate": "string", "reason": "string", "detail": "string", "reward": "float32", "raw_reward": "float32", "finish": "string",
     "turns": "int32", "prompt_length": "int64", "length": "int64", "first_version": "int64", "last_version": "int64",
     "age": "int64",
 }  # fmt: skip
@@ -60,8 +60,7 @@ def choose_columns(columns: Sequence[str] | None, extras: Iterable[str], text: b
 
 def verdicts(shard: Shard, fate: OrderFate) -> list[Verdict]:
     """[G] what became of each group."""
-    reasons = shard.meta["reasons"]
-    return [fate.group(g, reasons.get(str(g), "")) for g in range(len(shard.groups))]
+    return [fate.group(g, *shard.failure(g)) for g in range(len(shard.groups))]
 
 
 def sample_columns(
@@ -85,6 +84,7 @@ def sample_columns(
         "step": lambda: _masked(np.full(count, fate.step or 0), fate.step is None),
         "fate": lambda: per_group([v.fate for v in judged]),
         "reason": lambda: per_group([v.reason for v in judged]),
+        "detail": lambda: per_group([v.detail for v in judged]),
         "reward": lambda: samples["reward"],
         "raw_reward": lambda: samples["raw_reward"],
         "finish": lambda: FINISH_NAMES[samples["finish"]],

@@ -112,6 +112,7 @@ def show_order(view: RunView, shard: Shard, fate: OrderFate, group: int | None, 
         ]
         parts += [_sample(columns, i, extras, full) for i in mine]
         title = Text.assemble(f"group {g} ", (verdict.fate, FATE_STYLE[verdict.fate]), f" {verdict.reason}".rstrip())
+        title.append(f" ({verdict.detail})" if verdict.detail else "")
         title.append(f" · source {shard.groups['source'][g]}, prompt {shard.groups['index'][g]}", "dim")
         console.print(Panel(Group(*parts), title=title, title_align="left", border_style="dim"))
 
@@ -126,7 +127,7 @@ def _order_header(shard: Shard, fate: OrderFate) -> Text:
     line = Text.assemble((shard.order, "bold"), "  ", (fate.fate, FATE_STYLE[fate.fate]))
     line.append("" if fate.step is None else f" at step {fate.step}")
     line.append(f" ({fate.reason})" if fate.reason else "")
-    about = {k: v for k, v in shard.meta.items() if k not in ("order", "reasons", "prompts", "checksums")}
+    about = {k: v for k, v in shard.meta.items() if k not in ("order", "reasons", "details", "prompts", "checksums")}
     line.append(
         "\n" + " · ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in about.items()), "dim"
     )

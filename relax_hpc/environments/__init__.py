@@ -1,7 +1,8 @@
-"""Environments: what a sample's turns are played against."""
+"""Environments: what a sample's turns are played against. Nothing here imports torch; a user's own run in light processes."""
 
 from relax_hpc.environments.base import Environment, Turn
+from relax_hpc.environments.host import Environments, Seat
 from relax_hpc.environments.load import make_environments
 from relax_hpc.environments.single_turn import SingleTurn
 
-__all__ = ["Environment", "SingleTurn", "Turn", "make_environments"]
+__all__ = ["Environment", "Environments", "Seat", "SingleTurn", "Turn", "make_environments"]

@@ -22,7 +22,11 @@ class Turn:
 
 
 class Environment(Protocol):
-    """Fill this to add an environment."""
+    """Fill this to add an environment.
+
+    It lives in a process of its own kind, with a time limit for each call; it may raise: the group is then kept as failed, with the
+    reason. Where another environment's hang costs it its process, a new one is shown the same prompt and answers once more.
+    """
 
     def reset(self, prompt: Prompt) -> None:
         """Begin with this prompt (the model has seen its tokens)."""

@@ -9,6 +9,8 @@ Nothing of the run may be at work meanwhile. Killed in between, an order is gene
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from relax_hpc.analysis.fates import Fates, read_entries
@@ -56,7 +58,7 @@ def _whole(shard: Shard) -> Part | None:
     """Its answers, with nothing left to generate; None where some of them are missing, or ended by a failure of their own."""
     if not all(reason.startswith("reward ") for reason in shard.meta["reasons"].values()):
         return None
-    groups = [shard.group(g) for g in range(len(shard.groups))]
+    groups = [replace(shard.group(g), reason="", detail="") for g in range(len(shard.groups))]
     turns = [_begins(sample) for group in groups for sample in group.samples]
     samples = [sample for group in groups for sample in group.samples]
     if len(samples) != len(groups) * shard.meta["copies"] or any(

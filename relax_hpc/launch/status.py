@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,8 @@ class Status:
     steps: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Version -> its scores, as the trainer's metrics have them."""
+    failures: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Step -> why groups of it failed, and how many."""
     warmup: dict[str, Any] | None = None
     lineage: dict[str, Any] | None = None
     """The newest beginning of a lineage: a version that was made again, with other bits."""
@@ -66,6 +69,7 @@ class Status:
         for record in self._new("trainer-0"):
             if record["kind"] == "step":
                 self.steps = [*self.steps, record][-RECENT:]
+                self.failures[record["step"]] = record.get("failures", {})  # of a step that is replayed, once
             elif record["kind"] == "eval":
                 self.evals[record["version"]] = record
             elif record["kind"] == "warmup":
@@ -101,6 +105,10 @@ class Status:
     def _holder_every_s(self) -> float:
         slurm = self.recipe.slurm
         return HOLDER_EVERY_S if slurm is None or not (self.holder or {}).get("job") else slurm.ask_every_s
+
+    def failed_groups(self) -> Counter[str]:
+        """Reason -> the groups that failed for it, of all steps."""
+        return sum((Counter(found) for found in self.failures.values()), Counter())
 
     def roles(self) -> list[str]:
         return [*self._trainers(), *self._beside(), *self.workers()]

@@ -24,6 +24,8 @@ PLAIN_EVERY_S = 5.0
 """How often a line is printed where there is no terminal."""
 STATE_COLOURS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "pending": "cyan", "waiting for a successor": "cyan", "starting": "cyan"}  # fmt: skip
 _complained = set[str]()
+REASONS_SHOWN = 4
+"""Why groups failed: the most frequent ones."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
@@ -35,6 +37,7 @@ def render(status: Status) -> RenderableType:
     if (scores := _sources(status)) is not None:
         parts.append(scores)
     parts += [Text(text, style="yellow") for text in (_nothing(status), _differs(status)) if text]
+    parts += _failures(status)
     parts.append(_roles(status))
     if status.slurm is not None:
         parts += cluster_view.parts(status)
@@ -67,6 +70,7 @@ def line(status: Status) -> str:
         f"step {status.step}/{status.recipe.run.steps} reward {_mean(status, _reward(last)):.3f}{score} age {last['age_mean']:.2f} "
         f"train {status.train_rate:.0f}/s rollout {status.rollout_rate:.0f}/s waiting: trainer {waits[0]:.0%} rollout {waits[1]:.0%} "
         f"spool {last['spool_depth']} lost {status.restarts}{f'; {nothing}' if (nothing := _nothing(status)) else ''}"
+        f"{f'; {failed} groups failed' if (failed := status.failed_groups().total()) else ''}"
     )
 
 
@@ -216,7 +220,8 @@ def _last_score(status: Status) -> str:
     versions = sorted(status.evals)
     first, last = status.evals[versions[0]], status.evals[versions[-1]]
     begun = f"{first['score']:.3f} → " if len(versions) > 1 else ""
-    return f"{begun}{last['score']:.3f} (v{versions[-1]})"
+    failed = f", {last['failed']} prompts failed" if last.get("failed") else ""
+    return f"{begun}{last['score']:.3f} (v{versions[-1]}{failed})"
 
 
 def _sources(status: Status) -> RenderableType | None:
@@ -262,6 +267,16 @@ def _differs(status: Status) -> str:
 def _lately(status: Status, name: str) -> str:
     """The mean of a metric over the recent steps, and their curve."""
     return f"{_mean(status, name):.3f} {_spark(_numbers_of(status, name))}"
+
+
+def _failures(status: Status) -> list[Text]:
+    """How many groups failed, and why."""
+    counts = status.failed_groups().most_common()
+    more = (
+        [f"… and {len(counts) - REASONS_SHOWN} other reasons: relax-hpc report"] if len(counts) > REASONS_SHOWN else []
+    )
+    shown = [f"{count} groups failed: {reason}" for reason, count in counts[:REASONS_SHOWN]]
+    return [Text(text, style="red") for text in [*shown, *more]]
 
 
 def _mean(status: Status, name: str) -> float:

@@ -48,9 +48,24 @@ class Rollout(Table):
     reward_time_limit_s: PositiveFloat = Key(
         30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True
     )
+    reward_processes: PositiveInt | None = Key(
+        None,
+        "Processes in which a worker's rewards run side by side (but quick built-in ones); by default rollout.threads, at least 2.",
+        resume=True,
+    )
+    step_time_limit_s: PositiveFloat = Key(
+        60.0,
+        "An environment of your own that takes longer for one reset, step or close is killed, and its group kept as failed.",
+        resume=True,
+    )
+    environment_processes: PositiveInt | None = Key(
+        None,
+        "Processes in which a worker's environments of your own run side by side; by default rollout.threads, at least 2.",
+        resume=True,
+    )
     max_failed_fraction: float = Key(
         0.5,
-        "The run stops when more than this share of a step's groups failed (reward raised, timed out, order poisoned).",
+        "The run stops when more than this share of a step's groups failed (reward or environment raised or timed out, order poisoned).",
         ge=0,
         le=1,
         resume=True,

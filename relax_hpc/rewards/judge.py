@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeGuard
 
 from pebble import ProcessExpired, ProcessPool
 
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Prompt
+from relax_hpc.records import Failure, Prompt
 from relax_hpc.rewards.load import make_rewards
 from relax_hpc.rewards.pool import Outcome, judge, judge_in_child, make_pool
 
+BROKE = ("broke the pool of its processes", "")
 LEAST_PROCESSES = 2
 """One reward that hangs must not hold up all others."""
 _BEAT_S = 0.5
@@ -29,13 +34,6 @@ class Score:
     extra: dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A reward that did not give a finite number; its group is kept as failed with this reason."""
-
-    reason: str
-
-
 class Judge:
     """The rewards of a recipe's sources.
 
@@ -44,37 +42,42 @@ class Judge:
 
     def __init__(self, recipe: Recipe) -> None:
         self._sources, self._limit_s = recipe.sources, recipe.rollout.reward_time_limit_s
-        self._processes = max(LEAST_PROCESSES, recipe.rollout.threads)
+        self._processes = recipe.rollout.reward_processes or max(LEAST_PROCESSES, recipe.rollout.threads)
         self._rewards = make_rewards(recipe.sources)
         self._pool: ProcessPool | None = None
         self.seconds = 0.0
         """What all calls of `score` took."""
 
     def score(
-        self, samples: Sequence[tuple[Prompt, str]], progress: Callable[[], None] = lambda: None
+        self,
+        samples: Sequence[tuple[Prompt, str]],
+        progress: Callable[[], None] = lambda: None,
+        groups: Sequence[int] = (),
     ) -> list[Score | Failure]:
         """A score or a failure for every (prompt, answer), in their order.
 
-        `progress` is called at least twice a second, however long the rewards take.
+        groups: which group each sample is of; as soon as one of them fails its group is not judged any more, and all of it has
+        that failure. By default each sample is a group. `progress` is called at least twice a second, however long the rewards take.
         """
         began = time.perf_counter()
-        verdicts: list[Score | Failure | None] = [None] * len(samples)
+        batch = _Batch(list(groups) or [*range(len(samples))])
         left = []
-        for i, (prompt, answer) in enumerate(samples):
+        for i in batch.fairly():
+            prompt, answer = samples[i]
             reward = self._rewards[prompt.source]
-            if reward.is_quick:
-                verdicts[i] = self._verdict(prompt, judge(reward, prompt, answer))
-                progress()
-            else:
+            if not reward.is_quick:
                 left.append(i)
+            elif batch.open(i):
+                batch.settle(i, self._verdict(prompt, judge(reward, prompt, answer)))
+                progress()
         # A child that dies between two samples breaks its pool; what is left is tried once more, in a new one.
         for _ in range(2):
-            outcomes = self._in_pool([samples[i] for i in left], progress)
-            for i, outcome in zip(left, outcomes, strict=True):
-                verdicts[i] = self._verdict(samples[i][0], outcome or "the pool of reward processes broke")
-            left = [i for i, outcome in zip(left, outcomes, strict=True) if outcome is None]
+            self._in_pool(samples, [i for i in left if batch.open(i)], batch, progress)
+        for i in left:
+            if batch.open(i):
+                batch.settle(i, self._verdict(samples[i][0], BROKE))
         self.seconds += time.perf_counter() - began
-        return [verdict for verdict in verdicts if verdict is not None]
+        return batch.verdicts()
 
     def close(self) -> None:
         """Stop the processes, also those in the middle of a reward."""
@@ -83,24 +86,42 @@ class Judge:
             self._pool.join()
             self._pool = None
 
-    def _in_pool(self, samples: Sequence[tuple[Prompt, str]], progress: Callable[[], None]) -> list[Outcome | None]:
-        """What became of each sample; None where the pool broke before it was done."""
-        if not samples:
-            return []
+    def _in_pool(
+        self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch, progress: Callable[[], None]
+    ) -> None:
+        """Judge `left` side by side; what the pool broke before stays open."""
+        if not left:
+            return
         if self._pool is not None and not self._pool.active:
             self.close()
         if self._pool is None:
             self._pool = make_pool(self._sources, self._processes)
+        ended = SimpleQueue[int]()
+        futures: dict[int, Future[Outcome]] = {}
         try:
-            futures = [
-                self._pool.schedule(judge_in_child, args=(prompt.source, prompt, answer), timeout=self._limit_s)
-                for prompt, answer in samples
-            ]
+            for i in left:
+                prompt, answer = samples[i]
+                futures[i] = self._pool.schedule(
+                    judge_in_child, args=(prompt.source, prompt, answer), timeout=self._limit_s
+                )
+                futures[i].add_done_callback(functools.partial(_tell, ended, i))
         except RuntimeError:  # what pebble raises when the pool broke a moment ago
-            return [None] * len(samples)
-        while wait(futures, timeout=_BEAT_S).not_done and self._pool.active:
+            return
+        pending = set(left)
+        while pending and (self._pool.active or not ended.empty()):
+            try:
+                i = ended.get(timeout=_BEAT_S)
+            except Empty:
+                progress()
+                continue
             progress()
-        return [self._outcome(future) if future.done() else None for future in futures]
+            pending.discard(i)
+            outcome = None if futures[i].cancelled() else self._outcome(futures[i])
+            if outcome is not None and batch.open(i):
+                batch.settle(i, self._verdict(samples[i][0], outcome))
+            for other in [k for k in pending if not batch.open(k)] if outcome and _failed(outcome) else ():
+                pending.discard(other)
+                futures[other].cancel()  # one that runs is killed
 
     def _outcome(self, future: Future[Outcome]) -> Outcome | None:
         error = future.exception()
@@ -109,13 +130,54 @@ class Judge:
         if isinstance(error, BrokenProcessPool):
             return None
         if isinstance(error, TimeoutError):
-            return f"took longer than {self._limit_s:g} s (rollout.reward_time_limit_s)"
+            return f"took longer than {self._limit_s:g} s (rollout.reward_time_limit_s)", ""
         if isinstance(error, ProcessExpired):
-            return f"its process died with exit status {error.exitcode}"
-        return f"{type(error).__name__}: {error}"
+            return f"died with exit status {error.exitcode}", ""
+        return f"raised {type(error).__name__}", str(error)
 
-    def _verdict(self, prompt: Prompt, result: Outcome) -> Score | Failure:
-        if not isinstance(result, str):
-            return Score(*result)
-        name = self._rewards[prompt.source].name
-        return Failure(f"reward '{name}' on source {prompt.source}, prompt {prompt.index}: {result}")
+    def _verdict(self, prompt: Prompt, outcome: Outcome) -> Score | Failure:
+        if not _failed(outcome):
+            return Score(*outcome)
+        what, detail = outcome
+        about = f"source {prompt.source}, prompt {prompt.index}"
+        return Failure(
+            f"reward '{self._rewards[prompt.source].name}' {what}", f"{about}: {detail}" if detail else about
+        )
+
+
+class _Batch:
+    """Samples that are judged together, and what came of them."""
+
+    def __init__(self, groups: list[int]) -> None:
+        self._groups = groups
+        self._verdicts: dict[int, Score | Failure] = {}
+        self._failed: dict[int, Failure] = {}
+
+    def fairly(self) -> list[int]:
+        """The samples in turns, one of each group: a group whose rewards hang holds up no other."""
+        seen = Counter[int]()
+        turns = []
+        for i, group in enumerate(self._groups):
+            turns.append((seen[group], i))
+            seen[group] += 1
+        return [i for _, i in sorted(turns)]
+
+    def open(self, i: int) -> bool:
+        """Whether a sample is still to be judged."""
+        return i not in self._verdicts and self._groups[i] not in self._failed
+
+    def settle(self, i: int, verdict: Score | Failure) -> None:
+        self._verdicts[i] = verdict
+        if isinstance(verdict, Failure):
+            self._failed[self._groups[i]] = verdict
+
+    def verdicts(self) -> list[Score | Failure]:
+        return [self._failed.get(group) or self._verdicts[i] for i, group in enumerate(self._groups)]
+
+
+def _tell(ended: SimpleQueue[int], i: int, _: Future[Outcome]) -> None:
+    ended.put(i)
+
+
+def _failed(outcome: Outcome) -> TypeGuard[tuple[str, str]]:
+    return isinstance(outcome[0], str)

@@ -3,11 +3,16 @@
 prompts × copies ──engine──► answers ──environment──► done? ──no: observation──► engine …
                        │                                └──yes──► reward ──► Group
                        └──progress had Enough──► Part ──(later, whoever has it, with newer weights)──► engine …
+
+An environment or a reward that fails costs its own group: that is played and judged no further, and kept with the reason. An
+observation that leaves no room in the context ends its sample as one that reached the length limit.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.engines import Completion, Engine, Sampling
-from relax_hpc.environments import Environment, Turn
-from relax_hpc.records import Finish, Group, Part, Prompt, Sample
-from relax_hpc.rewards import Failure, Judge
+from relax_hpc.environments import Environments, Seat, Turn
+from relax_hpc.records import Failure, Finish, Group, Part, Prompt, Sample, with_experts
+from relax_hpc.rewards import Judge
+
+NO_FAILURE = Failure("", "")
 
 
 class HalfPlayed(Exception):
@@ -34,7 +41,9 @@ class Episode:
     """One sample in the making."""
 
     prompt: Prompt
-    environment: Environment
+    group: int
+    seat: Seat
+    """With its environment."""
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
     mask: list[NDArray[np.uint8]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
@@ -46,10 +55,14 @@ class Episode:
     turns: int = 0
     """That the environment has answered."""
     done: bool = False
-    last: Turn | None = None
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
     """Of the last turn, whose context is all that was before."""
     seconds: float = 0.0
+
+    @property
+    def last(self) -> Turn | None:
+        """What the environment said last."""
+        return self.seat.turns[-1] if self.seat.turns else None
 
     @property
     def length(self) -> int:
@@ -93,7 +106,8 @@ class Episode:
         self.finish, self.routed_experts = turn.finish, turn.routed_experts
         self.seconds += turn.seconds
 
-    def sample(self, version: int) -> Sample:
+    def sample(self, version: int, failed: bool) -> Sample:
+        """failed: its group did, so it counts as played only where it came to its end before."""
         turn = self.last or Turn(done=True)
         empty = np.empty(0, np.int32)
         return Sample(
@@ -101,7 +115,7 @@ class Episode:
             loss_mask=np.concatenate([empty.astype(np.uint8), *self.mask]),
             logprobs=np.concatenate([empty.astype(np.float32), *self.logprobs]),
             spans=self.spans or [(0, version)],
-            finish=Finish.STOP if self.finish is None else self.finish,
+            finish=Finish.FAILED if failed and not self.done else self.finish or Finish.STOP,
             reward=turn.reward or 0.0,
             raw_reward=turn.reward or 0.0,
             turns=self.turns,
@@ -119,62 +133,90 @@ def play(
     max_turns: int,
     engine: Engine,
     tokenizer: Any,
-    environments: Sequence[Callable[[], Environment]],
+    environments: Environments,
     judge: Judge,
     progress: Callable[[str], None],
     part: Part | None = None,
 ) -> list[Group]:
-    """Play all prompts, `copies` samples each; `environments` are those of the sources, by position. Rewards that fail make failed groups.
+    """Play all prompts, `copies` samples each. Environments and rewards that fail make failed groups.
 
     `part`: what there is of them already. Raises HalfPlayed where `progress` raises Enough while the model speaks.
     """
-    episodes = [Episode(p, environments[p.source]()) for p in prompts for _ in range(copies)]
-    differs = False
+    acting = lambda: progress("environments")
+    everyone = [(group, prompt) for group, prompt in enumerate(prompts) for _ in range(copies)]
+    seats = environments.begin(everyone, acting)
     try:
-        for episode in episodes:
-            episode.environment.reset(episode.prompt)
-        differs = part is not None and not _restore(episodes, part, tokenizer)
-        while not differs and (active := [e for e in episodes if not e.done]):
+        episodes = [Episode(prompt, group, seat) for (group, prompt), seat in zip(everyone, seats, strict=True)]
+        differs = part is not None and not _restore(episodes, part, tokenizer, environments, acting)
+        while not differs and (active := _active(episodes)):
             _speak(active, copies if part is None else 1, seed, sampling, engine, progress)
             if any(e.finish is None for e in active):
-                raise HalfPlayed(_part(episodes, copies, engine.version))
-            _environments_answer(active, tokenizer, max_turns)
+                raise HalfPlayed(_part(episodes, engine.version))
+            _environments_answer(active, tokenizer, max_turns, engine.context, environments, acting)
     finally:
-        for episode in episodes:
-            episode.environment.close()
+        environments.leave(seats)
     if differs:
         logging.getLogger("episodes").warning("an environment answers otherwise than before: played from the beginning")
         return play(
             prompts, copies, seed, sampling, max_turns, engine, tokenizer, environments, judge, progress
         )  # fmt: skip
-    return _score(episodes, copies, engine.version, tokenizer, judge, progress)
+    return _score(episodes, engine.version, tokenizer, judge, progress)
 
 
-def _restore(episodes: list[Episode], part: Part, tokenizer: Any) -> bool:
+def _failures(episodes: Sequence[Episode]) -> dict[int, Failure]:
+    """Group -> why it failed: what its first sample that failed says."""
+    found: dict[int, Failure] = {}
+    for episode in episodes:
+        if episode.seat.failure is not None:
+            found.setdefault(episode.group, episode.seat.failure)
+    return found
+
+
+def _active(episodes: Sequence[Episode]) -> list[Episode]:
+    """Those that are to be played on."""
+    failed = _failures(episodes)
+    return [e for e in episodes if not e.done and e.group not in failed]
+
+
+def _restore(
+    episodes: list[Episode], part: Part, tokenizer: Any, environments: Environments, acting: Callable[[], None]
+) -> bool:
     """Bring new episodes to where they were: environments by the answers that they had. False where these differ now."""
     if len(part.samples) != len(episodes):
         return False
     for i, (episode, sample) in enumerate(zip(episodes, part.samples, strict=True)):
         episode.tokens, episode.mask, episode.logprobs = [sample.tokens], [sample.loss_mask], [sample.logprobs]
         episode.spans, episode.begins, episode.routed_experts = [*sample.spans], [*part.turns[i]], sample.routed_experts
-        episode.finish = None if i in part.cut else sample.finish
-        for number in range(sample.turns):
-            _environment_answers(episode, number, tokenizer)
-            if number + 1 < len(episode.begins):
-                assert episode.last is not None
+        episode.finish, group = None if i in part.cut else sample.finish, part.groups[episode.group]
+        if group.reason:
+            episode.seat.failure = Failure(group.reason, group.detail)
+    for number in range(max(sample.turns for sample in part.samples)):
+        said = [e for e, s in zip(episodes, part.samples, strict=True) if number < s.turns and not e.seat.failure]
+        _show(said, number, tokenizer, environments, acting)
+        for episode in _active(said):
+            if episode.last is not None and number + 1 < len(episode.begins):
                 again = tokenizer.encode(episode.last.observation, add_special_tokens=False)
                 if episode.last.done or again != episode.observation(number).tolist():
                     return False
+    for episode in episodes:
         episode.done = len(episode.begins) == episode.turns
     return True
 
 
-def _part(episodes: list[Episode], copies: int, version: int) -> Part:
+def _groups(episodes: Sequence[Episode], version: int) -> list[Group]:
+    """The episodes as they are, group by group."""
+    failed, groups = _failures(episodes), list[Group]()
+    for number, mine in itertools.groupby(episodes, operator.attrgetter("group")):
+        together = list(mine)
+        samples = [e.sample(version, number in failed) for e in together]
+        failure = failed.get(number, NO_FAILURE)
+        groups.append(Group(together[0].prompt, samples, failure.reason, failure.detail))
+    return with_experts(groups) if failed else groups
+
+
+def _part(episodes: list[Episode], version: int) -> Part:
     return Part(
-        groups=[
-            Group(episodes[i].prompt, [e.sample(version) for e in episodes[i : i + copies]])
-            for i in range(0, len(episodes), copies)
-        ],
+        groups=_groups(episodes, version),
         turns=[e.begins for e in episodes],
         cut=[i for i, e in enumerate(episodes) if e.finish is None],
     )
@@ -206,39 +248,58 @@ def _speak(
         episode.go_on(done)
 
 
-def _environment_answers(episode: Episode, turn: int, tokenizer: Any) -> None:
-    """Show its environment a turn of the model's."""
-    episode.turns = turn + 1
-    episode.last = episode.environment.step(tokenizer.decode(episode.turn(turn).tolist(), skip_special_tokens=True))
+def _show(
+    episodes: Sequence[Episode], turn: int, tokenizer: Any, environments: Environments, acting: Callable[[], None]
+) -> None:
+    """Show each environment that turn of its model's."""
+    decode = lambda episode: tokenizer.decode(episode.turn(turn).tolist(), skip_special_tokens=True)
+    environments.step([(episode.seat, decode(episode)) for episode in episodes], acting)
+    for episode in episodes:
+        episode.turns = turn + 1
 
 
-def _environments_answer(active: list[Episode], tokenizer: Any, max_turns: int) -> None:
-    """Show every environment its model's last turn, and the models what they say to it."""
-    for episode in active:
-        _environment_answers(episode, episode.turns, tokenizer)
+def _environments_answer(
+    active: list[Episode],
+    tokenizer: Any,
+    max_turns: int,
+    context: int,
+    environments: Environments,
+    acting: Callable[[], None],
+) -> None:
+    """Show every environment its model's last turn, and the models what they say to it. context: tokens that a sample may have."""
+    _show(active, active[0].turns, tokenizer, environments, acting)
+    for episode in _active(active):
         assert episode.last is not None
         episode.done = episode.last.done or episode.finish is Finish.LENGTH or episode.turns == max_turns
-        if not episode.done:
-            observation = tokenizer.encode(episode.last.observation, add_special_tokens=False)
+        if episode.done:
+            continue
+        observation = tokenizer.encode(episode.last.observation, add_special_tokens=False)
+        if len(episode.prompt.tokens) + episode.length + len(observation) >= context:
+            episode.done, episode.finish = True, Finish.LENGTH
+        else:
             episode.add(np.asarray(observation, np.int32), None, [])
 
 
 def _score(
-    episodes: list[Episode], copies: int, version: int, tokenizer: Any, judge: Judge, progress: Callable[[str], None]
+    episodes: list[Episode], version: int, tokenizer: Any, judge: Judge, progress: Callable[[str], None]
 ) -> list[Group]:
-    samples = [e.sample(version) for e in episodes]
-    unscored = [i for i, e in enumerate(episodes) if e.last is None or e.last.reward is None]
-    scores = judge.score(
-        [(episodes[i].prompt, samples[i].text(tokenizer)) for i in unscored], lambda: progress("scoring")
+    groups, failed = _groups(episodes, version), _failures(episodes)
+    samples = [sample for group in groups for sample in group.samples]
+    unscored = [
+        i
+        for i, e in enumerate(episodes)
+        if e.group not in failed and (e.last is None or e.last.reward is None)
+    ]  # fmt: skip
+    verdicts = judge.score(
+        [(episodes[i].prompt, samples[i].text(tokenizer)) for i in unscored],
+        lambda: progress("scoring"),
+        [episodes[i].group for i in unscored],
     )
-    reasons: dict[int, str] = {}
-    for i, score in zip(unscored, scores, strict=True):
-        if isinstance(score, Failure):
-            reasons.setdefault(i // copies, score.reason)
+    for i, verdict in zip(unscored, verdicts, strict=True):
+        if isinstance(verdict, Failure):
+            group = groups[episodes[i].group]
+            group.reason, group.detail = verdict.reason, verdict.detail
             continue
-        samples[i].reward = samples[i].raw_reward = score.reward
-        samples[i].extra |= score.extra
-    return [
-        Group(episodes[g * copies].prompt, samples[g * copies : (g + 1) * copies], reasons.get(g, ""))
-        for g in range(len(episodes) // copies)
-    ]
+        samples[i].reward = samples[i].raw_reward = verdict.reward
+        samples[i].extra |= verdict.extra
+    return groups

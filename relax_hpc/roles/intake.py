@@ -128,9 +128,11 @@ class Intake:
         failed = [(name, reason) for name, reason in entry.filtered.items() if reason.startswith(FAILED)]
         if len(failed) > self._max_failed * groups:
             name, reason = failed[0]
+            order, _, group = name.rpartition("/")
+            _, detail = self._complete[order].failure(int(group))
             raise RunError(
                 f"step {entry.step}: {len(failed)} of {groups} groups failed, more than rollout.max_failed_fraction = {self._max_failed}; "
-                f"the first is {name}: {reason.removeprefix(FAILED)}; mend the cause and go on with `relax-hpc run RUN_DIR --code new`, "
+                f"the first is {name}: {reason.removeprefix(FAILED)}{f' ({detail})' if detail else ''}; mend the cause and go on with `relax-hpc run RUN_DIR --code new`, "
                 "which takes edited files into the run and scores these groups again; where the cause was not in your files, with --redo "
                 "score (again by the same code), or --redo generate (new answers too); or raise the limit with --set "
                 "rollout.max_failed_fraction=…"
@@ -328,7 +330,7 @@ class Intake:
         if order_id not in self._kept_out:
             shard, out = self._complete[order_id], dict[int, str]()
             for group in range(len(shard.groups)):
-                reason = f"{FAILED}{shard.meta['reasons'][str(group)]}" if shard.groups["failed"][group] else None
+                reason = f"{FAILED}{shard.failure(group)[0]}" if shard.groups["failed"][group] else None
                 for own in self._filters:
                     reason = reason or own(shard.group(group))
                 if reason:

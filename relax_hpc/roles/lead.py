@@ -17,6 +17,7 @@ from relax_hpc.data.curriculum import SourceWeights
 from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.damage import Quarantine
 from relax_hpc.roles.evaluation import Evaluations
+from relax_hpc.roles.failures import Failures
 from relax_hpc.roles.intake import Intake, Replay
 from relax_hpc.roles.process import Exit
 from relax_hpc.roles.retention import Retention, newest_step
@@ -87,6 +88,7 @@ class Lead:
         self.publisher = make_publisher(recipe, run, via, self.incarnation)
         evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
         self.evaluations = Evaluations(run, recipe, queue, evaluated)
+        self.failures = Failures(role.front, self.process.log)
         self.untrained = Untrained(recipe.trainer.max_skipped_steps, self.process.log)
         deadline = self.process.arguments.deadline
         self.deadline = None if deadline is None else time.monotonic() + deadline - time.time()
@@ -174,6 +176,7 @@ class Lead:
             entry = None
         self.waited_s += time.perf_counter() - began
         if entry is not None:
+            self.failures.note(entry)
             return Word("step", entry)
         return self.make_room() or Word("wait")
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from relax_hpc.records import Rollouts
 from relax_hpc.run_dir import ORDERS_PER_FOLDER, Data, RunDir, RunError, publish
 from relax_hpc.spool.reading import Shards
@@ -142,8 +144,8 @@ def opened(shards: RunDir, front: Shards, order: str, read: Callable[[Shard], T]
 
 
 def whole(shard: Shard, routed: bool = False) -> tuple[Rollouts, dict[str, Any], int]:
-    """All of its samples (`routed`: with the experts of their tokens), what it says about itself, its checksum."""
-    return shard.rollouts(routed=routed), shard.meta, shard.checksum
+    """All of its samples that have tokens (`routed`: with the experts of these), what it says about itself, its checksum."""
+    return shard.rollouts(np.flatnonzero(np.diff(shard.offsets)), routed), shard.meta, shard.checksum
 
 
 def put(path: Path, image: Data, shard: Path, via: Path | None = None) -> None:

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 
 from relax_hpc.data import PromptSources
 from relax_hpc.engines import EngineError, Sampling, make_engine
-from relax_hpc.environments import make_environments
+from relax_hpc.environments import Environments
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Group, Part, Prompt
+from relax_hpc.records import Failure, Group, Part, Prompt, failed_group
 from relax_hpc.rewards import Judge
 from relax_hpc.roles import gpus
 from relax_hpc.roles.episodes import HalfPlayed, play
@@ -35,7 +35,7 @@ class Player:
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self.engine = make_engine(recipe, model_dir)
         self.sources = PromptSources.of(recipe, self._tokenizer, self.engine.context)
-        self._environments = make_environments(recipe.sources)
+        self._environments = Environments(recipe)
         self._judge = Judge(recipe)
         r, asked = recipe.rollout, recipe.evaluation
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
@@ -67,9 +67,10 @@ class Player:
         except (EngineError, RunError, HalfPlayed):
             raise
         except Exception as error:
-            # An environment or a prompt that cannot be played must not cost the run: its groups are kept, with the reason.
+            # A prompt that cannot be played must not cost the run: its groups are kept, with the reason.
             logging.getLogger("episodes").exception("order %s failed", order.id)
-            return [Group(p, [], f"{type(error).__name__}: {error}") for p in prompts]
+            failure = Failure(f"the order raised {type(error).__name__}", str(error))
+            return [failed_group(p, order.copies, self.engine.version, failure) for p in prompts]
 
     @property
     def scored_s(self) -> float:
@@ -77,6 +78,7 @@ class Player:
         return self._judge.seconds
 
     def close(self) -> None:
-        """End the engine and the rewards' processes."""
+        """End the engine and the processes of rewards and environments."""
         self._judge.close()
+        self._environments.close()
         self.engine.close()

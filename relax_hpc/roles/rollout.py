@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from relax_hpc.engines import EngineRestarted, Enough
 from relax_hpc.recipe.staleness import Partial
-from relax_hpc.records import Finish, Group, Part, Prompt, Sample
+from relax_hpc.records import Failure, Finish, Group, Part, Prompt, Sample, failed_group
 from relax_hpc.roles import gpus
 from relax_hpc.roles.episodes import HalfPlayed
 from relax_hpc.roles.lookout import Lookout
@@ -222,10 +222,8 @@ class RolloutWorker:
         part = parts.read(self.process.run, order, claim.ticket)
         cap = self.recipe.rollout.max_attempts
         if claim.ticket.attempt >= cap:
-            groups = [
-                Group(p, [], f"{claim.ticket.attempt} workers died on this order (rollout.max_attempts = {cap})")
-                for p in prompts
-            ]
+            died = Failure(f"{claim.ticket.attempt} workers died on the order (rollout.max_attempts = {cap})", "")
+            groups = [failed_group(p, order.copies, held.number, died) for p in prompts]
         else:
             try:
                 groups = self.episodes_or_again(claim, prompts, part)

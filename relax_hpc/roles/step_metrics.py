@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from relax_hpc.analysis.scores import pass_at, powers_of_two
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Rollouts
-from relax_hpc.spool.ledger import FAILED, SURPLUS, Entry
+from relax_hpc.roles.failures import count_failures
+from relax_hpc.spool.ledger import SURPLUS, Entry
 
 REPEATED = 4
 """Tokens of an n-gram whose repetition is measured."""
@@ -56,7 +57,7 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
         }  # fmt: skip
     ages = entry.step - rollouts.versions[rollouts.loss_mask == 1]
     histogram = np.bincount(ages, minlength=recipe.async_.max_staleness + 1)
-    failed, surplus = (sum(r.startswith(kind) for r in entry.filtered.values()) for kind in (FAILED, SURPLUS))
+    failed, surplus = count_failures(entry).total(), sum(r.startswith(SURPLUS) for r in entry.filtered.values())
     groups = len(np.unique(rollouts.group))
     own = groups - len(entry.again)
     return {
@@ -79,6 +80,7 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
         "refilled_orders": entry.refills,
         "dropped_orders": len(entry.dropped),
         "masked_tokens": batch.masked,
+        **({"failures": dict(count_failures(entry))} if failed else {}),
         **of_played(batch.played),
     }
 

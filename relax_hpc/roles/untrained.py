@@ -32,8 +32,8 @@ class Untrained:
         if self.empty and self.empty % self.limit == 0:
             reason = next(iter(entry.filtered.values()), "no token is in the loss")
             self.log.warning(
-                "%d steps in a row had nothing to train on, all groups were filtered; the first of step %d: %s. The policy gives "
-                "the same answer to every prompt, or the prompts are all too hard or too easy for it",
+                "%d steps in a row had nothing to train on, all groups failed or were filtered; the first of step %d: %s. Where they were "
+                "filtered, the policy gives the same answer to every prompt, or the prompts are all too hard or too easy for it",
                 self.empty, entry.step, reason,
             )  # fmt: skip
 

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from dataclasses import replace
 
-import numpy as np
-
-from relax_hpc.records import Group, Part
+from relax_hpc.records import Part, with_experts
 from relax_hpc.run_dir import RunDir, RunError, names, publish
 from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Claim, Queue, Ticket
@@ -36,7 +33,7 @@ def publish_part(
 ) -> bool:
     """Publish what there is of an order, of which `version` made the first token; False when another's part was there first."""
     meta = {"run": run.read_id(), "version": version, "turns": part.turns, "cut": part.cut}
-    return publish(run.part(order_id, number), encode(order_id, _with_experts(part), meta, compression))
+    return publish(run.part(order_id, number), encode(order_id, with_experts(part.groups), meta, compression))
 
 
 def read(run: RunDir, order: Order, ticket: Ticket) -> Part | None:
@@ -60,18 +57,3 @@ def remove(run: RunDir, outstanding: Collection[str], before: int) -> None:
         order_id = name.partition(".")[0]
         if order_id not in outstanding and order_id[1:7].isdigit() and int(order_id[1:7]) < before:
             (run.parts / name).unlink(missing_ok=True)
-
-
-def _with_experts(part: Part) -> list[Group]:
-    """The groups. Samples that go on have no experts yet, which a shard keeps for all or none: zeros stand for theirs."""
-    known = next((s.routed_experts for s in part.samples if s.routed_experts is not None), None)
-    if known is None:
-        return part.groups
-    groups = []
-    for group in part.groups:
-        shapes = [(len(group.prompt.tokens) + len(s.tokens) - 1, *known.shape[1:]) for s in group.samples]
-        experts = [s.routed_experts for s in group.samples]
-        zeros = [np.zeros(shape, known.dtype) if e is None else e for e, shape in zip(experts, shapes, strict=True)]
-        samples = [replace(s, routed_experts=e) for s, e in zip(group.samples, zeros, strict=True)]
-        groups.append(Group(group.prompt, samples, group.reason))
-    return groups

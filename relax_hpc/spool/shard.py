@@ -82,9 +82,10 @@ def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compressio
     """The bytes of a shard, in pieces. `meta`: what else to say about the order, JSON-like (attempt, worker, versions, …)."""
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
+    details = {str(i): g.detail for i, g in enumerate(groups) if g.detail}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
     checksums = {name: checked.checksums(column) for name, column in flat.items()}
-    about = {**meta, "order": order, "reasons": reasons, "prompts": prompts, "checksums": checksums}
+    about = {**meta, "order": order, "reasons": reasons, "details": details, "prompts": prompts, "checksums": checksums}
     if ROUTED in flat:
         about[ROUTED] = next(
             s.routed_experts.shape[1:] for g in groups for s in g.samples if s.routed_experts is not None
@@ -350,7 +351,12 @@ class Shard:
                     float(row["reward"]), float(row["raw_reward"]), int(row["turns"]), numbers, self.routed_experts(int(which[k])),
                 )
             )  # fmt: skip
-        return Group(prompt, samples, self.meta["reasons"].get(str(index), ""))
+        return Group(prompt, samples, *self.failure(index))
+
+    def failure(self, group: int) -> tuple[str, str]:
+        """(reason, detail) of a group that failed; both empty where it did not."""
+        of_older_versions: dict[str, str] = {}  # which tell no details
+        return self.meta["reasons"].get(str(group), ""), self.meta.get("details", of_older_versions).get(str(group), "")
 
     def routed_experts(self, sample: int) -> NDArray[np.unsignedinteger[Any]] | None:
         """[P + T - 1, layers, k] which experts each token of a sample was routed to; None where that was not kept."""
@@ -380,7 +386,8 @@ def _understood(meta: Any) -> dict[str, Any]:
     """`meta`, when it has what every shard says. Raises ValueError, KeyError or TypeError."""
     if not isinstance(meta["reasons"], dict) or not isinstance(meta["checksums"], dict):
         raise TypeError("its reasons or checksums are no JSON objects")
-    texts = [meta["order"], *meta["reasons"].keys(), *meta["reasons"].values()]
+    details = meta.get("details", {})  # shards of older versions have none
+    texts = [meta["order"], *meta["reasons"].keys(), *meta["reasons"].values(), *details.keys(), *details.values()]
     texts += [*meta["checksums"].keys(), *meta["checksums"].values()]
     if not all(isinstance(text, str) for text in texts) or not meta["checksums"].keys() >= {*COLUMNS} - {"meta"}:
         raise ValueError("it lacks an order, reasons that are texts, or the checksum of a column")

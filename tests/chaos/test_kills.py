@@ -239,7 +239,7 @@ def test_orders_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp
         "    def reset(self, prompt): self.prompt = prompt\n"
         "    def step(self, answer):\n"
         "        from relax_hpc.environments import Turn\n"
-        "        if self.prompt.index % 16 == 0: os.kill(os.getpid(), 9)\n"
+        "        if self.prompt.index % 16 == 0: os.kill(os.getppid(), 9)\n"
         "        return Turn(done=True)\n"
         "    def close(self): pass\n"
     )
@@ -258,7 +258,7 @@ def test_orders_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp
     run = RunDir(tmp_path / "small")
     entries = [json.loads(p.read_text()) for p in sorted(run.ledger.rglob("*.json"))]
     reasons = {r for e in entries for r in e["filtered"].values()}
-    assert any("2 workers died on this order" in r for r in reasons)
+    assert any("2 workers died on the order" in r for r in reasons)
     assert run.checkpoint_steps()[-1] == 4
 
 

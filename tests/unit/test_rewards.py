@@ -19,9 +19,9 @@ from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptSources
 from relax_hpc.recipe import Recipe
-from relax_hpc.records import Prompt
+from relax_hpc.records import Failure, Prompt
 from relax_hpc.registry import RegistryError
-from relax_hpc.rewards import Failure, Judge, Score, make_rewards, parts
+from relax_hpc.rewards import Judge, Score, make_rewards, parts
 from relax_hpc.run_dir import RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_mathematical_equivalence(judge: Judge, reference: str, answer: str, exp
 
 def test_a_reference_answer_that_is_no_mathematics_is_the_datas_fault(judge: Judge) -> None:
     (verdict,) = judge.score([(prompt("", source=1), "3")])
-    assert isinstance(verdict, Failure) and "has no mathematical expression" in verdict.reason
+    assert isinstance(verdict, Failure) and "has no mathematical expression" in verdict.detail
 
 
 def test_a_users_reward_gives_numbers_for_columns(judge: Judge) -> None:
@@ -134,7 +134,9 @@ def test_a_users_reward_gives_numbers_for_columns(judge: Judge) -> None:
 def test_a_reward_that_misbehaves_fails_its_own_sample_only(hasty: Judge, answer: str, parts: list[str]) -> None:
     verdicts = hasty.score([(prompt(source=2, index=i), a) for i, a in enumerate(["fine", answer, "fine", "fine"])])
     assert [type(v) for v in verdicts] == [Score, Failure, Score, Score]
-    reason = verdicts[1].reason  # type: ignore[union-attr]
+    failure = verdicts[1]
+    assert isinstance(failure, Failure) and "prompt" not in failure.reason, "equal ones could not be counted"
+    reason = f"{failure.reason} {failure.detail}"
     assert not [p for p in [*parts, f"{USER}:by_answer", "source 2", "prompt 1"] if p not in reason], reason
 
 
@@ -146,6 +148,15 @@ def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(hasty: Judge
     assert any(beats[0] + 0.2 < beat < beats[-1] - 0.2 for beat in beats), (
         "one reward alone was waited for, for two seconds"
     )
+
+
+def test_a_group_that_failed_is_judged_no_further_and_holds_up_no_other(judge: Judge, tmp_path: Path) -> None:
+    hangs, fine = prompt(source=2, index=1), prompt(source=2, index=2)
+    samples = [*[(hangs, f"hang {tmp_path}")] * 12, *[(fine, "fine")] * 4]
+    verdicts = judge.score(samples, groups=[*[0] * 12, *[1] * 4])
+    assert len({id(v) for v in verdicts[:12]}) == 1 and isinstance(verdicts[0], Failure)
+    assert verdicts[12:] == [Score(0.5, {})] * 4
+    assert 1 <= len(list(tmp_path.iterdir())) <= 6, "all of its samples were waited for, two at a time"
 
 
 def test_rewards_run_elsewhere_without_torch(judge: Judge) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from relax_hpc import open_run
 from relax_hpc.engines import EngineRestarted
 from relax_hpc.recipe import dump_recipe
+from relax_hpc.records import Finish
 from relax_hpc.roles.process import RoleProcess, Stop
 from relax_hpc.roles.rollout import RolloutWorker
 from relax_hpc.run_dir import RunDir, RunError, to_json
@@ -32,10 +35,11 @@ from tests.runs import wait_for
 class Setup:
     """A worker, and the trainer's side of its run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **tables: Any) -> None:
         self.run = RunDir(folder)
         self.run.create()
-        recipe = tiny.recipe(model={"context": 256}, rollout={"device": "cpu"})
+        rollout = {"device": "cpu"} | tables.pop("rollout", {})
+        recipe = tiny.recipe(model={"context": 256}, rollout=rollout, **tables)
         self.run.recipe.write_text(dump_recipe(recipe))
         self.run.identity.write_bytes(to_json({"id": "test"}))
         self.weights = load_file(tiny.folder(recipe, self.run.model) / "model.safetensors")
@@ -72,9 +76,10 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
+def setup(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setup]:
+    """With the tables that the test asks for."""
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
-    made = Setup(tmp_path / "run")
+    made = Setup(tmp_path / "run", **getattr(request, "param", {}))
     yield made
     made.worker.publisher.close()
     made.worker.player.close()
@@ -194,3 +199,64 @@ def test_nothing_is_kept_of_an_evaluation_that_another_version_played(setup: Set
     with pytest.raises(RunError, match=r"e000000-000 was played by versions .*\(3, 0\).*not by the one that it names"):
         setup.worker.play(claim, waited_s)
     assert not setup.run.shard("e000000-000").exists()
+
+
+def odd(**options: Any) -> dict[str, Any]:
+    """Tables with prompts of which the second makes its environment raise in the second turn."""
+    name = f"{Path(__file__).with_name('user_code.py')}:Odd"
+    source = {"prompts": "odd.jsonl", "environment": name, "environment_options": options, "reward": "exact"}
+    return {"source": [source], "rollout": {"max_turns": 3}}
+
+
+@pytest.fixture
+def odd_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"prompt {i}", "answer": "step2 raise" if i == 1 else str(i)} for i in range(3)]
+    Path("odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.usefixtures("odd_prompts")
+@pytest.mark.parametrize("setup", [odd(turns=3)], indirect=True)
+def test_an_environment_that_raises_fails_its_group_alone_and_what_there_is_of_it_can_be_looked_at(
+    setup: Setup,
+) -> None:
+    setup.publish(0)
+    Queue(setup.run).put([Order("o000000-000", ((0, 0), (0, 1), (0, 2)), 2, 1, 0)])
+    setup.play()
+    with Shard(setup.run.shard("o000000-000")) as shard:
+        fine, failed, last = (shard.group(g) for g in range(3))
+    assert fine.reason == last.reason == "" and all(s.finish is not Finish.FAILED for s in fine.samples + last.samples)
+    assert failed.reason.endswith("user_code.py:Odd' raised KeyError in step")
+    assert failed.detail.startswith("source 0, prompt 1: KeyError: 'key'")
+    rows = open_run(setup.run.root).trajectories()
+    rows = rows[rows.fate == "failed"]
+    assert set(rows.reason) == {failed.reason} and set(rows.detail) == {failed.detail}
+    assert (
+        list(rows.prompt_index) == [1, 1]
+        and set(rows.finish) <= {"failed", "length", "stop"}
+        and (rows.length > 0).all()
+    )
+
+
+@pytest.mark.usefixtures("odd_prompts")
+@pytest.mark.parametrize("setup", [odd(turns=3, long=300)], indirect=True)
+def test_an_observation_that_outgrows_the_context_ends_its_sample_at_the_length_limit(setup: Setup) -> None:
+    setup.publish(0)
+    Queue(setup.run).put([Order("o000000-000", ((0, 0), (0, 2)), 2, 1, 0)])
+    setup.play()
+    with Shard(setup.run.shard("o000000-000")) as shard:
+        groups = [shard.group(g) for g in range(2)]
+    assert [g.reason for g in groups] == ["", ""]
+    for sample in (s for g in groups for s in g.samples):
+        assert sample.finish is Finish.LENGTH and sample.loss_mask.all(), "the observation is no part of the sample"
+
+
+@pytest.mark.parametrize("setup", [{"rollout": {"max_attempts": 1}}], indirect=True)
+def test_an_order_that_others_died_on_is_seen_in_the_trajectories(setup: Setup) -> None:
+    setup.publish(0)
+    Queue(setup.run).put([Order("o000000-000", ((0, 0), (0, 2)), 2, 1, 0)])
+    os.rename(setup.run.open_orders / "o000000-000.a0.v0", setup.run.open_orders / "o000000-000.a1.v0")
+    setup.play()
+    rows = open_run(setup.run.root).trajectories()
+    assert list(rows.fate) == ["failed"] * 4 and set(rows.finish) == {"failed"} and set(rows.length) == {0}
+    assert set(rows.reason) == {"1 workers died on the order (rollout.max_attempts = 1)"} and set(rows.turns) == {0}

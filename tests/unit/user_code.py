@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -14,7 +15,10 @@ def length(prompt: Any, answer: str, scale: float = 1.0) -> dict[str, float]:
 
 
 def by_answer(prompt: Any, answer: str) -> Any:
-    """Misbehaves as the answer says; 'fine' is fine."""
+    """Misbehaves as the answer says; 'fine' is fine; 'hang FOLDER' leaves a file there first."""
+    if answer.startswith("hang "):
+        tempfile.mkstemp(dir=answer.removeprefix("hang "))
+        time.sleep(3600)
     misdeeds = {
         "fine": lambda: 0.5,
         "true": lambda: True,
@@ -68,6 +72,48 @@ class Counting:
 
     def close(self) -> None:
         pass
+
+
+class Odd:
+    """Misbehaves as the prompt's answer says ("reset raise"), else says how many turns there were, and in which process; done after `turns`."""
+
+    def __init__(self, turns: int = 2, long: int = 0) -> None:
+        self.turns, self.long = turns, long
+
+    def reset(self, prompt: Any) -> None:
+        self.when, _, self.what = (prompt.answer or "").partition(" ")
+        self.said = 0
+        self.do("reset")
+
+    def step(self, answer: str) -> Any:
+        from relax_hpc.environments import Turn
+
+        self.said += 1
+        if odd := self.do(f"step{self.said}"):
+            return odd
+        return Turn(self.said == self.turns, f"{self.said}" + "1" * self.long, extra={"pid": os.getpid()})
+
+    def close(self) -> None:
+        self.do("close")
+
+    def do(self, when: str) -> Any:
+        from relax_hpc.environments import Turn
+
+        if when != self.when:
+            return None
+        misdeeds = {
+            "raise": lambda: {}["key"],
+            "exit": lambda: sys.exit(3),
+            "crash": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+            "sleep": lambda: time.sleep(3600),
+            "text": lambda: "done",
+            "done": lambda: Turn(done="yes"),
+            "surrogate": lambda: Turn(done=False, observation="\udc80"),
+            "nan": lambda: Turn(done=True, reward=float("nan")),
+            "column": lambda: Turn(done=True, extra={"a/b": 1.0}),
+            "pid": lambda: Turn(done=False, observation=str(os.getpid())),
+        }
+        return misdeeds[self.what]()
 
 
 class NoClose:

@@ -1,0 +1,82 @@
+"""A process in which environments of a user's own live: whatever they do, it is killed and replaced, and nothing else is hurt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from relax_hpc.environments.base import Environment, Turn
+from relax_hpc.environments.load import make_environments
+from relax_hpc.parent import end_with
+from relax_hpc.recipe.source import AnyPrompts
+from relax_hpc.records import Prompt
+from relax_hpc.registry import WrongValue, finite_number, finite_numbers, said, shown
+
+Wrong = tuple[str, str]
+"""What went wrong, in general and in this case: text, because an exception of the user's own may not unpickle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What to do with the environment of one sample."""
+
+    seat: int
+    """The sample, by a number that no other has."""
+    prompt: Prompt | None
+    """To begin with; None where it has begun."""
+    answers: tuple[str, ...]
+    """To show to it."""
+    closes: bool = False
+
+
+def serve(connection: Connection, sources: Sequence[AnyPrompts], parent: int) -> None:
+    """Do one call after the other, until nobody asks any more. Says None first: that the users' code is imported."""
+    end_with(parent)
+    os.setpgid(0, 0)  # Ctrl-C at a terminal is not for us, and what the users' code starts ends with us
+    make, here = make_environments(sources), dict[int, Environment]()
+    connection.send(None)
+    while True:
+        try:
+            call: Call = connection.recv()
+        except EOFError:
+            return
+        connection.send(_do(call, here, make))
+
+
+def _do(
+    call: Call, here: dict[int, Environment], make: Sequence[Callable[[], Environment]]
+) -> tuple[Turn, ...] | Wrong:
+    """A turn for each answer, or what went wrong."""
+    doing, turns = "reset", []
+    try:
+        if call.prompt is not None:
+            here[call.seat] = make[call.prompt.source]()
+            here[call.seat].reset(call.prompt)
+        doing = "step"
+        for answer in call.answers:
+            turns.append(checked(here[call.seat].step(answer)))
+        doing = "close"
+        if call.closes and call.seat in here:
+            here.pop(call.seat).close()
+    except WrongValue as error:
+        return f"returned a wrong value from {doing}", str(error)
+    except (Exception, SystemExit) as error:
+        return f"raised {type(error).__name__} in {doing}", said(error, behind=1)
+    return tuple(turns)
+
+
+def checked(turn: object) -> Turn:
+    """What `step` returned, as plain values. Raises WrongValue for what is no Turn, or has other values than a Turn may have."""
+    if not isinstance(turn, Turn):
+        raise WrongValue(f"returned {shown(turn)}, expected a relax_hpc.environments.Turn")
+    if not isinstance(turn.done, bool):
+        raise WrongValue(f"returned {shown(turn.done)} as Turn.done, expected True or False")
+    text: object = turn.observation
+    if not isinstance(text, str) or text != text.encode(errors="replace").decode():
+        raise WrongValue(f"returned {shown(text)} as Turn.observation, expected text")
+    if not isinstance(turn.extra, dict):
+        raise WrongValue(f"returned {shown(turn.extra)} as Turn.extra, expected a dict of numbers")
+    reward = None if turn.reward is None else finite_number("Turn.reward", turn.reward)
+    return Turn(turn.done, str(text), reward, finite_numbers(turn.extra))

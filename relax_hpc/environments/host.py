@@ -1,0 +1,239 @@
+"""Where environments live: built-in ones here, a user's own in processes that may be killed (see child.py).
+
+Environments ──seats, spread──► Host ──one call at a time──► child: reset, step, close ──► Turns, or what went wrong
+                                 └── no answer in time, or it died: that seat fails; the others that lived there begin anew in
+                                     a new child and are shown the answers that they had, which must lead to the same observations
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing.connection
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from relax_hpc.environments.base import Environment, Turn
+from relax_hpc.environments.child import Call, Wrong, serve
+from relax_hpc.environments.load import BUILT_IN, make_environments
+from relax_hpc.parent import LightContext
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.source import AnyPrompts
+from relax_hpc.records import Failure, Prompt
+
+LEAST_PROCESSES = 2
+"""One environment that hangs must not hold up all others."""
+START_S = 120.0
+"""Within which a process must have imported the users' code."""
+CLOSE_S = 5.0
+"""At most, for a close: its sample is over, or was given up."""
+_BEAT_S = 0.5
+"""How often `progress` is called while environments are at work."""
+Progress = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """The environment of one sample, wherever it lives."""
+
+    number: int
+    group: int
+    prompt: Prompt
+    here: Environment | None
+    """A built-in one, which plays in this process."""
+    answers: list[str] = field(default_factory=list)
+    """All that it was shown, or is to be shown next."""
+    turns: list[Turn] = field(default_factory=list)
+    """What it said to each."""
+    failure: Failure | None = None
+
+
+class Environments:
+    """The environments of a recipe's sources. Raises RegistryError at construction for one that cannot be used."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._sources, self._make = recipe.sources, make_environments(recipe.sources)
+        r = recipe.rollout
+        processes = r.environment_processes or max(LEAST_PROCESSES, r.threads)
+        self._hosts = [Host(recipe.sources, r.step_time_limit_s) for _ in range(processes)]
+        self._numbers = itertools.count()
+
+    def begin(self, prompts: Sequence[tuple[int, Prompt]], progress: Progress) -> list[Seat]:
+        """A new environment for each (group, prompt), reset; one that cannot be has a failure, which ends its whole group."""
+        seats = [Seat(next(self._numbers), group, prompt, self._built_in(prompt)) for group, prompt in prompts]
+        self._run(seats, progress)
+        return seats
+
+    def step(self, said: Sequence[tuple[Seat, str]], progress: Progress) -> None:
+        """Show each its model's answer: it has one turn more afterwards, or one of its group has a failure."""
+        for seat, answer in said:
+            seat.answers.append(answer)
+        self._run([seat for seat, _ in said], progress)
+
+    def leave(self, seats: Sequence[Seat], progress: Progress = lambda: None) -> None:
+        """Close them, those that are still there; one that cannot be has a failure."""
+        self._run(seats, progress, closes=True)
+
+    def close(self) -> None:
+        """End the processes, whatever they do."""
+        for host in self._hosts:
+            host.close()
+
+    def _built_in(self, prompt: Prompt) -> Environment | None:
+        if self._sources[prompt.source].environment not in BUILT_IN:
+            return None
+        environment = self._make[prompt.source]()
+        environment.reset(prompt)
+        return environment
+
+    def _run(self, seats: Sequence[Seat], progress: Progress, closes: bool = False) -> None:
+        """Do what there is to do for each seat, side by side. `progress` is called at least twice a second."""
+        for seat in seats:
+            if seat.here is None:
+                self._hosts[seat.number % len(self._hosts)].queue.append(seat)
+                continue
+            seat.turns.extend(seat.here.step(answer) for answer in seat.answers[len(seat.turns) :])
+            if closes:
+                seat.here.close()
+        try:
+            while busy := [host for host in self._hosts if host.busy]:
+                ended = [found for host in busy if (found := host.advance(closes))]
+                for seat, outcome in ended:
+                    self._settle(seat, outcome)
+                    if seat.failure is not None and not closes:  # one prompt that hangs costs one time limit
+                        for host in self._hosts:
+                            host.leave_out(seat.group)
+                if not ended:
+                    multiprocessing.connection.wait([h.connection for h in busy if h.connection], _BEAT_S)
+                progress()
+        except BaseException:  # asked to stop: nobody waits for what is under way
+            for host in self._hosts:
+                host.abandon()
+            raise
+
+    def _settle(self, seat: Seat, outcome: list[Turn] | Wrong) -> None:
+        known = len(seat.turns)
+        heard = lambda turns: [(turn.done, turn.observation) for turn in turns[:known]]
+        if isinstance(outcome, list) and heard(outcome) == heard(seat.turns):
+            seat.turns.extend(outcome[known:])
+            return
+        if seat.failure is not None:  # the first is why
+            return
+        again = "says other things to the same answers the second time", "its process was lost, and it began anew"
+        what, detail = again if isinstance(outcome, list) else outcome
+        about = f"source {seat.prompt.source}, prompt {seat.prompt.index}"
+        name = self._sources[seat.prompt.source].environment
+        seat.failure = Failure(f"environment '{name}' {what}", f"{about}: {detail}" if detail else about)
+
+
+class Host:
+    """The asking side of one process, which is started when it is needed, and again after it was lost."""
+
+    def __init__(self, sources: Sequence[AnyPrompts], limit_s: float) -> None:
+        """limit_s: of each reset, step and close."""
+        self._sources, self._limit_s = sources, limit_s
+        self.queue: deque[Seat] = deque()
+        self.connection: Connection | None = None
+        self._process: BaseProcess | None = None
+        self._ready, self._until = False, 0.0
+        """Whether the child has imported the users' code; when it is given up, of time.monotonic()."""
+        self._there: set[int] = set()
+        """Seats whose environments live in the child."""
+        self._now: Seat | None = None
+        self._doing = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to be done."""
+        return bool(self._now or self.queue)
+
+    def advance(self, closes: bool) -> tuple[Seat, list[Turn] | Wrong] | None:
+        """A seat that is done with since the last call, with all of its turns or what went wrong; what is next is begun."""
+        ended = self._look() if self._process is not None else None
+        while self._now is None and self.queue and (self._ready or self._process is None):
+            seat = self.queue[0]
+            if closes and seat.number not in self._there:
+                self.queue.popleft()  # it never began, or is gone with its process
+            elif self._process is None:
+                self._start()
+            else:
+                self._begin(self.queue.popleft(), closes)
+        return ended
+
+    def leave_out(self, group: int) -> None:
+        """Begin nothing more of a group that failed."""
+        self.queue = deque(seat for seat in self.queue if seat.group != group)
+
+    def abandon(self) -> None:
+        """Forget what is to be done; a process that is in the middle of it ends."""
+        self.queue.clear()
+        if self._now is not None:
+            self.close()
+
+    def close(self) -> None:
+        """End the process, whatever it does."""
+        if self._process is not None and self._process.pid and self.connection is not None:
+            with contextlib.suppress(ProcessLookupError):  # with all that it started; it may not have its group yet
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.join()
+            self.connection.close()
+        self._process = self.connection = self._now = None
+        self._ready = False
+        self._there.clear()
+
+    def _start(self) -> None:
+        context = LightContext()
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, list(self._sources), os.getpid()), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._doing, self._until = "import", time.monotonic() + START_S
+
+    def _begin(self, seat: Seat, closes: bool) -> None:
+        assert self.connection is not None
+        new = seat.number not in self._there
+        answers = () if closes else tuple(seat.answers if new else seat.answers[len(seat.turns) :])
+        self._doing = "close" if closes else "step" if answers else "reset"
+        allowed_s = min(CLOSE_S, self._limit_s) if closes else self._limit_s * max(1, len(answers) + new)
+        self._until, self._now = time.monotonic() + allowed_s, seat
+        self._there.add(seat.number)
+        try:
+            self.connection.send(Call(seat.number, seat.prompt if new else None, answers, closes))
+        except OSError:  # it died since: the next look finds that
+            return
+        if closes:
+            self._there.discard(seat.number)
+
+    def _look(self) -> tuple[Seat, list[Turn] | Wrong] | None:
+        """What the process has said, if it has."""
+        assert self.connection is not None and self._process is not None
+        try:
+            if not self.connection.poll():
+                late = (self._now or not self._ready) and time.monotonic() > self._until
+                key = " (rollout.step_time_limit_s)" if self._doing in ("reset", "step") else ""
+                return self._lost(f"took longer than {self._limit_s:g} s in {self._doing}{key}") if late else None
+            answer: tuple[Turn, ...] | Wrong | None = self.connection.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            return self._lost(f"died with exit status {self._process.exitcode} in {self._doing}")
+        seat, self._now = self._now, None
+        if seat is None or answer is None:
+            self._ready = True
+            return None
+        if answer and isinstance(answer[0], str):
+            return seat, (answer[0], str(answer[1]))
+        turns = [turn for turn in answer if isinstance(turn, Turn)]
+        return seat, seat.turns + turns if len(turns) < len(seat.answers) else turns
+
+    def _lost(self, what: str) -> tuple[Seat, Wrong] | None:
+        """The process is no more: what it was doing fails, all else that lived in it begins anew."""
+        seat = self._now or (self.queue.popleft() if self.queue and not self._ready else None)
+        self.close()
+        return (seat, (what, "")) if seat is not None else None

@@ -1,0 +1,87 @@
+"""Groups that failed: told in the log, counted by reasons that name no prompt, shown by status, and no filter's doing."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from relax_hpc.analysis import RunView
+from relax_hpc.launch.status import Status
+from relax_hpc.launch.view import line, render
+from relax_hpc.recipe import dump_recipe
+from relax_hpc.records import Failure, Group, Prompt, failed_group
+from relax_hpc.roles.failures import Failures, count_failures
+from relax_hpc.run_dir import RunDir, publish, to_json
+from relax_hpc.spool.ledger import Entry, Taken
+from relax_hpc.spool.reading import Shards
+from relax_hpc.spool.shard import encode
+from relax_hpc.telemetry import Telemetry
+from tests import tiny
+
+RAISED = "reward 'judge.py:score' raised KeyError"
+SLOW = "environment 'game.py:Game' took longer than 60 s in step (rollout.step_time_limit_s)"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path)
+    run.create()
+    run.identity.write_bytes(to_json({"id": "test", "name": "small"}))
+    run.recipe.write_text(dump_recipe(tiny.recipe()))
+    return run
+
+
+def step(run: RunDir, number: int, *reasons: str) -> Entry:
+    """A step that takes an order whose groups failed for these reasons; one more is filtered."""
+    prompt = lambda i: Prompt(0, i, "", np.zeros(1, np.int32))
+    order = f"o{number:06d}-000"
+    groups = [failed_group(prompt(i), 2, 0, Failure(r, f"source 0, prompt {i}: 'x'")) for i, r in enumerate(reasons)]
+    path = run.shard(order)
+    path.parent.mkdir(exist_ok=True)
+    publish(path, encode(order, [*groups, Group(prompt(9), [])], {"version": 0}))
+    filtered = {f"{order}/{i}": f"failed: {r}" for i, r in enumerate(reasons)}
+    filtered |= {f"{order}/{len(reasons)}": "zero_std: all rewards are 1.0"}
+    entry = Entry(number, 1, 0, (Taken(order, 0),), filtered)
+    publish(run.ledger_entry(number), to_json(entry.to_json()))
+    return entry
+
+
+def test_a_reason_is_told_once_with_its_first_group_then_counted(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    failures = Failures(Shards(run, None), logging.getLogger("trainer"))
+    failures.note(step(run, 0, RAISED, RAISED, SLOW))
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == f"step 0: 2 groups failed: {RAISED}; the first is o000000-000/0 (source 0, prompt 0: 'x')"
+    assert SLOW in second and "o000000-000/2" in second
+    for number in range(1, 8):
+        failures.note(step(run, number, RAISED, SLOW))
+    said = [record.getMessage() for record in caplog.records[2:]]
+    assert said == []
+    failures.note(step(run, 8, RAISED))
+    assert [record.getMessage() for record in caplog.records[2:]] == [f"step 8: 10 groups failed until now: {RAISED}"]
+
+
+def test_status_shows_how_many_failed_and_why_each_step_once(run: RunDir) -> None:
+    telemetry = Telemetry(run, "trainer-0", 0)
+    about = {
+        "step_s": 1.0, "samples": 8, "age_mean": 0.0, "age_max": 0, "spool_depth": 0, "wait_s": 0.0, "raw_reward": 0.0, "played_reward": 0.0,
+    }  # fmt: skip
+    for number in (0, 1, 1):  # the second time after a restart
+        failures = dict(count_failures(step(run, number, RAISED, RAISED, SLOW)))
+        telemetry.metrics("step", step=number, failures=failures, **about)
+    telemetry.metrics("step", step=2, **about)
+    status = Status.of(run)
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(status))
+    panel = console.export_text()
+    assert f"4 groups failed: {RAISED}" in panel and f"2 groups failed: {SLOW}" in panel
+    assert line(status).endswith("; 6 groups failed")
+
+
+def test_failed_is_not_filtered(run: RunDir) -> None:
+    step(run, 0, RAISED)
+    (row,) = RunView(run.root).orders().to_dict("records")
+    assert (row["failed_groups"], row["filtered_groups"]) == (1, 1)
