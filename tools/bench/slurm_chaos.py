@@ -345,8 +345,9 @@ def part_array(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
 
 def _apart(hit: Target, others: Sequence[Target], fault: str, gap: int) -> int:
     """Hurt one seed and wait until it is beyond where it was; how many others lost a process or a job meanwhile."""
-    before, reached = list(map(_lives, others)), newest(hit.run)
+    before = list(map(_lives, others))
     hit.until(lambda: struck(hit, fault))
+    reached = newest(hit.run)
     hit.until(lambda: newest(hit.run) >= reached + gap)
     return sum(_lives(seed) != was for seed, was in zip(others, before, strict=True))
 
