@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from relax_hpc.cli.tables import show_table
 from relax_hpc.launch.sizing.engine import EngineMemory
 from relax_hpc.launch.sizing.estimate import Estimate, gib
 
@@ -54,7 +55,7 @@ def _groups(made: Estimate, console: Console) -> None:
     for group in made.groups:
         numbers = (group.nodes, group.processes, group.devices_each, group.devices, group.given or "-")
         table.add_row(group.role, *map(str, numbers))
-    console.print(table)
+    show_table(table, console)
     if made.jobs:
         console.print(f"jobs: {', '.join(made.jobs)}")
 
@@ -74,7 +75,7 @@ def _trainer(made: Estimate, console: Console) -> None:
             stage.total,
         )
         table.add_row(str(stage.stage), _count(stage.parameters), *map(gib, parts))
-    console.print(table)
+    show_table(table, console)
     console.print(f"{made.replicas} data-parallel, {made.micro_batches} micro-batches a step on each")
 
 
@@ -84,7 +85,7 @@ def _engine(engine: EngineMemory, console: Console) -> None:
     )
     numbers = (f"{engine.room:,}", f"{engine.wanted:,}", gib(engine.host))
     table.add_row(str(engine.devices), gib(engine.weights), gib(max(engine.cache, 0)), *numbers)
-    console.print(table)
+    show_table(table, console)
 
 
 def _traffic(made: Estimate, console: Console) -> None:
@@ -109,7 +110,7 @@ def _traffic(made: Estimate, console: Console) -> None:
             "a version of the weights", f"{gib(moved.weights_bytes)}, {moved.copies} times: {moved.sync_s:.1f} s"
         )
     table.add_row("a checkpoint", gib(made.checkpoint_bytes))
-    console.print(table)
+    show_table(table, console)
 
 
 def _count(number: int) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from relax_hpc.cli.tables import show_table
 from relax_hpc.launch.simulation.outcome import Outcome
 
 FEW_FAULTS = 10
@@ -31,7 +32,7 @@ def show(outcomes: Sequence[Outcome], best: Outcome, why: str, notes: Sequence[s
             f"{o.dropped:.1%}", f"{o.masked:.1%}", f"{o.effective:.1%}", f"{o.file_calls_s:,.0f}",
             style="bold" if o is best else None,
         )  # fmt: skip
-    console.print(table)
+    show_table(table, console)
     console.print(f"[green]recommended:[/green] {escape(why)}", highlight=False, soft_wrap=True)
     few = sum(o.mtbf_h is not None and o.trainer_faults < FEW_FAULTS for o in outcomes)
     if few:

@@ -1,0 +1,40 @@
+"""Tables that lose nothing in a narrow terminal: what is too wide is turned on its side."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+
+def show_table(table: Table, console: Console) -> None:
+    """Print a table; where it is wider than the terminal, a line a column, and as many of its rows beside each other as fit."""
+    if _width(table, console) <= console.width:
+        console.print(table)
+        return
+    rows = list(range(table.row_count))
+    title = table.title
+    while rows:
+        count = len(rows)
+        while count > 1 and _width(_turned(table, rows[:count]), console) > console.width:
+            count -= 1
+        turned = _turned(table, rows[:count])
+        turned.title = title
+        console.print(turned)
+        rows, title = rows[count:], None
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+def _turned(table: Table, rows: list[int]) -> Table:
+    """These rows as columns, each with its first cell as its header."""
+    cells = [list(column.cells) for column in table.columns]
+    turned = Table(box=table.box, pad_edge=table.pad_edge, title_justify=table.title_justify)
+    turned.add_column(table.columns[0].header)
+    for row in rows:
+        turned.add_column(cells[0][row], justify="right", style=table.rows[row].style or "")
+    for column, values in zip(table.columns[1:], cells[1:], strict=True):
+        turned.add_row(column.header, *(values[row] for row in rows))
+    return turned
