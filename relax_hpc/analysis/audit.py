@@ -20,7 +20,7 @@ from relax_hpc.recipe import load_recipe
 from relax_hpc.run_dir import RunDir, RunError, open_existing, read_json
 from relax_hpc.spool.column import DamagedColumn, read_column
 from relax_hpc.spool.ledger import Entry, Ledger, Taken
-from relax_hpc.spool.orders import evaluated_version, order_name
+from relax_hpc.spool.orders import evaluated_version, is_evaluation, order_name
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 
@@ -95,7 +95,7 @@ def audit(path: str | Path) -> Audit:
 def _look_at_evaluations(run: RunDir, found: Audit) -> None:
     """Compare every evaluation's shards with the version that their names and the manifests say."""
     weights: dict[tuple[int, int], set[str]] = {}
-    for path in sorted(run.evals.glob("*.h5")):
+    for path in sorted(p for p in run.evals.glob("*.h5") if is_evaluation(p.stem)):
         number, lineage = asked = evaluated_version(path.stem)
         try:
             with Shard(path) as shard:

@@ -16,7 +16,7 @@ from relax_hpc.analysis.scores import SourceScore, answers, score
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.source import labels
 from relax_hpc.run_dir import RunDir
-from relax_hpc.spool.orders import Order, evaluated_version, evaluation_name, order_seed
+from relax_hpc.spool.orders import Order, evaluated_version, evaluation_name, is_evaluation, order_seed
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.shard import Shard
 from relax_hpc.spool.watch import FolderWatch
@@ -100,7 +100,7 @@ class Evaluations:
         # Records of older versions say what was asked for and what played it, which was not always the same.
         reported = {(r.get("asked", r["version"]), r.get("lineage", 0)) for r in records if r["kind"] == "eval"}
         orders = {name.partition(".")[0] for name in (*self.queue.in_play(), *self.watch.names())}
-        for version, lineage in sorted({evaluated_version(i) for i in orders if i.startswith("e")} - reported):
+        for version, lineage in sorted({evaluated_version(i) for i in orders if is_evaluation(i)} - reported):
             self._ask_again(version, lineage)
 
     def _ask_again(self, version: int, lineage: int) -> None:

@@ -19,11 +19,13 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 Late = Literal["wait", "drop", "mask"]
+_EVALUATION = re.compile(r"e\d{6,}(l\d+)?-\d+")
 MAX_DROPS = 2
 """A prompt whose orders were dropped this often is waited for: dropping again would train on short answers only."""
 
@@ -69,6 +71,11 @@ def order_name(batch: int, k: int) -> str:
 def evaluation_name(version: int, lineage: int, k: int) -> str:
     """Of the k-th order that evaluates a version."""
     return f"e{version:06d}{f'l{lineage}' if lineage else ''}-{k:03d}"
+
+
+def is_evaluation(name: str) -> bool:
+    """Whether this is the name of an evaluation's order, and nothing that somebody else put there."""
+    return _EVALUATION.fullmatch(name) is not None
 
 
 def evaluated_version(order_id: str) -> tuple[int, int]:

@@ -30,7 +30,7 @@ LOOK_AT_STARTS_S = 0.1
 """Between two calls of `in_play`, which costs a folder a worker."""
 KNOWN_CLAIMS = 1000
 """A worker's latest claims, of which an old listing may speak still."""
-_TICKET = re.compile(r"([oe]\d{6}-\w+)\.a(\d+)\.v(\d+)(?:\.p(\d+))?")
+_TICKET = re.compile(r"(o\d{6}-\w+|e\d{6}(?:l\d+)?-\w+)\.a(\d+)\.v(\d+)(?:\.p(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)

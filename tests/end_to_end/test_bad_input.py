@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from relax_hpc import open_run
 from relax_hpc.analysis.audit import audit
 from relax_hpc.run_dir import RunDir
 from relax_hpc.spool.shard import Shard
@@ -70,9 +71,12 @@ def test_a_reward_that_raises_now_and_then_costs_its_groups_and_no_more(tmp_path
     assert failed > 0
     found = audit(run.root)
     assert found.lost == [] and found.trained == 6 * 32 - failed * 4
-    assert "math domain error" in relax_hpc("shards", "ls", run.root, "--fate", "failed").stdout + "".join(
-        p.read_text() for p in run.ledger.rglob("*.json")
-    )
+    rows = open_run(run.root).trajectories()
+    reasons = rows[rows.fate == "failed"].reason.unique()
+    assert len(reasons) == 1 and "raised ValueError" in reasons[0], "reasons are counted, so they name no prompt"
+    assert rows[rows.fate == "failed"].detail.str.contains("math domain error").all()
+    assert f"{failed} groups failed: reward" in relax_hpc("status", run.root).stdout
+    assert "math domain error" in "".join(p.read_text() for p in run.logs.glob("trainer-0*"))
 
 
 def test_a_reward_that_always_raises_stops_the_run_and_it_goes_on_when_the_limit_is_raised(tmp_path):
