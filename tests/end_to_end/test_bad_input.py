@@ -176,9 +176,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     wide = tmp_path / "wide"
     wide.mkdir()
     relax_hpc("run", write_recipe(wide, SMALL.replace("hidden_size = 32", "hidden_size = 64")), "--set", "run.steps=2")
-    shutil.copy2(
-        wide / "small/checkpoints/step-00000002/model.safetensors", tmp_path / "small/checkpoints/step-00000002"
-    )
+    # Whole, with its checksums: one file alone would be a damaged checkpoint.
+    step = "small/checkpoints/step-00000002"
+    shutil.copytree(wide / step, tmp_path / step, dirs_exist_ok=True)
     error = refused(tmp_path / "small", "--set", "run.steps=4")
     assert "another model" in error or "shape" in error
 
