@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from relax_hpc import seals
 from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import state_files
-from relax_hpc.trainers.megatron import index
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy
+from relax_hpc.trainers.megatron.index import UNDECODABLE, tensors
 
 FILES_PER_PROCESS = 2
 # Megatron writes in forked processes, and starts one more to hand results over. Here threads write: the results stay.
@@ -129,7 +129,7 @@ def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     try:
         # processes may ask for different parts at a time, so none can check that together they ask for all
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    except (CheckpointingException, CheckpointException, FileNotFoundError, *index.UNDECODABLE) as error:
+    except (CheckpointingException, CheckpointException, FileNotFoundError, *UNDECODABLE) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise RunError(f"'{folder}' cannot be read: {said[-1]}; go back to an older checkpoint") from error
     return loaded
@@ -140,7 +140,7 @@ def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> Non
 
     `everything`: what the checkpoint has beside `state` is a difference too.
     """
-    saved = {name: list(about.size) for name, about in index.tensors(folder).items()}
+    saved = {name: list(about.size) for name, about in tensors(folder).items()}
     mine = {}
     for tensor in nested_values(load_preprocess(state)[0]):
         if isinstance(tensor, ShardedTensor):
