@@ -135,12 +135,18 @@ def export(
     step: Annotated[
         Optional[int], typer.Option(help="Which checkpoint; the newest by default.", show_default=False)
     ] = None,
+    dtype: Annotated[
+        Optional[str],
+        typer.Option(
+            help="bfloat16, float16 or float32; by default the model's own, of its config.json.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory that `from_pretrained` loads."""
     from relax_hpc.trainers.export import export_checkpoint
 
     with friendly():
-        typer.echo(export_checkpoint(run, output, step))
+        typer.echo(export_checkpoint(run, output, step, dtype))
 
 
 def convert(

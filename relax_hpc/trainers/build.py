@@ -64,6 +64,14 @@ def files_of(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(file.keys(), path)
 
 
+def dtype_of(folder: Path) -> torch.dtype:
+    """Of a model's weights; those of one model have one."""
+    name, path = next(iter(files_of(folder).items()))
+    with safe_open(path, framework="pt") as file:
+        dtype: torch.dtype = file.get_tensor(name).dtype
+        return dtype
+
+
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the safetensors in `folder`, one after the other."""
     files = files_of(folder)

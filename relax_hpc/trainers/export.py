@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from relax_hpc import seals
-from relax_hpc.run_dir import RunError, open_existing
+from relax_hpc.run_dir import RunError, open_existing, read_json, to_json
 
 DISTRIBUTED = ".metadata"
 """The index of a Megatron-core checkpoint."""
+DTYPES = ("bfloat16", "float16", "float32")
+"""Types that weights are exported in."""
 
 
-def export_checkpoint(run: Path, output: Path, step: int | None = None) -> str:
-    """Write checkpoint `step` (the newest by default) of `run` to `output`; says what was written. Raises RunError."""
+def export_checkpoint(run: Path, output: Path, step: int | None = None, dtype: str | None = None) -> str:
+    """Write checkpoint `step` (the newest by default) of `run` to `output`; says what was written. Raises RunError.
+
+    `dtype`: one of DTYPES; by default what the model's own config.json says, else float32, as the checkpoint has its weights.
+    """
+    if dtype not in (None, *DTYPES):
+        raise RunError(f"--dtype '{dtype}': expected one of {', '.join(DTYPES)}")
     opened = open_existing(run)
     steps = opened.checkpoint_steps()
     chosen = steps[-1] if step is None and steps else step
@@ -23,17 +31,42 @@ def export_checkpoint(run: Path, output: Path, step: int | None = None) -> str:
         raise RunError(f"'{output}' exists: choose another directory")
     checkpoint = opened.checkpoint(chosen)
     compare_weights(checkpoint)
+    said = _said_dtype(read_json(opened.model / "config.json") or {})
+    written = dtype or (said if said in DTYPES else "float32")
     output.mkdir(parents=True)
     if (checkpoint / DISTRIBUTED).exists():
         from relax_hpc.trainers.megatron.convert import to_hugging
 
-        to_hugging(checkpoint, opened.model, output)
+        to_hugging(checkpoint, opened.model, output, written)
     else:
+        from relax_hpc.trainers import state_files
+
         for path in opened.model.iterdir():
             if path.suffix != ".safetensors":
                 shutil.copy2(path, output)
-        shutil.copy2(checkpoint / "model.safetensors", output)
-    return f"step {chosen} of {opened.root.name} is in {output}: AutoModelForCausalLM.from_pretrained('{output}')"
+        state_files.write(output, {state_files.MODEL: state_files.cast(checkpoint / state_files.MODEL, written)})
+    _say_dtype(output)
+    return f"step {chosen} of {opened.root.name} is in {output}, in {written}: AutoModelForCausalLM.from_pretrained('{output}')"
+
+
+def _said_dtype(config: dict[str, Any]) -> str | None:
+    """The type of weights that a config.json names, under any of the names that transformers gave it."""
+    tables = [config, *(t for t in config.values() if isinstance(t, dict))]
+    return next((t[key] for t in tables for key in ("dtype", "torch_dtype") if t.get(key)), None)
+
+
+def _say_dtype(folder: Path) -> None:
+    """Make config.json in `folder` name the type that the weights beside it have."""
+    from relax_hpc.trainers.build import dtype_of
+
+    path = folder / "config.json"
+    config, held = read_json(path), str(dtype_of(folder)).removeprefix("torch.")
+    tables = [t for t in (config, *config.values()) if isinstance(t, dict)]
+    for table in tables:
+        table.update({key: held for key in ("dtype", "torch_dtype") if key in table})
+    if not _said_dtype(config):
+        config["dtype"] = held
+    path.write_bytes(to_json(config))
 
 
 def compare_weights(checkpoint: Path) -> None:
@@ -60,6 +93,7 @@ def convert(source: Path, output: Path, model: Path | None = None) -> str:
     try:
         if (source / DISTRIBUTED).exists():
             to_hugging(source, model or source, output)
+            _say_dtype(output)
             return f"'{output}' is a Hugging Face model: AutoModelForCausalLM.from_pretrained('{output}')"
         to_megatron(source, output)
     except RunError:

@@ -46,6 +46,12 @@ def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, 
     return dict(zip(files, _in_threads(write_one, files), strict=True))
 
 
+def cast(path: Path, dtype: str) -> dict[str, Tensor]:
+    """The tensors of the file `path`, floating-point ones in the type of torch that is called `dtype`."""
+    kept = load_file(path)
+    return {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in kept.items()}
+
+
 def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """PARTS files of about as many bytes each."""
     parts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]

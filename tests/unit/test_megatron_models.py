@@ -161,10 +161,17 @@ def test_what_a_run_saved_is_converted_with_its_master_weights(tmp_path: Path) -
     saved = tmp_path / "checkpoint"
     saved.mkdir()
     trainer.save(saved)
+    config = where / "config.json"
+    config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     convert(saved, tmp_path / "model", where)
+    assert '"dtype": "float32"' in (tmp_path / "model" / "config.json").read_text()
     written = load_file(tmp_path / "model" / "model.safetensors")
     exported = dict(trainer.export())
     assert written.keys() == exported.keys() and all(torch.equal(written[n], exported[n]) for n in written)
+    (tmp_path / "narrow").mkdir()
+    megatron_convert.to_hugging(saved, where, tmp_path / "narrow", "bfloat16")
+    narrow = load_file(tmp_path / "narrow" / "model.safetensors")
+    assert all(torch.equal(narrow[n], written[n].bfloat16()) for n in written)
     with pytest.raises(RunError, match=r"of another model.*is missing in the checkpoint"):
         convert(saved, tmp_path / "other", folder_of(MODELS["qwen2"](), tmp_path / "other-hub"))
     assert not (tmp_path / "other").exists()

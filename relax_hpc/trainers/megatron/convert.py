@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from safetensors import safe_open
 from transformers import AutoConfig
 
 from relax_hpc.recipe.trainer import Trainer
 from relax_hpc.run_dir import RunError, to_json, write_file
 from relax_hpc.trainers import fit, state_files
-from relax_hpc.trainers.build import SMALL_FILES, files_of
+from relax_hpc.trainers.build import SMALL_FILES, dtype_of
 from relax_hpc.trainers.megatron import groups, index, moments, state, weights
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.model import build, transformer_config
@@ -35,7 +34,7 @@ MASTER = moments.name_of("param", "")
 def to_megatron(source: Path, output: Path) -> None:
     """Write the Hugging Face model in `source` as a distributed checkpoint in `output`, an empty folder. Raises RunError."""
     hf = _config(source)
-    trainer = _trainer(_dtype(source), source)
+    trainer = _trainer(dtype_of(source), source)
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)
     weights.fill(chunks, source, hf, own)
@@ -44,8 +43,11 @@ def to_megatron(source: Path, output: Path) -> None:
 
 
 @supported
-def to_hugging(source: Path, model: Path, output: Path) -> None:
-    """Write the weights of the checkpoint `source` into `output`; `model` has config.json and the tokenizer. Raises RunError."""
+def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None) -> None:
+    """Write the weights of the checkpoint `source` into `output`; `model` has config.json and the tokenizer. Raises RunError.
+
+    `dtype`: the type that they are written in; by default the one that they have.
+    """
     hf, saved = _config(model), index.tensors(source)
     master = any(name.startswith(MASTER) for name in saved)
     kept = next(about for name, about in saved.items() if name.startswith(MASTER) or not master)
@@ -61,7 +63,8 @@ def to_hugging(source: Path, model: Path, output: Path) -> None:
         chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
     _copy_small_files(model, output)
     held = weights.parts(chunks, own)
-    _write(weights.export(held, weights.plan_export(held, own), hf, kept.properties.dtype), output)
+    written = getattr(torch, dtype) if dtype else kept.properties.dtype
+    _write(weights.export(held, weights.plan_export(held, own), hf, written), output)
 
 
 def _trainer(dtype: torch.dtype, source: Path) -> Trainer:
@@ -99,14 +102,6 @@ def _config(folder: Path) -> Any:
     hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     fit.refuse_foreign(hf)
     return hf
-
-
-def _dtype(folder: Path) -> torch.dtype:
-    """Of the weights; those of one model have one."""
-    name, path = next(iter(files_of(folder).items()))
-    with safe_open(path, framework="pt") as file:
-        dtype: torch.dtype = file.get_tensor(name).dtype
-        return dtype
 
 
 def _copy_small_files(source: Path, output: Path) -> None:
