@@ -63,6 +63,7 @@ class RunView:
         first_version, last_version   of the weights that made the first and the last token; null without tokens
         age                           step - first_version: versions between making the oldest token and training on it
         prompt, completion, answer    text; prompts with special tokens, completions without (`text=False` leaves all out)
+        metadata                      what else the source says about the prompt, as one JSON object (`text=False` leaves it out too)
         extra/NAME                    whatever rewards and environments added; NaN where a shard has none
 
         `columns` picks some, and may name prompt_tokens, tokens, loss_mask, logprobs, versions (a list a row) too; and

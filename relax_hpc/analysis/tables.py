@@ -5,6 +5,7 @@ Shard + Fates ──sample_columns──► {name: N values} ──arrow_table�
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, get_args
@@ -28,7 +29,7 @@ TYPES: dict[str, str] = {
     "age": "int64",
 }  # fmt: skip
 """Columns of every table of trajectories, and their Arrow types; RunView.trajectories says what each holds."""
-TEXT_TYPES = {"prompt": "string", "completion": "string", "answer": "string"}
+TEXT_TYPES = {"prompt": "string", "completion": "string", "answer": "string", "metadata": "string"}
 TOKEN_TYPES = {
     "prompt_tokens": "list<int32>", "tokens": "list<int32>", "loss_mask": "list<uint8>", "logprobs": "list<float32>",
     "versions": "list<int32>", "columns/reference": "list<float32>", "columns/teacher": "list<float32>",
@@ -99,6 +100,9 @@ def sample_columns(
         ),
         "completion": lambda: _decode(decoder, _cut(shard.read("tokens"), offsets), special=False),
         "answer": lambda: per_group([p["answer"] for p in shard.meta["prompts"]]),
+        "metadata": lambda: per_group(
+            [json.dumps(p["metadata"], ensure_ascii=False, sort_keys=True) for p in shard.meta["prompts"]]
+        ),
         "prompt_tokens": lambda: per_group(_cut(shard.read("prompt_tokens"), shard.prompt_offsets)),
         "tokens": lambda: _cut(shard.read("tokens"), offsets),
         "loss_mask": lambda: _cut(shard.read("loss_mask"), offsets),

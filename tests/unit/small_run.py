@@ -62,7 +62,14 @@ def _tokenizer() -> Tokenizer:
 
 def _prompt(tokenizer: Tokenizer, index: int) -> Prompt:
     text = f"{index}+1="
-    return Prompt(0, index, text, np.array(tokenizer.encode(text).ids, np.int32), answer=str(index + 1))
+    return Prompt(
+        0,
+        index,
+        text,
+        np.array(tokenizer.encode(text).ids, np.int32),
+        answer=str(index + 1),
+        metadata={"level": index, "kind": "überschlagen" if index % 2 else None},
+    )
 
 
 def _group(

@@ -83,6 +83,15 @@ def test_a_row_says_all_about_a_sample(view: RunView) -> None:
     assert np.isnan(right["extra/format"])
 
 
+def test_metadata_is_one_column_of_json_in_memory_and_in_parquet(view: RunView, tmp_path: Path) -> None:
+    table = view.trajectories()
+    said = table.metadata.map(json.loads)
+    assert (said.map(lambda m: m["level"]) == table.prompt_index).all() and "überschlagen" in table.metadata.iloc[2]
+    export_parquet(view, tmp_path / "all.parquet")
+    assert pq.read_table(tmp_path / "all.parquet")["metadata"].to_pylist() == table.metadata.tolist()
+    assert "metadata" not in view.trajectories(text=False)
+
+
 def test_columns_are_picked_and_unknown_ones_refused(view: RunView, run: RunDir) -> None:
     table = view.trajectories("arrow", columns=["order", "tokens", "versions"])
     assert table.column_names == ["order", "tokens", "versions"]
