@@ -17,12 +17,15 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from relax_hpc import read_ahead, seals
 from relax_hpc.run_dir import RunDir, RunError, sync_folder, to_json, write_file
+
+T = TypeVar("T")
 
 
 def unfinished(via: Path, step: int) -> Path:
@@ -82,13 +85,10 @@ def restore(
     """
     damage = []
     for step in reversed(run.checkpoint_steps()):
-        folder, said, state = run.checkpoint(step), "", None
-        try:
-            state = read_state(folder)
-            take(folder)
-        except seals.DamagedCheckpoint as error:
-            said = str(error)
-        said = agree(said)
+        folder = run.checkpoint(step)
+        state, said = _tried(partial(read_state, folder), agree)
+        if not said:  # on no process: all of them begin to take, or none does
+            _, said = _tried(partial(take, folder), agree)
         if not said:
             return state
         damage.append(said)
@@ -99,6 +99,16 @@ def restore(
             "were moved aside), or begin a new run"
         )
     return None
+
+
+def _tried(read: Callable[[], T], agree: Callable[[str], str]) -> tuple[T | None, str]:
+    """What `read` makes, and what is damaged for any process."""
+    found, said = None, ""
+    try:
+        found = read()
+    except seals.DamagedCheckpoint as error:
+        said = str(error)
+    return found, agree(said)
 
 
 def put_aside(run: RunDir, via: Path, aside: Path, step: int, damage: str) -> None:

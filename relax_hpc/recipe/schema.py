@@ -116,7 +116,9 @@ class Spool(Table):
         "none", "Blosc2 over token columns; `none` stores them contiguous, to be mapped."
     )
     keep: Literal["all", "needed"] = Key(
-        "all", "`all` keeps every shard for analysis; `needed` those that the oldest checkpoint replays.", resume=True
+        "all",
+        "`all` keeps every shard for analysis; `needed` those that the oldest checkpoint replays (or a critic's; where room is short, the newest).",
+        resume=True,
     )
     quota_gb: PositiveFloat | None = Key(
         None, "Most gigabytes of shards; reserved when an order is released.", resume=True

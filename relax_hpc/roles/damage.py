@@ -25,7 +25,7 @@ class Quarantine:
 
     def __init__(self, run: RunDir, via: Path, say: Callable[..., None]) -> None:
         """say: writes an event down."""
-        self._run, self._via, self._say = run, via, say
+        self._run, self._via, self.say = run, via, say
 
     def put(self, order: str, damage: DamagedShard) -> None:
         """Put the published shard of an order aside. Raises RunError when that is in vain."""
@@ -41,8 +41,10 @@ class Quarantine:
         os.rename(ours, aside)
         reason = {"order": order, "reason": str(damage), "time": time.time()}
         publish(aside.with_suffix(".reason.json"), to_json(reason), durable=False)
-        logging.getLogger("trainer").warning("order %s is played again, its shard is in '%s': %s", order, aside, damage)
-        self._say("damaged_shard", order=order, times=before + 1, reason=str(damage))
+        logging.getLogger("trainer").warning(
+            "the shard of order %s is damaged and in '%s' now: %s", order, aside, damage
+        )
+        self.say(kind="damaged_shard", order=order, times=before + 1, reason=str(damage))
 
 
 @contextlib.contextmanager

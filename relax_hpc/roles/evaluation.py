@@ -2,6 +2,7 @@
 
 trainer: version 50 published, its files pinned ──► orders e000050-… ──► workers take version 50, whatever is the newest ──► shards
          all shards there ──► score, files free again                     (a version of a later lineage: e000050l1-…)
+         one is damaged   ──► aside/, its order again
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from typing import Any
 from relax_hpc.analysis.scores import SourceScore, answers, score
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.source import labels
-from relax_hpc.run_dir import RunDir
+from relax_hpc.roles.damage import Quarantine
+from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.orders import Order, evaluated_version, evaluation_name, is_evaluation, order_seed
 from relax_hpc.spool.queue import Queue
-from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard import DamagedShard, Shard
 from relax_hpc.spool.watch import FolderWatch
 from relax_hpc.telemetry import read_metrics
 from relax_hpc.weights import can_be_had
+
+GONE = "its weights are not on disk any more, or are damaged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,13 @@ def evaluation_orders(
 
 
 def read_score(run: RunDir, recipe: Recipe, orders: Sequence[str]) -> Score:
-    """The score of the version that `orders` name, from their shards."""
+    """The score of the version that `orders` name, from their shards. Raises DamagedShard."""
     solved_at = recipe.evaluation.solved_at if recipe.evaluation else 1.0
     with ExitStack() as opened:
         shards = [opened.enter_context(Shard(run.shard(order))) for order in orders]
+        for order, shard in zip(orders, shards, strict=True):
+            shard.check_owner(order, run.read_id())
+            shard.validate()
         return Score(*evaluated_version(orders[0]), *score(answers(shards), labels(recipe.sources), solved_at))
 
 
@@ -72,6 +79,7 @@ class Evaluations:
     queue: Queue
     prompts: list[tuple[int, int]]
     """(source, index) of all that is evaluated."""
+    quarantine: Quarantine
     pending: dict[tuple[int, int], list[str]] = field(default_factory=dict)
     """(version, lineage) -> the orders of its evaluation, which is not complete."""
     watch: FolderWatch = field(init=False)
@@ -109,10 +117,7 @@ class Evaluations:
         if all(self.run.shard(o.id).exists() for o in orders) or can_be_had(self.run, version, lineage):
             self._ask(version, lineage)
             return
-        self.queue.withdraw([o.id for o in orders])
-        logging.getLogger("trainer").warning(
-            "the evaluation of version %d (lineage %d) is given up: its weights are not on disk any more, or are damaged", version, lineage
-        )  # fmt: skip
+        self._give_up(version, lineage, GONE)
 
     def _ask(self, version: int, lineage: int) -> None:
         self._asked.add((version, lineage))
@@ -126,5 +131,34 @@ class Evaluations:
         if not self.pending:
             return
         names = self.watch.names()
-        for key in [key for key, orders in self.pending.items() if all(f"{o}.h5" in names for o in orders)]:
-            yield read_score(self.run, self.recipe, self.pending.pop(key))
+        for key, orders in [*self.pending.items()]:
+            # A listing may know a while longer what was put aside.
+            if all(f"{o}.h5" in names for o in orders) and all(self.run.shard(o).exists() for o in orders):
+                try:
+                    found = read_score(self.run, self.recipe, orders)
+                except DamagedShard as damage:
+                    self._play_again(*key, damage)
+                    continue
+                del self.pending[key]
+                yield found
+
+    def _play_again(self, version: int, lineage: int, damage: DamagedShard) -> None:
+        """An order whose shard is damaged, by the version that it names; where that cannot be, there is no score."""
+        try:
+            self.quarantine.put(damage.path.stem, damage)
+        except RunError as error:
+            self._give_up(version, lineage, str(error))
+            return
+        if can_be_had(self.run, version, lineage):
+            self._ask(version, lineage)
+        else:
+            self._give_up(version, lineage, f"{damage}, and {GONE}")
+
+    def _give_up(self, version: int, lineage: int, reason: str) -> None:
+        """The run goes on without this score."""
+        self.pending.pop((version, lineage), None)
+        self.queue.withdraw(o.id for o in evaluation_orders(self.recipe, self.prompts, version, lineage))
+        logging.getLogger("trainer").warning(
+            "the evaluation of version %d (lineage %d) is given up: %s", version, lineage, reason
+        )
+        self.quarantine.say(kind="eval_failed", version=version, lineage=lineage, reason=reason)

@@ -60,6 +60,7 @@ class Lead:
         """Where its checkpoints are, if it has processes of its own."""
         self.retention = Retention(run, recipe, via, ledger, role.context, self.critic)
         columns = Columns(run, role.columns, via, self.process.telemetry.metrics)
+        quarantine = Quarantine(run, via, self.process.telemetry.metrics)
         self.intake: Intake | Lessons | Replay
         if recipe.supervised:
             cursor = PromptCursor(role.sources, recipe.run.seed)
@@ -78,7 +79,7 @@ class Lead:
                 self.incarnation,
                 self.process.when_room,
                 columns,
-                Quarantine(run, via, self.process.telemetry.metrics),
+                quarantine,
                 recipe.algorithm.replay,
                 recipe.curriculum.solved_at if recipe.curriculum else None,
                 recipe.rollout.max_failed_fraction,
@@ -87,7 +88,7 @@ class Lead:
             self.intake = Replay(role.shards, ledger, role.front, columns)
         self.publisher = make_publisher(recipe, run, via, self.incarnation)
         evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
-        self.evaluations = Evaluations(run, recipe, queue, evaluated)
+        self.evaluations = Evaluations(run, recipe, queue, evaluated, quarantine)
         self.failures = Failures(role.front, self.process.log)
         self.untrained = Untrained(recipe.trainer.max_skipped_steps, self.process.log)
         deadline = self.process.arguments.deadline

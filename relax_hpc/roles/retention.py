@@ -57,10 +57,12 @@ class Retention:
     def remove_before(self, step: int) -> None:
         """Remove shards that no checkpoint from `step` on replays; by way of our own folder: a fenced trainer deletes nothing."""
         self._asked = step
+        # a critic learns the steps again that came after its newest checkpoint, or its older one where that is damaged
+        self._remove_before(step if self._critic is None else min(step, *(self._critic.checkpoint_steps() or [0])))
+
+    def _remove_before(self, step: int) -> None:
         if self._recipe.spool.keep == "all":
             return
-        if self._critic is not None:  # it learns the steps again that came after its newest one
-            step = min(step, newest_step(self._critic))
         if self._recipe.algorithm.replay:  # the first steps from there on may train on these once more
             step -= self._recipe.async_.max_staleness
         for trained in range(self.removed_before, step):
@@ -74,12 +76,12 @@ class Retention:
         self.removed_before = max(step, self.removed_before)
 
     def waits_for_critic(self) -> bool:
-        """Whether more may go when a critic has a checkpoint as new as the trainer's; what may go by now goes."""
+        """Whether more may go when a critic has a checkpoint as new as the trainer's; what its newest one does not replay goes by now."""
         if self._critic is None or self._recipe.spool.keep == "all":
             return False
-        before, behind = self.removed_before, newest_step(self._critic) < self._asked
-        self.remove_before(self._asked)
-        return behind or self.removed_before > before
+        before, newest = self.removed_before, newest_step(self._critic)
+        self._remove_before(min(self._asked, newest))
+        return newest < self._asked or self.removed_before > before
 
     def _remove(self, path: Path) -> None:
         gone = self._via / path.name

@@ -7,6 +7,7 @@ Readers on the same node take it, others do not see it; where memory is full the
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -31,17 +32,28 @@ class Front:
             return
         with contextlib.suppress(OSError):  # no room in memory: readers take the published file
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace(self._folder / f"{order_id}.h5", image, durable=False)
+            self.remove(order_id)
+            replace(self._path(self._folder, order_id), image, durable=False)
 
     def copy(self, order_id: str) -> Path | None:
-        """The copy of a published shard; None where there is none here."""
-        copy = self._folder / f"{order_id}.h5" if self._folder is not None else None
-        return copy if copy is not None and copy.exists() else None
+        """The copy of a published shard; None where there is none here, or one of another file that had this name before."""
+        if self._folder is None:
+            return None
+        try:
+            copy = self._path(self._folder, order_id)
+        except FileNotFoundError:  # nothing is published
+            return None
+        return copy if copy.exists() else None
+
+    def _path(self, folder: Path, order_id: str) -> Path:
+        """Named by the published file's inode: an order that is played again, its shard put aside, has another one."""
+        return folder / f"{order_id}.{os.stat(self.run.shard(order_id)).st_ino}.h5"
 
     def remove(self, order_id: str) -> None:
         """The shard was consumed."""
         if self._folder is not None:
-            (self._folder / f"{order_id}.h5").unlink(missing_ok=True)
+            for copy in self._folder.glob(f"{order_id}.*.h5"):
+                copy.unlink(missing_ok=True)
 
     def clear(self) -> None:
         """The run ended on this node."""

@@ -159,8 +159,8 @@ class Queue:
                 continue
             mine = ticket if ticket.keeps_version else replace(ticket, version=version)
             path = folder / mine.name
-            if path in self._mine:
-                continue  # a listing of before we took it; our claim stays until its shard is published
+            if path in self._mine and is_there(path):
+                continue  # a listing of before we took it; once our claim is gone, the order was released again
             if _moved(self._run.open_orders / ticket.name, path):
                 order = _read(path)
                 if order is None:  # torn; or given back to others since the rename: this worker counts as lost

@@ -125,10 +125,20 @@ def test_where_no_checkpoint_is_whole_nothing_begins_anew(run: RunDir, via: Path
 def test_what_another_process_found_damaged_is_damaged_for_all(run: RunDir, via: Path) -> None:
     write(run, via, 2)
     write(run, via, 4)
-    others, taken = iter(["rank 2: 'model' is damaged", ""]), list[str]()
+    others, taken = iter(["", "rank 2: 'model' is damaged", "", ""]), list[str]()
     agree = lambda said: said or next(others)
     state = checkpoint.restore(run, lambda folder: taken.append(folder.name), agree, lambda step, reason: None)
     assert state == {"step": 2, "said": 2} and taken == ["step-00000004", "step-00000002"]
+
+
+def test_no_process_takes_a_checkpoint_whose_state_another_one_cannot_read(run: RunDir, via: Path) -> None:
+    """To take one is collective with Megatron: a process that began it alone would wait for ever."""
+    write(run, via, 2)
+    write(run, via, 4)
+    others, taken = iter(["rank 2: 'state.json' is damaged", "", ""]), list[str]()
+    agree = lambda said: said or next(others)
+    state = checkpoint.restore(run, lambda folder: taken.append(folder.name), agree, lambda step, reason: None)
+    assert state == {"step": 2, "said": 2} and taken == ["step-00000002"]
 
 
 def test_a_checkpoint_of_an_older_version_has_no_checksums_and_is_taken(run: RunDir, via: Path) -> None:

@@ -31,7 +31,7 @@ from relax_hpc.spool.orders import Order, OrderBook
 from relax_hpc.spool.queue import Queue, publish_shard
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import encode
-from relax_hpc.telemetry import Telemetry
+from relax_hpc.telemetry import Telemetry, read_metrics
 from relax_hpc.weights import FilePublisher
 from tests import tiny
 from tests.unit.test_orders import Counting
@@ -357,7 +357,9 @@ def evaluations(run: RunDir) -> Evaluations:
         rollout={"groups_per_order": 1},
         algorithm={"group_size": 2},
     )
-    return Evaluations(run, recipe, Queue(run), [(0, i) for i in range(3)])
+    (via := run.lease / "000001").mkdir(exist_ok=True)
+    said = Telemetry(run, "trainer-0", 0).metrics
+    return Evaluations(run, recipe, Queue(run), [(0, i) for i in range(3)], Quarantine(run, via, said))
 
 
 def test_a_score_is_asked_for_once_and_told_once(run: RunDir) -> None:
@@ -397,10 +399,45 @@ def test_an_evaluation_whose_weights_are_gone_is_given_up_by_the_successor(
     assert in_play(run) == {"e000002-001"}, "published again, it can be played after all"
 
 
+def publish_weights(run: RunDir, version: int) -> None:
+    FilePublisher(run, run.lease / "000001", 1).publish(version, lambda: [("w", torch.zeros(2))])
+
+
+def test_a_damaged_shard_of_an_evaluation_is_played_again_by_its_version_while_that_is_there(run: RunDir) -> None:
+    asked = evaluations(run)
+    asked.request(2, 0)
+    publish_weights(run, 2)
+    play(run, 2)
+    flip(run.shard("e000002-001"))
+    assert list(asked.collect()) == [] and asked.needs(3) == {2}, "its weights stay"
+    assert in_play(run) == {"e000002-001"} and len(list(run.aside.glob("e000002-001.0.*"))) == 2
+    play(run, 3)
+    (score,) = asked.collect()
+    assert (score.version, asked.pending) == (2, {})
+
+
+def test_an_evaluation_that_is_damaged_for_good_is_reported_and_the_run_goes_on(run: RunDir) -> None:
+    """Once for the weights are gone; of another version the shards are damaged again and again."""
+    asked = evaluations(run)
+    for version, times in ((0, 1), (2, MOST + 1)):
+        asked.request(version, 0)
+        for _ in range(times):
+            assert (version, 0) in asked.pending
+            play(run, version)
+            flip(run.shard(f"e{version:06d}-000"))
+            assert list(asked.collect()) == []
+        publish_weights(run, 2)
+    assert asked.pending == {} and in_play(run) == set() == asked.needs(1)
+    records, _ = read_metrics(run.metrics / "trainer-0.jsonl")
+    failed = [(r["version"], r["reason"]) for r in records if r["kind"] == "eval_failed"]
+    assert [version for version, _ in failed] == [0, 2]
+    assert "e000000-000.h5" in failed[0][1] and "its weights are not on disk any more" in failed[0][1]
+    assert "3 shards of this order" in failed[1][1]
+
+
 def test_a_score_that_an_earlier_trainer_asked_for_is_waited_for(run: RunDir) -> None:
-    (via := run.lease / "000001").mkdir()
-    FilePublisher(run, via, 1).publish(2, lambda: [("w", torch.zeros(2))])
     evaluations(run).request(2, 0)
+    publish_weights(run, 2)
     play(run, 2, count=1)
     successor = evaluations(run)
     successor.resume()
@@ -617,3 +654,22 @@ def test_a_damaged_copy_in_a_nodes_memory_is_removed_and_the_published_shard_rea
         flip(shards.copy(order))
     assert {t.order for t in trainer.train().take} == names(0)
     assert [shards.copy(order) for order in names(0)] == [None, None]
+
+
+def test_a_copy_in_a_nodes_memory_is_of_the_very_file_that_is_published(run: RunDir, tmp_path: Path) -> None:
+    """The node played the order, its shard was damaged on the disk alone, and another node has played it again."""
+    run.identity.write_bytes(to_json({"id": "this"}))
+    trainer = Trainer(run, 1, staleness=0)
+    assert trainer.entry() is None, "orders are open now"
+    play(run, 0)
+    path, shards = run.shard("o000000-000"), Shards(run, tmp_path / "memory")
+    shards.put("o000000-000", path.read_bytes())
+    assert shards.copy("o000000-000") is not None
+    flip(path)
+    assert trainer.entry() is None and shards.copy("o000000-000") is None
+    play(run, 0)
+    other = b"".join(image("o000000-000", 7))
+    path.write_bytes(other)
+    assert shards.read("o000000-000", lambda shard: shard.first_version) == 7
+    shards.put("o000000-000", other)
+    assert [shards.copy("o000000-000")] == list((tmp_path / "memory").rglob("*.h5"))

@@ -41,6 +41,16 @@ def queue(run: RunDir) -> Queue:
     return queue
 
 
+def test_an_order_that_is_released_again_may_go_to_the_worker_that_played_it_before(run: RunDir, queue: Queue) -> None:
+    """Its shard was damaged, say, and there is one worker, whose version does not change before the order comes."""
+    for _ in range(2):
+        queue.put([order(0)])
+        claim = queue.claim("a", 0)
+        assert claim is not None
+        publish_shard(run, claim, b"shard", "a")
+        run.shard("o000000-000").unlink()
+
+
 def claim_all(root: Path, worker: str, all_here: Any, results: Any) -> None:
     queue, mine = Queue(RunDir(root)), []
     queue.open_workplace(worker)

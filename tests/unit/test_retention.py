@@ -37,7 +37,9 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def retention(run: RunDir, keep: str = "needed", quota_bytes: float | None = None) -> Retention:
+def retention(
+    run: RunDir, keep: str = "needed", quota_bytes: float | None = None, critic: RunDir | None = None
+) -> Retention:
     spool = {"keep": keep} | ({"quota_gb": quota_bytes / 1e9} if quota_bytes else {})
     recipe = tiny.recipe(
         spool=spool,
@@ -46,7 +48,22 @@ def retention(run: RunDir, keep: str = "needed", quota_bytes: float | None = Non
         algorithm={"group_size": 2},
     )
     via = run.lease / "000001" / "i000001"
-    return Retention(run, recipe, via, Ledger(run), context=64)
+    return Retention(run, recipe, via, Ledger(run), context=64, critic=critic)
+
+
+def test_shards_stay_that_a_critics_older_checkpoint_replays_unless_room_is_short(run: RunDir) -> None:
+    critic = RunDir(run.critic)
+    for step in (0, 1, 2):
+        critic.checkpoint(step).mkdir(parents=True)
+        (critic.checkpoint(step) / "DONE").touch()
+    room = retention(run, critic=critic)
+    room.remove_before(2)
+    assert left(run) == set(NAMES)
+    (critic.checkpoint(0) / "DONE").unlink()
+    room.remove_before(2)
+    assert left(run) == {NAMES[2], NAMES[4], NAMES[5]}
+    assert room.waits_for_critic() and left(run) == {NAMES[5]}
+    assert not room.waits_for_critic(), "no more may go"
 
 
 def left(run: RunDir) -> set[str]:
