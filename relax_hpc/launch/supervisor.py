@@ -8,7 +8,9 @@ lease ► trainer group (a new incarnation each time) + rollout workers, scorers
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -98,11 +100,12 @@ class Supervisor:
         self.workers.ask_to_stop()
 
     def _look_after_trainers(self, silence: Ending | None) -> dict[str, Any] | None:
-        if not self.trainers.started:
+        if not self.trainers.started and not self._asked:
             if time.monotonic() >= self.patience.not_before:
                 self._start_trainers()
             return None
-        ending = self.trainers.ending() or silence
+        # Those that were lost and wait for their next start have nothing to end, and would not be asked again.
+        ending = (self.trainers.ending() or silence) if self.trainers.started else Ending("stopped")
         if ending is None:
             return None
         if ending.final is None and not self._asked:
@@ -153,9 +156,11 @@ class Supervisor:
     def _end_all(self) -> None:
         grace_s = 0 if self.interrupts > 1 and self._hasty else GRACE_S
         self.trainers.ask_to_stop()
-        self.io(lambda: self.workers.end(grace_s))
-        self.trainers.end(grace_s)
-        self.tracker.end(grace_s and TRACKER_GRACE_S)  # last: it copies what the others said last
+        try:
+            self.io(lambda: self.workers.end(grace_s))
+        finally:
+            self.trainers.end(grace_s)
+            self.tracker.end(grace_s and TRACKER_GRACE_S)  # last: it copies what the others said last
 
     def _steps_made(self) -> int:
         """By the newest checkpoint, which is the truth, and the trainer's word where that is further on: a heartbeat may be late."""
@@ -194,11 +199,16 @@ class Supervisor:
 
 
 def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
-    """Remove what killed processes had not finished writing; whoever still writes there does so in vain."""
+    """Remove what killed processes had not finished writing; whoever still writes there does so in vain.
+
+    older_than_s: by the clock of whoever keeps the files, which gave them their times.
+    """
+    with tempfile.TemporaryFile(prefix=".", dir=run.heartbeats) as probe:
+        latest = os.fstat(probe.fileno()).st_mtime - older_than_s
     for folder in (run.shards, run.evals, run.columns, run.open_orders, run.parts, run.heartbeats, run.caches):
         for path in folder.rglob(".*"):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - path.stat().st_mtime >= older_than_s:
+                if path.stat().st_mtime <= latest:
                     path.unlink()
 
 

@@ -179,7 +179,8 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
     monkeypatch.setattr(elastic, "ask", ask)
     monkeypatch.setattr(elastic, "cancel", lambda ids: cancelled.extend(ids))
     book = JobBook(run)
-    nodes = Elastic(run, recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})}), telemetry(run), book)  # type: ignore[union-attr]  # fmt: skip
+    fixed = recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})})  # type: ignore[union-attr]
+    nodes = Elastic(run, fixed, telemetry(run), book)
 
     def keep() -> list[str]:
         book.look()
@@ -201,6 +202,15 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
     assert len(states) == 4, "the lost one is sent again"
     assert sorted(keep()) == ["100", "101", "102"]
     assert looked[-1] == ["103"], "what is over is not asked for again"
+
+    lost = lambda: [r["role"] for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
+    assert lost() == ["elastic job 101"]
+    states["103"] = "NODE_FAIL"
+    book = JobBook(run)
+    nodes = Elastic(run, fixed, telemetry(run), book)  # of the next leader
+    keep()
+    assert len(states) == 5, "what ended before it puts nothing off"
+    assert lost() == ["elastic job 101"]
 
 
 def test_what_is_over_is_not_read_again(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

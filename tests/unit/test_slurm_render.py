@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -98,7 +99,7 @@ LEADER = """\
 #SBATCH --licenses=a:1
 
 set -eo pipefail
-setup_failed() { printf 'exit code %s: %s\\n' "$?" "$BASH_COMMAND" >/lustre/me/runs/toy/slurm/jobs/"$SLURM_JOB_ID".setup-failed; }
+setup_failed() { case "$?:$BASH_COMMAND" in 14[03]:*) ;; 0:exit*|[!0]*) printf 'exit code %s: %s\\n' "$?" "$BASH_COMMAND" >/lustre/me/runs/toy/slurm/jobs/"$SLURM_JOB_ID".setup-failed ;; esac; }
 trap setup_failed EXIT
 module load cuda/12.4
 source "$HOME/venv/bin/activate"
@@ -201,14 +202,22 @@ exec python3 -P -m relax_hpc.launch.batch leader /lustre/me/runs/toy
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "said", "code"),
     [
-        ("no_such_module load x", "exit code 127: no_such_module load x\n"),
-        ("true; exit 3", "exit code 3: exit 3\n"),
-        ("echo fine", None),
+        ("no_such_module load x", "exit code 127: no_such_module load x\n", 127),
+        ("true; exit 3", "exit code 3: exit 3\n", 3),
+        ("exit 0", "exit code 0: exit 0\n", 0),
+        ("sh -c \"exit 137\"", "exit code 137: sh -c \"exit 137\"\n", 137),  # as out of memory
+        ("echo fine", None, 0),
+        # a cancellation or preemption, of the shell or of all that it runs
+        ("kill -TERM $$", None, -signal.SIGTERM),
+        ("kill -USR2 $$", None, -signal.SIGUSR2),
+        ("sh -c \"kill -TERM \\$\\$\"", None, 128 + signal.SIGTERM),
     ],
 )
-def test_a_line_of_setup_that_ends_the_script_is_written_down(tmp_path: Path, line: str, said: str | None) -> None:
+def test_a_line_of_setup_that_ends_the_script_is_written_down(
+    tmp_path: Path, line: str, said: str | None, code: int
+) -> None:
     folder = tmp_path / "it's" / "toy" / "slurm" / "jobs"
     folder.mkdir(parents=True)
     slurm = f"[slurm]\npython = 'true'\nsetup = ['echo $NOT_SET', '{line}']\n"
@@ -216,7 +225,7 @@ def test_a_line_of_setup_that_ends_the_script_is_written_down(tmp_path: Path, li
     environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "12"}
     done = subprocess.run(["bash"], input=text, text=True, capture_output=True, env=environment, check=False)
     assert {path.name: path.read_text() for path in folder.iterdir()} == ({"12.setup-failed": said} if said else {})
-    assert bool(done.returncode) is (said is not None)
+    assert done.returncode == code
 
 
 def test_single_asks_for_what_both_groups_need_together(tmp_path: Path) -> None:

@@ -59,8 +59,7 @@ def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
     try:
         core.look_after(agents)
         step = core._steps[0]
-        about = {"time": time.time(), "state": "active", "group": "core", "step": step.id, "index": 0, "host": "n1", "workplaces": {}, "left": {}, "failure": ""}  # fmt: skip
-        replace(run.heartbeats / f"agent-{step.id}-0.json", to_json(about))
+        agent_says(run, step.id, 0, "active")
         agents.read()
         core.look_after(agents)
         assert not core.failure, "it has time to start"
@@ -70,6 +69,11 @@ def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
     assert core.suspect == "n2"
     assert core.failure.startswith("rollout node 1 (n2): its agent has not begun ")
     assert "supervision.start_s" in core.failure and "n2: no answer" in core.failure
+
+
+def agent_says(run: RunDir, step: str, index: int, state: str) -> None:
+    about = {"time": time.time(), "state": state, "group": "core", "step": step, "index": index, "host": f"n{index + 1}", "workplaces": {}, "left": {}, "failure": ""}  # fmt: skip
+    replace(run.heartbeats / f"agent-{step}-{index}.json", to_json(about))
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -86,22 +90,44 @@ def test_an_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_back(
         core.look_after(agents)
         return len(list(run.logs.glob("srun-agents.*.log")))
 
-    def says(index: int, state: str) -> None:
-        about = {"time": time.time(), "state": state, "group": "core", "step": step.id, "index": index, "host": f"n{index + 1}", "workplaces": {}, "left": {}, "failure": ""}  # fmt: skip
-        replace(run.heartbeats / f"agent-{step.id}-{index}.json", to_json(about))
-
     try:
         look()
-        step = core._steps[0]
-        says(0, "active")
-        says(1, "gone")
+        step = core._steps[0].id
+        agent_says(run, step, 0, "active")
+        agent_says(run, step, 1, "gone")
         assert look() == 1
         if leads:
-            wait_for(lambda: says(0, "active") or look() == 2, 30)
+            wait_for(lambda: agent_says(run, step, 0, "active") or look() == 2, 30)
         lost = [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
         assert [(r["role"], r["reason"]) for r in lost] == (
             [("rollout node 1 (n2)", "its agent left, and the run goes on")] if leads else []
         )
+    finally:
+        core.end(0)
+
+
+def test_a_rollout_job_ends_when_all_its_agents_left_though_one_of_them_was_a_second_one(
+    run: RunDir, tmp_path: Path, python: list[str]
+) -> None:
+    ours = recipe(tmp_path, "supervision.agent_silent_s=0.3")
+    voice = Telemetry(run, "supervisor", 0)
+    core, agents = StepCore(run, ours, python, voice), Agents(run, ours, voice)
+    try:
+        core.look_after(agents)
+        first = core._steps[0]
+        agent_says(run, first.id, 1, "active")  # and nothing more: it was killed
+        wait_for(
+            lambda: agent_says(run, first.id, 0, "active")
+            or core.look_after(agents.read())
+            or core._steps[1] is not first
+        )
+        agent_says(run, first.id, 0, "gone")
+        core.look_after(agents.read())
+        assert not core.left
+        agent_says(run, core._steps[1].id, 1, "gone")
+        first.end(0)  # with the exit code of its lost task
+        core.look_after(agents.read())
+        assert first.code != 0 and core.left
     finally:
         core.end(0)
 

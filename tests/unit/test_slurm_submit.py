@@ -442,6 +442,15 @@ def test_status_says_that_no_successor_is_queued(
     assert ("no successor queued" in shown) is (len(jobs) == 1)
 
 
+def test_one_whose_scancel_fails_takes_back_its_own_word_only(bin_folder: Path, run: RunDir) -> None:
+    run.create()
+    program(bin_folder, "scancel", "true")
+    assert send.end_jobs(run, ["7"], "its lease was silent, says one agent")
+    program(bin_folder, "scancel", "exit 1")
+    assert not send.end_jobs(run, ["7", "70", "7_1"], "its lease was silent, says another")
+    assert [send.ended_by_us(run, job) for job in ("7", "70", "7_1")] == [True, False, False]
+
+
 @pytest.mark.parametrize("state", ["CANCELLED", "GONE"])  # Slurm forgets it after a few minutes
 @pytest.mark.parametrize("by", ["a person", "the run"])
 @pytest.mark.parametrize("ended", ["preempted", "failed"])

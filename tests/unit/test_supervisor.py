@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -16,10 +17,12 @@ import pytest
 from rich.console import Console
 
 from relax_hpc.launch import io_errors, local, supervisor
-from relax_hpc.launch.io_errors import IoRetry
+from relax_hpc.launch.io_errors import IoRetry, IoTrouble
 from relax_hpc.launch.lease import acquire
 from relax_hpc.launch.local import Opened, run_here
 from relax_hpc.launch.nursery import Nursery
+from relax_hpc.launch.trainers import LocalTrainers
+from relax_hpc.launch.workers import LocalWorkers
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.process import Exit, passes, place_of
@@ -276,6 +279,52 @@ def test_an_error_has_a_place_unless_it_is_one_of_the_moment() -> None:
     assert place(ValueError, "x").startswith("io_errors.py:") and place(FileNotFoundError, errno.ENOENT, "x")
     assert place(ConnectionResetError, "peer") == place(type("DistNetworkError", (Exception,), {}), "x") == ""
     assert place_of(OSError(errno.EIO, "x")) == ""
+
+
+def test_a_stop_that_comes_while_a_lost_trainer_waits_for_its_next_start_is_no_start(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    run = prepared(tmp_path / "run", recipe)
+
+    class Stopped(Stage):
+        def train(self, voice: Telemetry, folder: Path) -> int | None:
+            signal.raise_signal(signal.SIGTERM)
+            return super().train(voice, folder)
+
+    stage = Stopped(run, Faults(Path("/nowhere")))
+    outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
+    assert (outcome["outcome"], outcome["step"]) == ("stopped", 3)
+    assert ("trainer-0", 1) not in stage.born
+
+
+def test_workers_that_cannot_be_ended_leave_no_trainer_behind(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, ended, end = prepared(tmp_path / "run", recipe), list[str](), LocalTrainers.end
+
+    def fails(*_: Any) -> None:
+        raise IoTrouble("the file system fails")
+
+    monkeypatch.setattr(LocalWorkers, "end", fails)
+    monkeypatch.setattr(LocalTrainers, "end", lambda self, grace_s: (ended.append("trainers"), end(self, grace_s)))
+    with pytest.raises(IoTrouble):
+        run_here(Opened(run, recipe, Stage(run, Faults(Path("/nowhere")))), Console(file=io.StringIO()))
+    assert ended == ["trainers", "trainers"], "once when they were lost, once at the end"
+
+
+def test_what_is_swept_is_old_by_the_clock_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    young, old = run.heartbeats / ".young", run.heartbeats / ".old"
+    young.touch()
+    old.touch()
+    os.utime(old, (0, old.stat().st_mtime - 400))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3600)
+    supervisor.sweep(run, older_than_s=300)
+    assert os.listdir(run.heartbeats) == [".young"]
+    supervisor.sweep(run)
+    assert os.listdir(run.heartbeats) == []
 
 
 def test_a_picture_that_fails_ends_nothing(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:

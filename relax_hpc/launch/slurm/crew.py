@@ -131,6 +131,8 @@ class StepCore:
         """Nodes whose loss is written down, and whose next step is not started: the file system refused its log."""
         self._left_at: dict[Step, float] = {}
         """When the first agent of a step was seen to have left."""
+        self._left = set[int]()
+        """Nodes whose agent left in order. One that is started again on its node leaves the step of all with an exit code of failure."""
         self._patience = {i: Patience(recipe.supervision) for i in range(nodes or recipe.rollout.nodes)}
         self.failure = self.suspect = ""
 
@@ -148,7 +150,7 @@ class StepCore:
     @property
     def left(self) -> bool:
         """Whether all agents ended in order: the run is over, or they gave up."""
-        return bool(self._steps) and all(step.code == 0 for step in self._steps.values())
+        return bool(self._steps) and self._left == self._steps.keys()
 
     def _look_after_node(self, index: int, agents: Agents) -> None:
         step, patience = self._steps[index], self._patience[index]
@@ -158,6 +160,7 @@ class StepCore:
             return
         left = step.code == 0 or agents.left(name)
         if left and not self._must_stay(step):
+            self._left.add(index)
             return
         silent = beat is not None and name not in agents.alive()
         if (step.running and not silent) or time.monotonic() < patience.not_before:

@@ -68,7 +68,8 @@ class Elastic:
         self._scaler = Autoscaler(run, recipe, recipe.slurm.autoscale, telemetry) if recipe.slurm.autoscale else None
         self._jobs = jobs
         self._draining: set[str] = set()
-        self._gone: set[str] = set()
+        self._gone: set[str] | None = None
+        """Jobs that ended, when we looked last; what had ended before our first look is no loss of ours."""
         self._patience = Patience(recipe.supervision)
         self._refusals = Refusals(telemetry, "elastic job")
         self._first_seen: dict[str, float] = {}
@@ -97,8 +98,8 @@ class Elastic:
 
     def _note_lost(self, gone: set[str]) -> None:
         """Jobs that end soon after they were sent are sent again ever later."""
-        for job in sorted(gone - self._gone, key=number):
-            self._gone.add(job)
+        new, self._gone = gone - (gone if self._gone is None else self._gone), gone
+        for job in sorted(new, key=number):
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
             self._patience.failed("gone", None if time.monotonic() - self._first_seen[job] < SOON_S else number(job))
 

@@ -201,8 +201,10 @@ def _begin(setup: list[str], failed: str = "") -> list[str]:
     """The shell's options and the lines of slurm.setup. `failed`: a word of the shell, the file that says which line ended the script."""
     if not setup:
         return ["set -euo pipefail"]
+    said = f'printf \'exit code %s: %s\\n\' "$?" "$BASH_COMMAND" >{failed}'
     watched = [
-        f'setup_failed() {{ printf \'exit code %s: %s\\n\' "$?" "$BASH_COMMAND" >{failed}; }}',
+        # TERM and USR2 are no failures: a command that they end says 143 or 140, the shell itself 0, as it does where a line exits.
+        'setup_failed() { case "$?:$BASH_COMMAND" in 14[03]:*) ;; 0:exit*|[!0]*) ' + said + " ;; esac; }",
         "trap setup_failed EXIT",
         *setup,
         "trap - EXIT",

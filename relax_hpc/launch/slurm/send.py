@@ -12,6 +12,7 @@ import json
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
 from relax_hpc.launch.slurm.queue_state import ask, cancel, number, our_jobs_of
 from relax_hpc.launch.slurm.render import render
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunDir, RunError, publish, read_json, replace, to_json
+from relax_hpc.run_dir import RunDir, RunError, names, publish, read_json, replace, to_json
 
 ATTEMPTS = 6
 LONGEST_WAIT_S = 60.0
@@ -154,23 +155,25 @@ def record_own(run: RunDir, job: str, kind: Kind) -> None:
 def end_jobs(run: RunDir, ids: Iterable[str], reason: str) -> bool:
     """Cancel jobs of the run. Written down before, so that nobody takes it for a person's scancel; False where Slurm did not take it."""
     wanted = list(ids)
-    about = {"by": _me(), "reason": reason, "time": time.time()}
-    for job in wanted:
-        publish(_ended(run, job), to_json(about))
+    about = to_json({"by": _me(), "reason": reason, "time": time.time()})
+    # A note of our own for each: all agents of a run end a lost leader at once, and one that Slurm does not answer takes back only what it said.
+    notes = [_ended(run) / f"{job}.{uuid.uuid4().hex[:8]}.json" for job in wanted]
+    for note in notes:
+        publish(note, about)
     if cancel(wanted):
         return True
-    for job in wanted:
-        _ended(run, job).unlink(missing_ok=True)
+    for note in notes:
+        note.unlink(missing_ok=True)
     return False
 
 
 def ended_by_us(run: RunDir, job: str) -> bool:
     """Whether `end_jobs` cancelled it."""
-    return _ended(run, job).exists()
+    return any(name.partition(".")[0] == job for name in names(_ended(run)))
 
 
-def _ended(run: RunDir, job: str) -> Path:
-    return run.slurm / "ended" / f"{job}.json"
+def _ended(run: RunDir) -> Path:
+    return run.slurm / "ended"
 
 
 def _me() -> str:
