@@ -22,6 +22,7 @@
       slurm/                                batch scripts as they were sent; slurm/jobs/ID.json, a file for each job;
                                             slurm/places/GROUP-INDEX.json, the agent that a node of a group has now
       evaluated/                            evaluations of its checkpoints by `relax-hpc eval`, each laid out like a run
+      rows.json                             how many rows of the sources are left out or cut, where keys say so
       stop  outcome.json                    how it shall end, how it ended
 
 Publishing is always: unique temporary name, write, fsync, link or rename, fsync of the directory. A trainer's temporary
@@ -92,6 +93,7 @@ class RunDir:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
         self.identity = self.root / "run.json"
+        self.rows = self.root / "rows.json"
         self.recipe = self.root / "recipe.toml"
         self.changes = self.root / "changes.jsonl"
         self.snapshot = self.root / "snapshot"

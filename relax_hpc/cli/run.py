@@ -91,6 +91,8 @@ def run(
     from rich.console import Console
 
     from relax_hpc.launch.local import open_or_create, run_here
+    from relax_hpc.recipe.source import left_out
+    from relax_hpc.run_dir import read_json
 
     with friendly():
         typer.echo("preparing: recipe, code and data are checked, libraries are loaded", err=True)
@@ -105,7 +107,7 @@ def run(
             )
             return
         console.print(f"[bold]{opened.run.root}[/bold]", soft_wrap=True)
-        for warning in opened.recipe.warnings:
+        for warning in (*opened.recipe.warnings, *left_out(read_json(opened.run.rows) or {})):
             warn(warning)
         outcome = run_here(opened, console)
     if outcome["outcome"] == "failed":

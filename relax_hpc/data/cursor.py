@@ -1,6 +1,6 @@
 """Which prompt comes next: an endless, seeded, shuffled stream of (source, index, epoch) that resumes exactly.
 
-    position ──next_source──► source ──order(seed, source, epoch)──► index ──held out? the next one──► PromptRef
+    position ──next_source──► source ──order(seed, source, epoch)──► index ──held out, dropped? the next one──► PromptRef
 
 The stream depends on the seed, the position and the weights that it was asked with. Its state is a few counters a source, so
 resuming costs the same wherever the stream stands.
@@ -34,7 +34,7 @@ class PromptRef:
 
 
 class PromptCursor:
-    """A checkpointable stream of prompts. Held-out ones never come up.
+    """A checkpointable stream of prompts. Held-out and dropped ones never come up.
 
     `stream` names an order of its own for the same seed ("train", "warmup").
     """
@@ -136,10 +136,10 @@ class _Stream(Sampler[PromptRef]):
             epoch, place = divmod(self._drawn[source], size)
             self._drawn[source] += 1
             index = int(self._order(source, epoch)[place])
-            if not self._sources.is_held_out(source, index):
+            if self._sources.is_trained(source, index):
                 return PromptRef(source, index, epoch)
         raise RunError(
-            f"source {source} has {size} prompts, and all of them are held out: lower evaluation.holdout, or leave out the [[evaluation.source]] with the same texts"
+            f"source {source} has {size} prompts, and all of them are held out or dropped: lower evaluation.holdout, change its too_long or missing_answer, or leave out the [[evaluation.source]] with the same texts"
         )
 
     def _order(self, source: int, epoch: int) -> NDArray[np.int64]:

@@ -157,11 +157,17 @@ class FileItems:
         value = row.get(name, _MISSING)
         if value is _MISSING:
             value = _nested(row, name.split("."))
+        if key == "answer_key" and self._source.missing_answer == "drop" and value in (_MISSING, None):
+            return None
+        hint = (
+            '; an empty answer_key says that there is none, missing_answer = "drop" leaves such rows out'
+            if key == "answer_key"
+            else ""
+        )
         if value is _MISSING:
-            hint = "; an empty answer_key says that there is none" if key == "answer_key" else ""
             raise RunError(f"{self.where(index)}: no column '{name}' ({key}); it has {sorted(row)}{hint}")
         if value is None:
-            raise RunError(f"{self.where(index)}: column '{name}' ({key}) is null")
+            raise RunError(f"{self.where(index)}: column '{name}' ({key}) is null{hint}")
         return value
 
 

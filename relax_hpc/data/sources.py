@@ -31,6 +31,8 @@ CHECKED_AT_ONCE = 512
 """Rows that `check` tokenizes in one call."""
 _TRAINED, _SHARE, _ELSEWHERE = 1, 2, 3
 """What a training source's prompt is for: training; the held-out share; nothing, as an evaluation source asks it."""
+_KEPT, _TOO_LONG, _NO_ANSWER = 1, 2, 3
+"""What becomes of a row of a source that drops some."""
 
 
 class PromptSources:
@@ -38,7 +40,8 @@ class PromptSources:
 
     `tokenizer`: a Hugging Face tokenizer. `context`: the model's longest sequence in tokens. `holdout`: the share of
     distinct texts of the training sources that is held out (0: none). `evaluation`: sources that are only evaluated; they
-    count on after those of training. Building it reads no prompt; call `check` once before a run starts.
+    count on after those of training. `learns`: the answers of training sources are learned, so they need room too. Building it
+    reads no prompt; call `check` once before a run starts.
     """
 
     def __init__(
@@ -48,20 +51,26 @@ class PromptSources:
         context: int,
         holdout: float = 0.0,
         evaluation: Sequence[AnyEvaluationSource] = (),
+        learns: bool = False,
     ) -> None:
-        self._sources, self._evaluation = sources, evaluation
+        self._sources, self._evaluation, self._learns = sources, evaluation, learns
         self._tokenizer, self._context, self._holdout = tokenizer, context, holdout
-        every = [*sources, *evaluation]
+        every = self._every = [*sources, *evaluation]
         self._keys = keys_of(every)
         self._items: list[Items] = [FileItems(s) if isinstance(s, FilePrompts) else TaskItems(s) for s in every]
         self._side: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
         """What `_side_of` found, by index."""
+        self._fate: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
+        """What `_fate_of` found, by index."""
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: Any, context: int) -> PromptSources:
         """Those of `recipe`."""
         asked = recipe.evaluation
-        return cls(recipe.source, tokenizer, context, asked.holdout if asked else 0.0, asked.source if asked else ())
+        learns = recipe.supervised or recipe.warmup is not None
+        return cls(
+            recipe.source, tokenizer, context, asked.holdout if asked else 0.0, asked.source if asked else (), learns
+        )
 
     @property
     def sizes(self) -> list[int]:
@@ -76,8 +85,8 @@ class PromptSources:
     def prompt(self, source: int, index: int) -> Prompt:
         """The prompt with its tokens. Raises RunError where it cannot be used (too long, a broken row, media)."""
         item = self._items[source][index]
-        text, is_chat = self._render(source, index, item)
-        tokens = self._tokenizer.encode(text, add_special_tokens=not is_chat)
+        text, tokens = self._tokens(source, index, item)
+        tokens = self._cut(source, tokens)
         self._check_length(source, index, len(tokens))
         return Prompt(source, index, text, np.asarray(tokens, np.int32), item.answer, item.metadata)
 
@@ -92,12 +101,61 @@ class PromptSources:
         """The prompt's text, not tokenized."""
         return self._render(source, index, self._items[source][index])[0]
 
-    def check(self, *, answers: bool = False) -> None:
+    def _tokens(self, source: int, index: int, item: Item) -> tuple[str, list[int]]:
+        """The prompt's text, and all of its tokens."""
+        text, is_chat = self._render(source, index, item)
+        return text, self._tokenizer.encode(text, add_special_tokens=not is_chat)
+
+    def _cut(self, source: int, tokens: list[int]) -> list[int]:
+        """The tokens, without what the source has cut off at the beginning."""
+        own = self._every[source]
+        if isinstance(own, FilePrompts) and own.too_long == "truncate" and own.max_prompt_tokens is not None:
+            return tokens[-own.max_prompt_tokens :]
+        return tokens
+
+    def _longest(self, source: int) -> int:
+        """Tokens that a prompt may have."""
+        own = self._every[source]
+        return min(
+            self._context - 1, (own.max_prompt_tokens if isinstance(own, FilePrompts) else None) or self._context
+        )
+
+    def is_dropped(self, source: int, index: int) -> bool:
+        """Whether the source leaves this row out: it is too long, or lacks an answer. Raises RunError for a broken row."""
+        return self._fate_of(source, index) != _KEPT
+
+    def _fate_of(self, source: int, index: int) -> int:
+        """_KEPT, _TOO_LONG or _NO_ANSWER. Found once, then remembered; it depends on the row, the tokenizer and the recipe alone."""
+        own, fate = self._every[source], self._fate[source]
+        if not isinstance(own, FilePrompts) or not own.drops:
+            return _KEPT
+        if not fate[index]:
+            fate[index] = self._look(source, index, own)
+        return int(fate[index])
+
+    def _look(self, source: int, index: int, own: FilePrompts) -> int:
+        item = self._items[source][index]
+        has_answer = bool(item.answer and item.answer.strip())
+        if own.missing_answer == "drop" and not has_answer:
+            return _NO_ANSWER
+        if own.too_long != "drop":
+            return _KEPT
+        length = len(self._tokens(source, index, item)[1])
+        if length > self._longest(source):
+            return _TOO_LONG
+        learned = self._learns and source < len(self._sources) and has_answer
+        if learned and length + len(self._answers(source, [index])[0]) > self._context:
+            return _TOO_LONG
+        return _KEPT
+
+    def check(self, *, answers: bool = False) -> dict[str, dict[str, int]]:
         """Look at every row of the file sources, and at the first item of the others. Raises RunError, which names up to MOST_FAULTS.
 
-        Columns, chat messages, and the length in tokens; the cost is about one tokenization of the files. `answers`: those of
-        training sources are looked at too, as they will be learned.
+        Columns, chat messages, and the length in tokens; the cost is about one tokenization of the files, two of those that drop
+        rows. `answers`: those of training sources are looked at too, as they will be learned. Returns, by the keys of the sources that
+        drop or cut rows, how many there are ("rows"), are left out ("too_long", "no_answer") and cut ("cut").
         """
+        self._number_cut = [0] * len(self._every)
         faults: list[str] = []
         for source, items in enumerate(self._items):
             rows = 1 if items.procedural else len(items)
@@ -111,6 +169,22 @@ class PromptSources:
         if faults:
             count = f"at least {MOST_FAULTS}" if len(faults) >= MOST_FAULTS else len(faults)
             raise RunError("\n".join([f"{count} prompts cannot be used:", *faults[:MOST_FAULTS]]))
+        return self._counted()
+
+    def _counted(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for source, own in enumerate(self._every):
+            if not isinstance(own, FilePrompts) or not (own.drops or own.too_long == "truncate"):
+                continue
+            rows, fate = len(self._items[source]), self._fate[source]
+            left_out = {"too_long": int((fate == _TOO_LONG).sum()), "no_answer": int((fate == _NO_ANSWER).sum())}
+            if sum(left_out.values()) == rows:
+                raise RunError(
+                    f"{self._keys[source]}.prompts = '{own.prompts}': all {rows} rows are left out ({left_out['too_long']} too long, "
+                    f"{left_out['no_answer']} without an answer): change its too_long, max_prompt_tokens, missing_answer or answer_key"
+                )
+            found[self._keys[source]] = {"rows": rows, **left_out, "cut": self._number_cut[source]}
+        return found
 
     def _faults(self, source: int, rows: range, answers: bool) -> list[str]:
         """What is wrong with these rows; they are looked at one by one only where something is."""
@@ -126,6 +200,10 @@ class PromptSources:
     def is_held_out(self, source: int, index: int) -> bool:
         """Whether a training source's prompt is for evaluation alone: by the hash of its text, or as an evaluation source has it."""
         return self._side_of(source, index) != _TRAINED
+
+    def is_trained(self, source: int, index: int) -> bool:
+        """Whether a training source's prompt is one to train on: neither held out nor dropped."""
+        return not self.is_held_out(source, index) and not self.is_dropped(source, index)
 
     def _side_of(self, source: int, index: int) -> int:
         """_TRAINED, _SHARE or _ELSEWHERE. Found once, then remembered."""
@@ -155,7 +233,7 @@ class PromptSources:
             for index in order(len(self._items[number]), "evaluated", number).tolist():
                 if len(texts) == asked.limit:
                     break
-                if (text := self.text(number, index)) not in texts:
+                if (text := self.text(number, index)) not in texts and not self.is_dropped(number, index):
                     texts.add(text)
                     found.append((number, index))
         return found
@@ -187,7 +265,7 @@ class PromptSources:
 
     def _held_out_of(self, source: int) -> Iterator[int]:
         indices = order(self.sizes[source], "held out", source).tolist()
-        return (i for i in indices if self._side_of(source, i) == _SHARE)
+        return (i for i in indices if self._side_of(source, i) == _SHARE and not self.is_dropped(source, i))
 
     def _render(self, source: int, index: int, item: Item) -> tuple[str, bool]:
         try:
@@ -204,7 +282,7 @@ class PromptSources:
             if not item.answer or not item.answer.strip():
                 raise RunError(
                     f"{self._where(source, index)}: there is no answer to learn: give one ({self._keys[source]}.answer_key names its "
-                    "column), or take the row out"
+                    f"column), or take the row out ({self._keys[source]}.missing_answer = 'drop' leaves all such rows out)"
                 )
             try:
                 text, done = render_answer(item.content, item.answer, self._tokenizer)
@@ -220,7 +298,8 @@ class PromptSources:
             )
         return [tokens if done else [*tokens, end] for tokens, done in zip(encoded, ended, strict=True)]
 
-    def _check_rows(self, source: int, rows: range, answers: bool) -> None:
+    def _check_rows(self, source: int, every: range, answers: bool) -> None:
+        rows = [row for row in every if not self.is_dropped(source, row)]
         rendered = [self._render(source, index, self._items[source][index]) for index in rows]
         lengths: dict[int, int] = {}
         for is_chat in (False, True):
@@ -229,9 +308,10 @@ class PromptSources:
                 continue
             encoded = self._tokenizer([text for _, text in chosen], add_special_tokens=not is_chat)["input_ids"]
             for (row, _), tokens in zip(chosen, encoded, strict=True):
-                self._check_length(source, row, len(tokens))
-                lengths[row] = len(tokens)
-        if answers:
+                lengths[row] = len(self._cut(source, tokens))
+                self._check_length(source, row, lengths[row])
+                self._number_cut[source] += lengths[row] < len(tokens)
+        if answers and rows:
             for row, tokens in zip(rows, self._answers(source, rows), strict=True):
                 self._check_example(source, row, lengths[row], len(tokens))
 
@@ -243,11 +323,21 @@ class PromptSources:
             )
 
     def _check_length(self, source: int, index: int, length: int) -> None:
-        if not 0 < length < self._context:
+        longest = self._longest(source)
+        if not 0 < length <= longest:
+            why = (
+                f"which leaves room for an answer in the model's context of {self._context}"
+                if longest == self._context - 1
+                else "its source's max_prompt_tokens"
+            )
+            key = (
+                f"{self._keys[source]}.too_long"
+                if isinstance(self._every[source], FilePrompts)
+                else "the task's config"
+            )
             raise RunError(
                 f"{self._where(source, index)}: the prompt has {length} tokens; it needs at least 1 and at most "
-                f"{self._context - 1}, which leaves room for an answer in the model's context of {self._context}: "
-                "shorten it or take it out"
+                f"{longest}, {why}: shorten it or take it out ({key} does it for all)"
             )
 
     def _where(self, source: int, index: int) -> str:

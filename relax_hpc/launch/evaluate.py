@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 import relax_hpc
 from relax_hpc.data import PromptSources
 from relax_hpc.engines import EngineError, EngineRestarted
+from relax_hpc.engines.model_folder import context_of
 from relax_hpc.recipe import dump_recipe, load_recipe, site_file
 from relax_hpc.recipe.describe import toml
 from relax_hpc.recipe.schema import Recipe
@@ -111,8 +112,8 @@ def evaluate(
     place = prepare(folder, subject, recipe)
     assert recipe.evaluation is not None
     sources = PromptSources.of(
-        recipe, AutoTokenizer.from_pretrained(place.model), context=0
-    )  # texts alone are asked of it
+        recipe, AutoTokenizer.from_pretrained(place.model), context_of(AutoConfig.from_pretrained(place.model))
+    )
     orders = evaluation_orders(recipe, sources.evaluated(recipe.evaluation.prompts), subject.step)
     missing = [order for order in orders if not place.shard(order.id).exists()]
     begin(len(orders) - len(missing), len(orders))

@@ -43,7 +43,8 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
             f"the model's config.json allows: lower it, to {context // 2} for instance, or take a model with a longer one"
         )
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
-    sources.check(answers=recipe.supervised or recipe.warmup is not None)
+    if counts := sources.check(answers=recipe.supervised or recipe.warmup is not None):
+        write_file(run.rows, to_json(counts))
     if recipe.evaluation:
         sources.evaluated(recipe.evaluation.prompts)
 

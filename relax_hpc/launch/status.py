@@ -12,7 +12,7 @@ from relax_hpc.launch.slurm.overview import Overview
 from relax_hpc.launch.supervisor import ENDED, is_final, outcome_of
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 
 RECENT = 20
@@ -29,6 +29,8 @@ class Status:
 
     run: RunDir
     recipe: Recipe
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)
+    """How many rows of sources are left out, by key."""
     beats: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -58,7 +60,7 @@ class Status:
     def of(cls, run: RunDir, *, jobs: bool = False) -> Status:
         """`jobs`: with the run's Slurm jobs, for which Slurm is asked now and then."""
         recipe = load_recipe(run.recipe)
-        status = cls(run, recipe)
+        status = cls(run, recipe, read_json(run.rows) or {})
         if jobs and recipe.slurm is not None:
             status.slurm = Overview(run, ask_every_s=recipe.slurm.ask_every_s)
         status.refresh()

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from relax_hpc.launch import cluster_view
 from relax_hpc.launch.status import Status
+from relax_hpc.recipe.source import left_out
 from relax_hpc.run_dir import RunDir
 
 REFRESH_S = 0.5
@@ -166,6 +167,8 @@ def _numbers(status: Status) -> RenderableType:
 
 
 def _with_lost(grid: Table, status: Status) -> Table:
+    for line in left_out(status.rows):
+        grid.add_row(Text("rows", style="dim"), Text(line))
     if status.lineage is not None:
         number, version = status.lineage["lineage"], status.lineage["version"]
         grid.add_row(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union
 
-from pydantic import PositiveFloat, PositiveInt, Tag
+from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 
-from relax_hpc.recipe.table import Key, Table, named
+from relax_hpc.recipe.table import Key, Table, conflict, named
 
 WEIGHT = "Share of prompts drawn from this source, against the other sources' weights."
 LIMIT = "Prompts of this source that are played, at most; absent plays all of them."
@@ -41,8 +41,33 @@ class FilePrompts(Prompts):
         "Column with the reference answer, which the reward compares with, or which is learned; empty where there is none, or "
         "where the prompt is a conversation whose last message, the assistant's, is the answer.",
     )
+    max_prompt_tokens: PositiveInt | None = Key(
+        None, "Longest prompt; absent allows what the model's context does, less one token for an answer."
+    )
+    too_long: Literal["error", "drop", "truncate"] = Key(
+        "error",
+        "What becomes of a longer prompt: nothing begins, the row is left out, or the prompt's beginning is cut off "
+        "(needs `max_prompt_tokens`). An answer that is to be learned and goes beyond the context with its prompt: left out by `drop`.",
+    )
+    missing_answer: Literal["error", "drop"] = Key(
+        "error",
+        "What becomes of a row whose answer is missing, null or, where it is to be learned, blank; `drop` leaves out rows with a blank one too.",
+    )
     reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
+
+    @model_validator(mode="after")
+    def _says_where_to_cut(self) -> FilePrompts:
+        if self.too_long == "truncate" and self.max_prompt_tokens is None:
+            raise conflict(
+                'too_long = "truncate" needs max_prompt_tokens, such as half of the model\'s context: the rest is for the answer'
+            )
+        return self
+
+    @property
+    def drops(self) -> bool:
+        """Whether a row may be left out."""
+        return "drop" in (self.too_long, self.missing_answer)
 
 
 class TaskPrompts(Prompts):
@@ -132,3 +157,21 @@ def labels(sources: Sequence[AnyPrompts]) -> list[str]:
     return [
         name if names.count(name) == 1 else f"{name} {key}" for name, key in zip(names, keys_of(sources), strict=True)
     ]
+
+
+def left_out(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What RUN/rows.json says in words: a line for each source, by its key, that leaves rows out or cuts them."""
+    lines = []
+    for key, count in counts.items():
+        said = [
+            f"{count[name]:,} {words}"
+            for name, words in (
+                ("too_long", "left out as too long"),
+                ("no_answer", "left out without an answer"),
+                ("cut", "cut off at the beginning"),
+            )
+            if count[name]
+        ]
+        if said:
+            lines.append(f"{key}: of {count['rows']:,} rows {', '.join(said)}")
+    return lines

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptCursor
 from relax_hpc.data.curriculum import SourceWeights
+from relax_hpc.recipe.source import left_out
 from relax_hpc.roles.columns import Columns
 from relax_hpc.roles.damage import Quarantine
 from relax_hpc.roles.evaluation import Evaluations
@@ -24,7 +25,7 @@ from relax_hpc.roles.retention import Retention, newest_step
 from relax_hpc.roles.step_metrics import Batch, Clock, describe
 from relax_hpc.roles.supervised import Lessons
 from relax_hpc.roles.untrained import Untrained
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.orders import OrderBook
 from relax_hpc.spool.queue import Queue
@@ -108,7 +109,7 @@ class Lead:
         if not isinstance(self.intake, Replay):
             self.intake.begin(state)
         self.evaluations.resume()
-        for warning in self.recipe.warnings:
+        for warning in (*self.recipe.warnings, *left_out(read_json(self.role.run.rows) or {})):
             self.process.log.warning("%s", warning)
 
     def new_book(self) -> OrderBook:

@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptSources
+from relax_hpc.engines.model_folder import context_of
 from relax_hpc.recipe.schema import CRITIC_KEY
 from relax_hpc.records import Rollouts
 from relax_hpc.roles import gpus, supervised
@@ -97,8 +98,11 @@ class TrainerRole:
         self.algorithm = make_algorithm(recipe.algorithm)
         self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
         self.saving: tuple[Begun, float] | None = None
-        self.context = int(AutoConfig.from_pretrained(process.run.model).max_position_embeddings)
-        self.sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(process.run.model), self.context)
+        config = AutoConfig.from_pretrained(process.run.model)
+        self.context = int(config.max_position_embeddings)
+        # The context that the rows were checked with: what is dropped must be what was counted.
+        tokenizer = AutoTokenizer.from_pretrained(process.run.model)
+        self.sources = PromptSources.of(recipe, tokenizer, context_of(config))
         self.lead = Lead(self) if self.rank == 0 else None
 
     @property

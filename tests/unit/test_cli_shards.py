@@ -104,6 +104,14 @@ def test_what_the_file_system_refuses_is_said_with_the_file(
     assert said.startswith("error: '/theirs/run.json': ") and words in said
 
 
+def test_status_says_which_rows_are_left_out(run: RunDir) -> None:
+    with run.recipe.open("a") as recipe:
+        recipe.write('[model]\nname = "tiny"\n[[source]]\ntask = "chain_sum"\n')
+    run.rows.write_text('{"source.0": {"rows": 1200, "too_long": 7, "no_answer": 0, "cut": 0}}')
+    shown = CliRunner().invoke(every_command, ["status", str(run.root)]).stdout
+    assert "source.0: of 1,200 rows 7 left out as too long" in shown
+
+
 def test_ls_goes_by_order_whatever_the_files_times_are(run: RunDir) -> None:
     os.utime(run.shard("o000000-000"))  # as a copy, or another machine's clock, would
     rows = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,13 @@ def test_answers_as_long_as_the_models_context_are_refused_before_the_run_begins
     with pytest.raises(RunError, match=r"rollout\.max_new_tokens = 128 leaves no room .* context of 128 tokens"):
         prepared(128)
     prepared(100)
+
+
+def test_rows_that_are_left_out_are_counted_when_the_run_is_made(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1) if i else None} for i in range(5)]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = tiny.recipe(source=[{"prompts": tmp_path / "p.jsonl", "missing_answer": "drop"}])
+    run = RunDir(tmp_path / "run")
+    run.create()
+    prepare(run, recipe)
+    assert read_json(run.rows) == {"source.0": {"rows": 5, "too_long": 0, "no_answer": 1, "cut": 0}}

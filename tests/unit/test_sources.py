@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers_for_tests import char_tokenizer
 
-from relax_hpc.data import PromptSources
-from relax_hpc.recipe.source import FileSource, ReasoningGymSource
+from relax_hpc.data import PromptCursor, PromptSources
+from relax_hpc.recipe.source import EvaluationFile, FileSource, ReasoningGymSource, left_out
 from relax_hpc.run_dir import RunError
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(5)]
@@ -240,3 +240,74 @@ def test_reasoning_gym_mistakes_say_what_there_is() -> None:
         task(template="{metadata[expr]}").check()
     with pytest.raises(RunError, match="source 0, prompt 2 .*tokens"):
         task(template="{question}" * 9).prompt(0, 2)
+
+
+LONG = {"prompt": "123456789", "answer": "7", "level": 0}
+UNANSWERED: list[dict[str, Any]] = [
+    {"prompt": "6+6="},
+    {"prompt": "7+7=", "answer": None},
+    {"prompt": "8+8=", "answer": " "},
+]
+
+
+def drawn(sources: PromptSources, count: int, state: dict[str, Any] | None = None) -> list[int]:
+    cursor = PromptCursor(sources, seed=1)
+    if state is not None:
+        cursor.load_state_dict(state)
+    return [ref.index for ref in cursor.take(count)]
+
+
+def test_rows_that_are_too_long_or_unanswered_are_left_out_where_the_recipe_says_so(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [ROWS[0], LONG, *UNANSWERED, *ROWS[1:]])
+    assert "9 tokens" in fault(file_sources(write_jsonl(tmp_path / "long.jsonl", [LONG]), context=9))
+    assert 'missing_answer = "drop"' in fault(file_sources(write_jsonl(tmp_path / "none.jsonl", UNANSWERED[:1])))
+    keys = {"too_long": "drop", "missing_answer": "drop"}
+    for limit in ({"context": 9}, {"max_prompt_tokens": 8}):
+        sources = file_sources(path, **keys, **limit)
+        counts = sources.check()
+        assert counts == {"source.0": {"rows": 9, "too_long": 1, "no_answer": 3, "cut": 0}}
+        assert left_out(counts) == ["source.0: of 9 rows 1 left out as too long, 3 left out without an answer"]
+        assert sorted(drawn(sources, 5)) == [0, 5, 6, 7, 8]
+    whole = drawn(file_sources(path, **keys, **limit), 15)
+    cursor = PromptCursor(file_sources(path, **keys, **limit), seed=1)
+    assert [ref.index for ref in cursor.take(7)] == whole[:7]
+    assert (
+        drawn(file_sources(path, **keys, **limit), 8, cursor.state_dict()) == whole[7:]
+    )  # nothing was looked at before
+
+
+def test_an_answer_that_does_not_fit_is_left_out_with_its_prompt(tmp_path: Path) -> None:
+    rows = [*ROWS, {"prompt": "12345678", "answer": "12345678"}]
+    path = write_jsonl(tmp_path / "p.jsonl", rows)
+    tokenizer = char_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "@"})
+    sources = PromptSources([FileSource(prompts=path, too_long="drop")], tokenizer, 16, learns=True)
+    assert sources.check(answers=True)["source.0"]["too_long"] == 1
+    assert sorted(drawn(sources, 5)) == [0, 1, 2, 3, 4]
+    assert not PromptSources([FileSource(prompts=path, too_long="drop")], tokenizer, 16).is_dropped(0, 5)
+
+
+def test_a_prompt_is_cut_at_its_beginning(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [ROWS[0], LONG])
+    sources = file_sources(path, too_long="truncate", max_prompt_tokens=4)
+    assert sources.check() == {"source.0": {"rows": 2, "too_long": 0, "no_answer": 0, "cut": 1}}
+    tokens, whole = sources.prompt(0, 1).tokens.tolist(), file_sources(path).prompt(0, 1).tokens.tolist()
+    assert tokens == whole[-4:] and len(sources.prompt(0, 0).tokens) == 4
+    with pytest.raises(ValueError, match="needs max_prompt_tokens"):
+        FileSource(prompts=path, too_long="truncate")
+
+
+def test_a_source_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", UNANSWERED)
+    assert "all 3 rows are left out (0 too long, 3 without" in fault(file_sources(path, missing_answer="drop"))
+
+
+def test_what_is_evaluated_is_never_a_dropped_row(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "p.jsonl", [*ROWS, LONG])
+    asked = EvaluationFile(prompts=path, too_long="drop", max_prompt_tokens=8)
+    sources = PromptSources([ReasoningGymSource(task="chain_sum")], char_tokenizer(), 640, 0, [asked])
+    assert sorted(index for _, index in sources.evaluated(0)) == [0, 1, 2, 3, 4]
+    shared = PromptSources(
+        [FileSource(prompts=path, too_long="drop", max_prompt_tokens=8)], char_tokenizer(), 64, 0.999
+    )
+    assert 5 not in [index for _, index in shared.held_out(9)]
