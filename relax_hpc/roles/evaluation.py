@@ -107,6 +107,7 @@ class Evaluations:
         records, _ = read_metrics(self.run.metrics / "trainer-0.jsonl")
         # Records of older versions say what was asked for and what played it, which was not always the same.
         reported = {(r.get("asked", r["version"]), r.get("lineage", 0)) for r in records if r["kind"] == "eval"}
+        self.queue.remove_torn()
         orders = {name.partition(".")[0] for name in (*self.queue.in_play(), *self.watch.names())}
         for version, lineage in sorted({evaluated_version(i) for i in orders if is_evaluation(i)} - reported):
             self._ask_again(version, lineage)

@@ -403,6 +403,18 @@ def publish_weights(run: RunDir, version: int) -> None:
     FilePublisher(run, run.lease / "000001", 1).publish(version, lambda: [("w", torch.zeros(2))])
 
 
+def test_an_evaluation_whose_orders_a_power_failure_emptied_is_asked_for_again(run: RunDir) -> None:
+    evaluations(run).request(2, 0)
+    publish_weights(run, 2)
+    play(run, 2, count=1)
+    for path in run.open_orders.iterdir():
+        path.write_bytes(b"")
+    successor = evaluations(run)
+    successor.resume()
+    play(run, 2)
+    assert [score.version for score in successor.collect()] == [2]
+
+
 def test_a_damaged_shard_of_an_evaluation_is_played_again_by_its_version_while_that_is_there(run: RunDir) -> None:
     asked = evaluations(run)
     asked.request(2, 0)
