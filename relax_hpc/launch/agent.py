@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from relax_hpc.launch.io_errors import IoRetry
@@ -58,8 +59,14 @@ class Agent:
         self.workers.fatal = bool(self.workers.failure)
         self._place = run.slurm / "places" / f"{about['group']}-{about['index']}.json"
         """Names the agent that was started last for this node of the group."""
-        self._state, self._asked_at, self._followed_at = "starting", float("-inf"), float("-inf")
-        self._looked_at = float("-inf")
+        self._state, self._looked_at, self._asked_at = "starting", float("-inf"), float("-inf")
+        self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
+        """Asks it about a leader that is gone: it may answer late, and an agent that waits is silent."""
+        self._asking: Future[bool] | None = None
+        assert self.recipe.slurm is not None
+        limit_s = self.recipe.supervision.leader_silent_s
+        self._ask_after_s = limit_s if self.recipe.slurm.restart == "chain" else min(limit_s, ASK_S)
+        self._silent_s, self._ended_leader = 0.0, ""
         self._orders = 0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}
@@ -120,29 +127,35 @@ class Agent:
         outcome = outcome_of(self.run)
         if outcome is not None and outcome["outcome"] in ENDED:
             return True
-        silent_s = self.leader.silent_for()
-        if silent_s > self.recipe.supervision.leader_silent_s and self.leader.job and self._is_followed():
-            # Where there is no scancel, as in some containers, Slurm's time-out ends the job.
-            end_jobs(self.run, [self.leader.job], f"its lease was silent for {silent_s:.0f} s")
-            self.leader.forget()
-        return silent_s > self.recipe.supervision.leader_wait_s or self._was_cancelled(silent_s)
+        self._silent_s = self.leader.silent_for()
+        if self._asking is not None and self._asking.done():
+            asking, self._asking = self._asking, None
+            if asking.result():
+                return True
+        if self._asking is None and self._silent_s > self._ask_after_s and time.monotonic() > self._asked_at + ASK_S:
+            self._asked_at = time.monotonic()
+            self._asking = self._slurm.submit(self._ask, self.leader.job)
+        return self._silent_s > self.recipe.supervision.leader_wait_s
 
-    def _was_cancelled(self, silent_s: float) -> bool:
-        """Whether a person cancelled the last leader, and no successor will find out."""
+    def _ask(self, leader: str | None) -> bool:
+        """End the job of a leader that is lost, where another waits for its end; whether a person cancelled the last one, and no successor will
+        find out."""
         assert self.recipe.slurm is not None
-        if self.recipe.slurm.restart == "chain" or silent_s < ASK_S or time.monotonic() < self._asked_at + ASK_S:
+        limit_s = self.recipe.supervision.leader_silent_s
+        if leader and leader != self._ended_leader and self._silent_s > limit_s and self._is_followed(leader):
+            # Its lease may have been renewed while Slurm thought. Where there is no scancel, as in some containers, Slurm's time-out ends the job.
+            why = f"its lease was silent for {self._silent_s:.0f} s"
+            if self._silent_s > limit_s and end_jobs(self.run, [leader], why):
+                self._ended_leader = leader
+        if self.recipe.slurm.restart == "chain":
             return False
-        self._asked_at = time.monotonic()
         chain = Chain(self.run, self.recipe.slurm, "")
         last = chain.last()
         return last is not None and chain.cancelled_by_a_person(last)
 
-    def _is_followed(self) -> bool:
+    def _is_followed(self, leader: str) -> bool:
         """Whether a successor waits for the leader's end; else Slurm's own time-out must end, or requeue, its job."""
-        if time.monotonic() < self._followed_at + ASK_S:
-            return False
-        self._followed_at = time.monotonic()
-        waiting = [job["id"] for job in jobs(self.run) if job["kind"] == "leader" and job["id"] != self.leader.job]
+        waiting = [job["id"] for job in jobs(self.run) if job["kind"] == "leader" and job["id"] != leader]
         return any(state in WAITING for state in job_state(waiting).values())
 
     def state(self) -> str:

@@ -183,10 +183,6 @@ class Holder:
                 self._seen, self.job = seen, (_read(held) or {}).get("job") if held else None
         return self._quiet.look({"lease": self._seen})["lease"]
 
-    def forget(self) -> None:
-        """Take the holder for gone."""
-        self.job = None
-
 
 def refuse_if_held(run: RunDir) -> None:
     """Raises RunError naming the holder when somebody holds the run: nothing of it may be changed then."""

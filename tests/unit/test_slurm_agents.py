@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.launch import agent
 from relax_hpc.launch.slurm import agents as agents_module
 from relax_hpc.launch.slurm import crew, elastic, job_book, queue_state, refusals
 from relax_hpc.launch.slurm.agents import Agents
@@ -16,8 +17,8 @@ from relax_hpc.launch.slurm.crew import Crew, JobCore
 from relax_hpc.launch.slurm.elastic import Autoscaler, Elastic, cancel_wish, make_wish, wish
 from relax_hpc.launch.slurm.job_book import JobBook
 from relax_hpc.launch.slurm.plan import Kind
-from relax_hpc.launch.slurm.send import record
-from relax_hpc.recipe import load_recipe
+from relax_hpc.launch.slurm.send import ended_by_us, record
+from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir, RunError, replace, to_json
 from relax_hpc.spool.orders import Order
@@ -136,6 +137,34 @@ def test_failures_are_told_once_and_old_ones_never(run: RunDir, recipe: Recipe) 
     agents.look()
     assert [beat["failure"] for beat in agents.failed()] == ["workers die"]
     assert agents.failed() == []
+
+
+def test_an_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sets = ["slurm.time=60", "supervision.leader_silent_s=0.1"]
+    run.recipe.write_bytes(dump_recipe(load_recipe(write_recipe(tmp_path), sets)).encode())
+    (run.lease / "000001").mkdir()
+    replace(run.lease / "000001" / "holder.json", to_json({"job": "7", "host": "elsewhere"}))
+    record(run, "7", "leader")
+    record(run, "8", "leader", dependency="afterany:7")
+    asked, answers, answered, ended = (tmp_path / name for name in ("asked", "answers", "answered", "ended"))
+    programs = {
+        "squeue": f"touch {asked}; for i in $(seq 100); do [ -e {answers} ] && break; sleep 0.05; done; touch {answered}; echo '8|PENDING|Dependency'",
+        "scancel": f"echo $* >>{ended}",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(agent, "ASK_S", 0.05)
+    ours = agent.Agent(run, {"step": "s", "index": 0, "group": "core", "job": "9"}, [])
+    wait_for(lambda: ours.over() or asked.exists())
+    assert not ours.over() and not answered.exists(), "it waited for squeue"
+    answers.touch()
+    wait_for(lambda: ours.over() or ended.exists())
+    wait_for(lambda: ours.over() or ours._ended_leader)
+    assert ended.read_text() == "--quiet 7\n" and ended_by_us(run, "7")
 
 
 def test_wishes_are_declarative_and_protect_the_core(run: RunDir) -> None:
