@@ -421,6 +421,33 @@ def test_a_leader_that_shall_have_no_successor_says_so(
     assert caplog.messages == ["no successor queued: this run ends with this job: slurm.queue_ahead = 0"]
 
 
+def test_a_requeue_that_is_refused_is_made_good_by_a_new_job(bin_folder: Path, recipe: Path, run: RunDir) -> None:
+    run.create()
+    slurm = load_recipe(recipe, ["slurm.restart=requeue"]).slurm
+    assert slurm is not None
+    program(bin_folder, "scontrol", "echo requeue is disabled >&2; exit 1")
+    says(bin_folder, "no")
+    overview = Overview(run)
+    with pytest.raises(RunError, match="sbatch refuses"):
+        Chain(run, slurm, "7").end({"outcome": "preempted", "reason": ""}, warned=True)
+    overview.refresh()
+    assert "no" in overview.refused["successor"]
+    program(bin_folder, "sbatch", "echo 8")
+    Chain(run, slurm, "7").end({"outcome": "preempted", "reason": ""}, warned=True)
+    overview.refresh()
+    assert overview.refused == {}
+    refused = [e["reason"] for e in read_metrics(run.metrics / "chain.jsonl")[0] if e["kind"] == "refused"]
+    assert refused[0] == "requeue is disabled"
+
+
+def test_a_job_that_came_beyond_its_setup_is_not_told_to_have_failed_in_it(bin_folder: Path, run: RunDir) -> None:
+    send.record(run, "7", "leader")
+    (run.slurm / "jobs" / "7.setup-failed").write_text("exit code 1: module load x\n")
+    for state, why in (("FAILED", "slurm.setup failed, exit code 1: module load x"), ("RUNNING", "")):  # requeued
+        program(bin_folder, "squeue", f"echo '7|{state}|None'")
+        assert [(row.state, row.why) for row in job_rows(run)] == [(state, why)]
+
+
 @pytest.mark.parametrize(
     ("ahead", "jobs", "words"),
     [

@@ -179,7 +179,7 @@ class Chain:
             return  # it worked: scontrol is a process of the job, and was ended with it
         if done is None or done.returncode:
             reason = "scontrol is not there, or does not answer" if done is None else done.stderr.strip()
-            self._telemetry.metrics("refused", role="requeue", reason=reason)
+            self._telemetry.metrics("refused", role="successor", reason=reason)
             self._submit(after=self.job)
 
     def _submit(self, after: str) -> str:

@@ -146,7 +146,7 @@ def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:
             rows.append(known[about["id"]])
             continue
         found = seen[about["id"]] or Seen(UNKNOWN, "")
-        why = _why(found) or _setup_failed(run, about["id"])
+        why = _why(found) if found.alive else _setup_failed(run, about["id"])
         rows.append(JobRow(about["id"], about["kind"], found.state, why, found.nodes, found.start))
     return rows
 
