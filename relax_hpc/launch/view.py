@@ -35,6 +35,7 @@ def render(status: Status) -> RenderableType:
     colour = STATE_COLOURS.get(status.state, "white")
     title = f"[bold]{status.recipe.run.name}[/bold] [{colour}]{status.state}[/{colour}]"
     parts: list[RenderableType] = [_progress(status), _numbers(status)]
+    parts += [Text(line, style="dim") for line in left_out(status.rows)]
     if (scores := _sources(status)) is not None:
         parts.append(scores)
     parts += [Text(text, style="yellow") for text in (_nothing(status), _differs(status)) if text]
@@ -167,8 +168,6 @@ def _numbers(status: Status) -> RenderableType:
 
 
 def _with_lost(grid: Table, status: Status) -> Table:
-    for line in left_out(status.rows):
-        grid.add_row(Text("rows", style="dim"), Text(line))
     if status.lineage is not None:
         number, version = status.lineage["lineage"], status.lineage["version"]
         grid.add_row(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, finite_number, finite_numbers, shown
 
-Reward = Callable[..., "float | dict[str, float]"]
+BATCH = "batch"
+"""Attribute of a reward's function: True where it takes all answers of a group at once, and returns a list."""
+Reward = Callable[..., Any]
 """reward(prompt, answer, **options) -> a number, or {"reward": …, other names: numbers} (they become `extra` columns).
+
+It may be `async def`. One whose attribute `batch` is True is called as (prompt, answers, **options), and returns a list of such values.
 
 `prompt`: relax_hpc.records.Prompt; `answer`: the model's text. `options` are the recipe's `reward_options`.
 It runs in a process of its own, with a time limit; it may raise: the group is then kept as failed, with the reason.

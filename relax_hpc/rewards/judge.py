@@ -1,4 +1,4 @@
-"""Scores many samples: quick rewards here, all others in a pool of processes with a time limit for each sample."""
+"""Scores many samples: quick rewards here, all others in a pool of processes with a time limit for each call."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Judge:
             if not reward.is_quick:
                 left.append(i)
             elif batch.open(i):
-                batch.settle(i, self._verdict(prompt, judge(reward, prompt, answer)))
+                batch.settle(i, self._verdict(prompt, judge(reward, prompt, [answer])[0]))
                 progress()
         # A child that dies between two samples breaks its pool; what is left is tried once more, in a new one.
         for _ in range(2):
@@ -97,38 +97,53 @@ class Judge:
         if self._pool is None:
             self._pool = make_pool(self._sources, self._processes)
         ended = SimpleQueue[int]()
-        futures: dict[int, Future[Outcome]] = {}
+        futures: dict[int, Future[list[Outcome]]] = {}
+        calls = self._calls(samples, left, batch)
         try:
-            for i in left:
-                prompt, answer = samples[i]
-                futures[i] = self._pool.schedule(
-                    judge_in_child, args=(prompt.source, prompt, answer), timeout=self._limit_s
+            for first, call in calls.items():
+                prompt, answers = samples[first][0], [samples[i][1] for i in call]
+                futures[first] = self._pool.schedule(
+                    judge_in_child, args=(prompt.source, prompt, answers), timeout=self._limit_s
                 )
-                futures[i].add_done_callback(functools.partial(_tell, ended, i))
+                futures[first].add_done_callback(functools.partial(_tell, ended, first))
         except RuntimeError:  # what pebble raises when the pool broke a moment ago
             return
-        pending = set(left)
+        pending = set(calls)
         while pending and (self._pool.active or not ended.empty()):
             try:
-                i = ended.get(timeout=_BEAT_S)
+                first = ended.get(timeout=_BEAT_S)
             except Empty:
                 progress()
                 continue
             progress()
-            pending.discard(i)
-            outcome = None if futures[i].cancelled() else self._outcome(futures[i])
-            if outcome is not None and batch.open(i):
-                batch.settle(i, self._verdict(samples[i][0], outcome))
-            for other in [k for k in pending if not batch.open(k)] if outcome and _failed(outcome) else ():
+            pending.discard(first)
+            outcomes = [] if futures[first].cancelled() else self._outcomes(futures[first], len(calls[first]))
+            for i, outcome in zip(calls[first], outcomes, strict=False):  # none where the pool broke
+                if batch.open(i):
+                    batch.settle(i, self._verdict(samples[i][0], outcome))
+            for other in [k for k in pending if not batch.open(k)] if any(map(_failed, outcomes)) else ():
                 pending.discard(other)
                 futures[other].cancel()  # one that runs is killed
 
-    def _outcome(self, future: Future[Outcome]) -> Outcome | None:
+    def _calls(self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch) -> dict[int, list[int]]:
+        """The samples of each call, by its first: one, or those of a group where the reward takes a group at once."""
+        calls: dict[int, list[int]] = {}
+        firsts: dict[int, int] = {}
+        for i in left:
+            first = firsts.setdefault(batch.group(i), i) if self._rewards[samples[i][0].source].is_batch else i
+            calls.setdefault(first, []).append(i)
+        return calls
+
+    def _outcomes(self, future: Future[list[Outcome]], count: int) -> list[Outcome]:
+        """What came of each sample of a call; nothing where the pool broke."""
         error = future.exception()
         if error is None:
             return future.result()
         if isinstance(error, BrokenProcessPool):
-            return None
+            return []
+        return [self._failure(error)] * count
+
+    def _failure(self, error: BaseException) -> tuple[str, str]:
         if isinstance(error, TimeoutError):
             return f"took longer than {self._limit_s:g} s (rollout.reward_time_limit_s)", ""
         if isinstance(error, ProcessExpired):
@@ -161,6 +176,9 @@ class _Batch:
             turns.append((seen[group], i))
             seen[group] += 1
         return [i for _, i in sorted(turns)]
+
+    def group(self, i: int) -> int:
+        return self._groups[i]
 
     def open(self, i: int) -> bool:
         """Whether a sample is still to be judged."""

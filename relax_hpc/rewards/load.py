@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.recipe.source import AnyPrompts, TaskPrompts, keys_of
 from relax_hpc.records import Prompt
-from relax_hpc.registry import check_call, resolve
-from relax_hpc.rewards.base import Reward, parts
+from relax_hpc.registry import WrongValue, check_call, resolve, shown
+from relax_hpc.rewards.base import BATCH, Reward, parts
 from relax_hpc.rewards.exact import exact
 from relax_hpc.run_dir import RunError
 
@@ -26,9 +29,31 @@ class LoadedReward:
     is_quick: bool
     """Pure and quick, whatever the answer: it needs no process of its own."""
 
-    def __call__(self, prompt: Prompt, answer: str) -> tuple[float, dict[str, float]]:
-        """(reward, extras). Raises what the reward raises, and ValueError for a result that is not a finite number."""
-        return parts(self.function(prompt, answer, **self.options))
+    @property
+    def is_batch(self) -> bool:
+        """Whether it takes the answers of a group at once."""
+        return getattr(self.function, BATCH, False) is True
+
+    def __call__(self, prompt: Prompt, answers: Sequence[str]) -> list[tuple[float, dict[str, float]]]:
+        """(reward, extras) of each answer. Raises what the reward raises, and WrongValue for a result that is not a finite number."""
+        if not self.is_batch:
+            return [parts(self._call(prompt, answer)) for answer in answers]
+        values = self._call(prompt, list(answers))
+        if not isinstance(values, list | tuple) or len(values) != len(answers):
+            raise WrongValue(
+                f"returned {shown(values)}, expected a list with one value for each of {len(answers)} answers"
+            )
+        return [parts(value) for value in values]
+
+    def _call(self, prompt: Prompt, what: str | list[str]) -> Any:
+        value = self.function(prompt, what, **self.options)
+        return _runner().run(value) if inspect.iscoroutine(value) else value
+
+
+@functools.cache
+def _runner() -> asyncio.Runner:
+    """One event loop for all calls in this process: what a reward keeps, such as connections, belongs to a loop."""
+    return asyncio.Runner()
 
 
 def make_rewards(sources: Sequence[AnyPrompts]) -> list[LoadedReward]:

@@ -5,8 +5,12 @@ Judge ──(source, prompt, answer)──► child: reward(prompt, answer) ─�
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from pebble import ProcessPool
 
@@ -14,10 +18,13 @@ from relax_hpc.parent import LightContext, end_with
 from relax_hpc.recipe.source import AnyPrompts
 from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, said
+from relax_hpc.rewards import load
 from relax_hpc.rewards.load import LoadedReward, make_rewards
 
 Outcome = tuple[float, dict[str, float]] | tuple[str, str]
 """(reward, extras), or what went wrong, in general and in this case: text, because an exception of the user's own may not unpickle."""
+_CALLERS = (__file__, load.__file__, str(Path(asyncio.__file__).parent))
+"""Files through which a reward is called."""
 _rewards: list[LoadedReward] = []
 """In a child: the rewards of all sources."""
 
@@ -29,19 +36,25 @@ def make_pool(sources: Sequence[AnyPrompts], processes: int) -> ProcessPool:
     )
 
 
-def judge_in_child(source: int, prompt: Prompt, answer: str) -> Outcome:
+def judge_in_child(source: int, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
     """`judge` with the child's own copy of the source's reward."""
-    return judge(_rewards[source], prompt, answer)
+    return judge(_rewards[source], prompt, answers)
 
 
-def judge(reward: LoadedReward, prompt: Prompt, answer: str) -> Outcome:
-    """Call a reward, whatever it does."""
+def judge(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
+    """Call a reward, whatever it does: what came of each answer, or what went wrong with all of them."""
     try:
-        return reward(prompt, answer)
+        return [*reward(prompt, answers)]
     except WrongValue as error:
-        return "returned a wrong value", str(error)
+        return [("returned a wrong value", str(error))] * len(answers)
     except Exception as error:  # a reward may do anything; the reason goes into its group
-        return f"raised {type(error).__name__}", said(error, behind=2)
+        return [(f"raised {type(error).__name__}", said(error, _behind(error)))] * len(answers)
+
+
+def _behind(error: Exception) -> int:
+    """The frames between `judge` and the reward's own; an event loop has some too."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return sum(1 for _ in itertools.takewhile(lambda frame: frame.filename.startswith(_CALLERS), frames))
 
 
 def _begin_child(sources: Sequence[AnyPrompts], parent: int) -> None:

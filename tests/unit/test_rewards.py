@@ -159,6 +159,29 @@ def test_a_group_that_failed_is_judged_no_further_and_holds_up_no_other(judge: J
     assert 1 <= len(list(tmp_path.iterdir())) <= 6, "all of its samples were waited for, two at a time"
 
 
+def test_an_async_reward_is_awaited_with_the_time_limit() -> None:
+    with opened({"prompts": "x.jsonl", "reward": f"{USER}:awaited"}, limit_s=4.0) as judge:
+        assert judge.score([(prompt(), str(i)) for i in range(6)]) == [
+            Score(float(i), {"loops": 1.0}) for i in range(6)
+        ]
+        hung, fine = judge.score([(prompt(), "hang"), (prompt(), "2")])
+        assert isinstance(hung, Failure) and "longer than 4 s" in hung.reason and isinstance(fine, Score)
+        (wrong,) = judge.score([(prompt(), "no number")])
+        assert isinstance(wrong, Failure) and wrong.reason.endswith("raised ValueError")
+        assert "user_code.py" in wrong.detail and "in awaited" in wrong.detail
+
+
+def test_a_batch_reward_gets_the_answers_of_each_group_at_once() -> None:
+    with opened({"prompts": "x.jsonl", "reward": f"{USER}:ranked"}) as judge:
+        answers = ["c", "few", "a", "raise", "b", "x", "y"]
+        groups = [0, 1, 0, 2, 0, 1, 2]
+        verdicts = judge.score([(prompt(index=g), a) for a, g in zip(answers, groups, strict=True)], groups=groups)
+    assert [verdicts[i] for i in (0, 2, 4)] == [Score(float(place), {"of": 3.0}) for place in (2, 0, 1)]
+    few, raised = verdicts[1], verdicts[3]
+    assert isinstance(few, Failure) and "one value for each of 2 answers" in few.detail and verdicts[5] == few
+    assert isinstance(raised, Failure) and "KeyError" in raised.reason and verdicts[6] == raised
+
+
 def test_rewards_run_elsewhere_without_torch(judge: Judge) -> None:
     (verdict,) = judge.score([(prompt(source=2), "pid")])
     assert isinstance(verdict, Score)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -124,3 +125,25 @@ class NoClose:
 
 class OddStep(Counting):
     def step(self, answer: str, *, state: int) -> Any: ...
+
+
+async def awaited(prompt, answer):
+    """One event loop for all calls in a process; "hang" never ends."""
+    loops.add(id(asyncio.get_running_loop()))
+    if answer == "hang":
+        await asyncio.Event().wait()
+    await asyncio.sleep(0)
+    return {"reward": float(answer), "loops": len(loops)}
+
+
+async def ranked(prompt, answers):
+    """Of a group at once: each answer's place."""
+    if "raise" in answers:
+        raise KeyError("ranks")
+    if "few" in answers:
+        return [1.0]
+    return [{"reward": sorted(answers).index(answer), "of": len(answers)} for answer in answers]
+
+
+ranked.batch = True
+loops = set()
