@@ -192,7 +192,9 @@ def test_status_report_and_shards_work_after_the_end(finished):
     relax_hpc("trace", run.root)
     events = trace_rules.read(run.root / "trace.json")
     heads = [e["cat"] for e in events if e["ph"] == "f"]
-    assert {"v0", "v1"} <= set(heads) and heads.count("order") == 12, "an order that no step is seen to take"
+    assert heads.count("order") == 12, "an order that no step is seen to take"
+    taken = {head for head in heads if head != "order"}
+    assert "v0" in taken and len(taken) > 1, "which of the later versions a worker takes depends on its pace"
 
 
 def test_every_metric_is_on_the_page_that_lists_them_and_every_listed_one_is_written(finished):
