@@ -79,6 +79,7 @@ def evaluate(
 def _print(done: Evaluated) -> None:
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console, score = Console(), done.score
@@ -101,12 +102,13 @@ def _print(done: Evaluated) -> None:
         table.add_column(name, justify="right")
     for one in [*score.sources, *([score.all] if len(score.sources) > 1 else [])]:
         table.add_row(
-            one.name, str(one.prompts), str(one.samples), f"{one.score:.3f}", f"{one.low:.3f} – {one.high:.3f}",
+            escape(one.name), str(one.prompts), str(one.samples), f"{one.score:.3f}", f"{one.low:.3f} – {one.high:.3f}",
             *(f"{one.pass_at.get(k, float('nan')):.3f}" for k in passes), f"{one.length_mean:.1f}", f"{one.truncated:.1%}", str(one.failed),
             end_section=one is score.sources[-1],
         )  # fmt: skip
     console.print(table)
     how = dict.fromkeys(one.interval for one in score.sources)
     console.print(
-        f"intervals: {', '.join(how)}; answers: [bold]relax-hpc shards ls {done.folder}[/bold]", soft_wrap=True
+        f"intervals: {', '.join(how)}; answers: [bold]relax-hpc shards ls {escape(str(done.folder))}[/bold]",
+        soft_wrap=True,
     )

@@ -89,6 +89,7 @@ def run(
     [dim]relax-hpc run runs/quickstart --fork slower --set trainer.learning_rate=1e-4[/dim]
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from relax_hpc.launch.local import open_or_create, run_here
     from relax_hpc.recipe.source import left_out
@@ -103,10 +104,10 @@ def run(
         console = Console()
         if opened.finished:
             console.print(
-                f"[green]done[/green] already: {opened.finished} steps in [bold]{opened.run.root}[/bold]; --set run.steps=… makes more"
+                f"[green]done[/green] already: {opened.finished} steps in [bold]{escape(str(opened.run.root))}[/bold]; --set run.steps=… makes more"
             )
             return
-        console.print(f"[bold]{opened.run.root}[/bold]", soft_wrap=True)
+        console.print(f"[bold]{escape(str(opened.run.root))}[/bold]", soft_wrap=True)
         for warning in (*opened.recipe.warnings, *left_out(read_json(opened.run.rows) or {})):
             warn(warning)
         outcome = run_here(opened, console)
@@ -114,9 +115,9 @@ def run(
         fail(outcome["reason"])
     if outcome["outcome"] == "stopped":
         console.print(
-            f"stopped at step {outcome['step']}; go on with [bold]relax-hpc run {opened.run.root}[/bold]",
+            f"stopped at step {outcome['step']}; go on with [bold]relax-hpc run {escape(str(opened.run.root))}[/bold]",
             soft_wrap=True,
         )
         raise typer.Exit(0)
-    shards = f"  ·  relax-hpc shards stats {opened.run.root}" if opened.recipe.plays else ""
-    console.print(f"look closer: [bold]relax-hpc report {opened.run.root}[/bold]{shards}", soft_wrap=True)
+    shards = f"  ·  relax-hpc shards stats {escape(str(opened.run.root))}" if opened.recipe.plays else ""
+    console.print(f"look closer: [bold]relax-hpc report {escape(str(opened.run.root))}[/bold]{shards}", soft_wrap=True)

@@ -100,7 +100,9 @@ def show_order(view: RunView, shard: Shard, fate: OrderFate, group: int | None, 
     columns = sample_columns(shard, fate, [*TYPES, *TEXT_TYPES, *extras, *tokens], decoder)
     console.print(_order_header(shard, fate))
     if decoder is None:
-        console.print(f"[yellow]no {view.run.model}/tokenizer.json in this run: token ids are shown[/yellow]")
+        console.print(
+            f"[yellow]no {escape(str(view.run.model))}/tokenizer.json in this run: token ids are shown[/yellow]"
+        )
     for g, verdict in enumerate(judged):
         mine = [int(i) for i in np.flatnonzero(of_group == g) if sample in (None, i)]
         if group not in (None, g) or (sample is not None and not mine):

@@ -111,6 +111,7 @@ def recipe(
     """Check a recipe and print every key with its value and where that comes from: a default, the site profile, the file, or --set."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from relax_hpc.recipe import dump_recipe, load_recipe, site_file, sources
 
@@ -125,7 +126,7 @@ def recipe(
             table.add_column(column, overflow="fold")
         colours = {"default": "dim", "site": "cyan", "file": "green", "--set": "yellow"}
         for row in sources(loaded, path, sets, profile):
-            table.add_row(row.key, row.value, f"[{colours[row.where]}]{row.where}[/]")
+            table.add_row(Text(row.key), Text(row.value), f"[{colours[row.where]}]{row.where}[/]")
         Console().print(table)
 
 

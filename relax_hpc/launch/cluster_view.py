@@ -43,7 +43,7 @@ def _jobs(run: str, overview: Overview) -> Table:
         table.add_column(column, overflow="fold", no_wrap=column == "name")
     for job in overview.shown():
         state = "unknown" if job.state == UNKNOWN else job.state.lower()
-        table.add_row(job.id, job_name(run, job.kind), state, job.nodes, _start(job), job.why)
+        table.add_row(*map(Text, (job.id, job_name(run, job.kind), state, job.nodes, _start(job), job.why)))
     return table
 
 

@@ -33,7 +33,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 def render(status: Status) -> RenderableType:
     """The panel."""
     colour = STATE_COLOURS.get(status.state, "white")
-    title = f"[bold]{status.recipe.run.name}[/bold] [{colour}]{status.state}[/{colour}]"
+    title = Text.assemble((status.recipe.run.name, "bold"), " ", (status.state, colour))
     parts: list[RenderableType] = [_progress(status), _numbers(status)]
     parts += [Text(line, style="dim") for line in left_out(status.rows)]
     if (scores := _sources(status)) is not None:
@@ -45,7 +45,7 @@ def render(status: Status) -> RenderableType:
         parts += cluster_view.parts(status)
     if status.outcome and status.outcome.get("reason"):
         parts.append(Text(str(status.outcome["reason"]), style=colour))
-    return Panel(Group(*parts), title=title, subtitle=str(status.run.root), border_style=colour, padding=(0, 1))
+    return Panel(Group(*parts), title=title, subtitle=Text(str(status.run.root)), border_style=colour, padding=(0, 1))
 
 
 def line(status: Status) -> str:

@@ -104,6 +104,24 @@ def test_what_the_file_system_refuses_is_said_with_the_file(
     assert said.startswith("error: '/theirs/run.json': ") and words in said
 
 
+def test_what_a_user_wrote_is_not_taken_for_markup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run = build(tmp_path / "[" / "bold]" / "x[")
+    with run.recipe.open("a") as recipe:
+        recipe.write('[model]\nname = "tiny"\n[rollout]\nstop = ["[/end]"]\n[[source]]\ntask = "chain_sum"\n')
+    for command, wanted in (("recipe", '"[/end]"'), ("status", "[/bold]/x[")):
+        target = run.recipe if command == "recipe" else run.root
+        result = CliRunner().invoke(every_command, [command, str(target)])
+        assert result.exit_code == 0 and wanted in result.stdout.replace("\n", ""), (
+            command,
+            result.output,
+            result.exception,
+        )
+    (run.model / "tokenizer.json").unlink()
+    shown = call("show", run.root, "o000000-000").stdout.replace("\n", "")
+    assert "[/bold]/x[" in shown
+
+
 def test_status_says_which_rows_are_left_out(run: RunDir) -> None:
     with run.recipe.open("a") as recipe:
         recipe.write('[model]\nname = "tiny"\n[[source]]\ntask = "chain_sum"\n')
