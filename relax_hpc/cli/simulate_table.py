@@ -23,7 +23,7 @@ def show(outcomes: Sequence[Outcome], best: Outcome, why: str, notes: Sequence[s
              "trainer waits", "workers idle", "age p50", "max", "dropped", "masked", "effective", "file calls/s"]  # fmt: skip
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in names:
-        table.add_column(name, justify="right", no_wrap=max(map(len, name.split())) == len(name))
+        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
     for o in outcomes:
         mtbf = ["-" if o.mtbf_h is None else f"{o.mtbf_h:g}", str(o.trainer_faults + o.node_faults)] if faults else []
         table.add_row(

@@ -36,5 +36,5 @@ def _turned(table: Table, rows: list[int]) -> Table:
     for row in rows:
         turned.add_column(cells[0][row], justify="right", style=table.rows[row].style or "")
     for column, values in zip(table.columns[1:], cells[1:], strict=True):
-        turned.add_row(column.header, *(values[row] for row in rows))
+        turned.add_row(str(column.header).replace("\n", " "), *(values[row] for row in rows))
     return turned

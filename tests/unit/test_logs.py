@@ -112,7 +112,8 @@ def test_following_goes_on_in_the_next_attempt_until_the_run_is_over(
 
 
 def agent(run: RunDir, name: str, state: str, ago_s: float = 0.0) -> None:
-    beat = {"host": f"node-{name}", "time": time.time() - ago_s, "state": state, "group": "core", "index": 0, "job": "5", "workplaces": ["a", "b"]}  # fmt: skip
+    beat = {"host": f"node-{name}", "time": time.time() - ago_s, "state": state, "group": "core", "index": 0, "job": "5", "workplaces": ["a", "b"],
+            "left": {}, "failure": ""}  # fmt: skip
     (run.heartbeats / f"agent-{name}.json").write_text(json.dumps(beat))
 
 
