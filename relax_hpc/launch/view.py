@@ -38,7 +38,8 @@ def render(status: Status) -> RenderableType:
     parts += [Text(line, style="dim") for line in left_out(status.rows)]
     if (scores := _sources(status)) is not None:
         parts.append(scores)
-    parts += [Text(text, style="yellow") for text in (_nothing(status), _differs(status)) if text]
+    warnings = (_nothing(status), _differs(status), _lineage(status), _damaged(status))
+    parts += [Text(text, style="yellow") for text in warnings if text]
     parts += _failures(status)
     parts.append(_roles(status))
     if status.slurm is not None:
@@ -168,18 +169,23 @@ def _numbers(status: Status) -> RenderableType:
 
 
 def _with_lost(grid: Table, status: Status) -> Table:
-    if status.lineage is not None:
-        number, version = status.lineage["lineage"], status.lineage["version"]
-        grid.add_row(
-            Text("lineage", style="dim"),
-            Text(f"{number} began at version {version}: other bits than before", style="yellow"),
-        )
-    if status.damaged is not None:
-        said = f"checkpoint of step {status.damaged['step']}: {status.damaged['reason']}"
-        grid.add_row(Text("damaged", style="dim"), Text(said, style="yellow"))
     if status.restarts:
         grid.add_row(Text("lost", style="dim"), f"{status.restarts} processes, started again")
     return grid
+
+
+def _lineage(status: Status) -> str:
+    """That weights were made again with other bits than before."""
+    if status.lineage is None:
+        return ""
+    return f"lineage {status.lineage['lineage']} began at version {status.lineage['version']}: other bits than before"
+
+
+def _damaged(status: Status) -> str:
+    """The checkpoint that was found damaged, and how."""
+    if status.damaged is None:
+        return ""
+    return f"the checkpoint of step {status.damaged['step']} was damaged, an older one was taken: {status.damaged['reason']}"
 
 
 def _roles(status: Status) -> RenderableType:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from relax_hpc.recipe.parallel import Parallel, misfit
 from relax_hpc.recipe.table import Key, Table, conflict, even_share
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Trainer(Table):
@@ -40,7 +42,7 @@ class Trainer(Table):
         "Peak learning rate of AdamW. A run that is resumed with another has it from its newest checkpoint on: steps after that are made again.",
         resume=True,
     )
-    betas: tuple[float, float] = Key((0.9, 0.95), "AdamW's moment decays.")
+    betas: tuple[Decay, Decay] = Key((0.9, 0.95), "AdamW's moment decays, each from 0 to below 1.")
     eps: PositiveFloat = Key(1e-8, "AdamW's epsilon.")
     weight_decay: float = Key(0.0, "AdamW's decoupled weight decay.", ge=0)
     clip_grad_norm: PositiveFloat = Key(1.0, "Global gradient norm above which gradients are scaled down.")

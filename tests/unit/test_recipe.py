@@ -92,6 +92,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("run.steps=1.5", ["run.steps = 1.5", "integer > 0"]),
         ("run.name=7", ["run.name = 7", "text", '"7"']),
         ("trainer.learning_rate=inf", ["trainer.learning_rate = inf", "number > 0"]),
+        ("trainer.betas=[2, 0.9]", ["trainer.betas.0 = 2", "from 0 to below 1"]),
         ("async.late=later", ["async.late", "'wait' or 'drop' or 'mask'"]),
         ("run.placement=colocate", ["async.max_staleness = 1", "set it to 0, or run.placement to 'split'"]),
         ("evaluation.samples=4", ["evaluation.samples = 4 greedy answers", "set evaluation.temperature"]),
