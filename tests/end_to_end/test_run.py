@@ -255,6 +255,7 @@ def test_a_run_whose_terminal_is_closed_checkpoints_before_it_ends(tmp_path):
     recipe, run = write_recipe(tmp_path), RunDir(tmp_path / "small")
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # below nohup it is ignored, and a run heeds that
         os.execv(
             sys.executable, command("run", recipe, "--set", "run.steps=5000", "--set", "run.checkpoint_every=1000")
         )
