@@ -199,6 +199,7 @@ def scores(recipe: Recipe, model_dir: Path, trainer: Any, exported: Path) -> Non
 
 def work(rank: int, folder: Path, results: Any) -> None:
     """Step 0 of every split, then step 1 from the checkpoint that the split before it wrote between the two."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # here, not in the process of the tests: others would inherit it
     from relax_hpc.trainers.megatron.weights import export
 
     torch.set_num_threads(1)
@@ -255,7 +256,6 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     for name in MODELS:
         tiny.folder(recipe_of(name, folder), folder / name)
     tiny.folder(OTHER, folder / "other", seed=1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = processes.context()
     results = context.Queue()
     ranks = [context.Process(target=work, args=(rank, folder, results)) for rank in range(WORLD)]

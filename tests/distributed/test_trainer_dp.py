@@ -53,6 +53,7 @@ def work(
     rank: int, world: int, where: Path, out: Path, kl_coef: float, first: int, last: int, samples: int, results: Any
 ) -> None:
     """One process: steps first … last - 1, from its checkpoint in `out` where first > 0; saves one at the end."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # here, not in the process of the tests: others would inherit it
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{out}/meet-{first}-{last}", rank=rank, world_size=world)
@@ -86,7 +87,6 @@ def run(
 ) -> list[Any]:
     """(metrics of each step, warm-up loss, random numbers) of every rank; fails rather than hangs."""
     out.mkdir(exist_ok=True)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     context = processes.context()
     results = context.Queue()
     ranks = [
