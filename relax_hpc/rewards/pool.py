@@ -14,11 +14,11 @@ from pathlib import Path
 
 from pebble import ProcessPool
 
+import relax_hpc.rewards.load as load
 from relax_hpc.parent import LightContext, end_with
 from relax_hpc.recipe.source import AnyPrompts
 from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, said
-from relax_hpc.rewards import load
 from relax_hpc.rewards.load import LoadedReward, make_rewards
 
 Outcome = tuple[float, dict[str, float]] | tuple[str, str]
