@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class Audit:
     twice: list[str]
     """Samples in the loss of two steps (more often than the ledger says, with algorithm.replay), or of one step in one incarnation and not in its replay by another."""
     torn: list[str]
-    """Published shards that do not open or do not match their checksums; columns that are not those of the ledger."""
+    """Published shards and entries of the ledger that cannot be read or do not match their checksums; columns that are not those of the ledger."""
     over_bound: list[str]
     """Orders with a token that was older than the bound when it was trained; steps, where older tokens are masked; groups that
     a step took once more and may not have."""
@@ -66,8 +67,8 @@ def audit(path: str | Path) -> Audit:
         for step, times in by_step.items()
         if any(t != times[0] for t in times)
     )
-    ledger = Ledger(run)
-    again = _replays(run, ledger, state, found.over_bound)
+    entries = _read_entries(run, state["step"], found.torn)
+    again = _replays(run, entries, state, found.over_bound)
     found.twice.extend(name for name, count in counts.items() if count > 1 + again[name])
     masked = load_recipe(run.recipe).async_.late == "mask"  # orders may be older than their tokens in the loss
     if masked:
@@ -76,7 +77,9 @@ def audit(path: str | Path) -> Audit:
     first = read_json(run.identity).get("fork_step") or 0
     settled = _settled_before(run)
     for step in range(first, state["step"]):
-        entry = ledger.find(step)
+        if step not in entries:
+            continue  # it is damaged; what it took counts as lost, unless another step speaks of it
+        entry = entries[step]
         if entry is None or (step not in by_step and not entry.filtered):
             found.lost.append(f"step {step}")
             continue
@@ -117,6 +120,17 @@ def _look_at_evaluations(run: RunDir, found: Audit) -> None:
         for (number, lineage), checksums in weights.items()
         if len(checksums) > 1
     )
+
+
+def _read_entries(run: RunDir, steps: int, torn: list[str]) -> dict[int, Entry | None]:
+    """Each step's entry, None where there is none; those that are damaged are left out, and named in `torn`."""
+    entries: dict[int, Entry | None] = {}
+    for step in range(steps):
+        try:
+            entries[step] = Ledger(run).find(step)
+        except RunError as error:
+            torn.append(str(error))
+    return entries
 
 
 def _settled_before(run: RunDir) -> set[str]:
@@ -203,14 +217,13 @@ def _other_column(run: RunDir, order: str, name: str, version: str) -> str:
     return "" if found == version else f"'{path}' is {found}, the ledger says {version}"
 
 
-def _replays(run: RunDir, ledger: Ledger, state: dict[str, Any], over: list[str]) -> Counter[str]:
+def _replays(run: RunDir, entries: Mapping[int, Entry | None], state: dict[str, Any], over: list[str]) -> Counter[str]:
     """How often the ledger says that each sample was trained on once more; what it may not say is added to `over`."""
     again: Counter[str] = Counter()
-    for step in range(state["step"]):
-        entry = ledger.find(step)
+    for step, entry in entries.items():
         for name, first in entry.again.items() if entry else ():
             order, _, group = name.rpartition("/")
-            old = ledger.find(first) if first < step else None
+            old = entries.get(first) if first < step else None
             taken = [t for t in old.take if t.order == order] if old and name not in old.filtered else []
             if not taken or step - taken[0].first_version > state["max_staleness"]:
                 over.append(f"step {step}: {name} once more")

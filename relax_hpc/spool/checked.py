@@ -54,6 +54,8 @@ class Checked:
 
     def read(self, pieces: Sequence[Rows]) -> NDArray[Any]:
         """These rows (ascending, apart), one piece after the other."""
+        if len(pieces) == 1 and pieces[0] == (0, self.rows):  # as of most columns: nothing is asked block by block
+            return self._all()
         array, done = np.empty(sum(end - begin for begin, end in pieces), self._dtype), 0
         for block, wanted in self._by_block(pieces):
             begin, end = self._of(block)
@@ -73,16 +75,22 @@ class Checked:
             begin, end = self._of(block)
             self._block(block, memory[: end - begin])
 
+    def _all(self) -> NDArray[Any]:
+        array = np.empty(self.rows, self._dtype)
+        for block, begin in enumerate(range(0, self.rows, self._block_rows)):
+            self._block(block, array[begin : begin + self._block_rows])
+        return array
+
     def _of(self, block: int) -> Rows:
         return block * self._block_rows, min((block + 1) * self._block_rows, self.rows)
 
     def _block(self, block: int, memory: NDArray[Any]) -> NDArray[Any]:
         """Read a block into `memory` and compare it."""
-        self._dataset.read(self._of(block)[0], memory)
+        self._dataset.read(block * self._block_rows, memory)
         found = xxhash.xxh3_64_hexdigest(memory.data)
-        expected = self._expected[block * DIGITS : (block + 1) * DIGITS]
-        if found != expected:
+        if not self._expected.startswith(found, block * DIGITS):
             begin, end = self._of(block)
+            expected = self._expected[block * DIGITS : (block + 1) * DIGITS]
             raise ValueError(f"rows {begin} to {end} have checksum {found}, expected {expected}")
         return memory
 

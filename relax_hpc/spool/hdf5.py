@@ -156,6 +156,7 @@ class File:
         access = h5p.create(h5p.FILE_ACCESS)
         access.set_file_locking(False, True)
         self._file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access)
+        self._handle: int = self._file.get_vfd_handle()
 
     def __enter__(self) -> File:
         return self
@@ -210,9 +211,9 @@ class File:
         if self._whole is not None:
             into[:] = memoryview(self._whole)[begin : begin + len(into)]
             return
-        handle, done = self._file.get_vfd_handle(), 0
+        done = 0
         while done < len(into):
-            count = os.preadv(handle, [into[done:]], begin + done)
+            count = os.preadv(self._handle, [into[done:]], begin + done)
             if not count:
                 raise ValueError(f"the file ends at byte {begin + done}")
             done += count

@@ -2,20 +2,27 @@
 
 Whoever finds entry s adopts it; an order in the ledger is never taken again, whether its shard is still there or not. What is
 trained on once more is named as that, group by group, and was taken before.
+
+Entry ──commit──► LEDGER/STEP.json {…, "checksum": XXH3-64 of all else} ──► compared by whoever reads it
 """
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from relax_hpc.run_dir import Damaged, RunDir, publish, read_json, to_json
 
 FAILED = "failed: "
 SURPLUS = "surplus: "
 """How the reasons begin of groups that could not be played or scored, and of those that pass in a batch that is full."""
+CHECKSUM = "checksum"
+MEND = "put it back from a copy of the run; a fork from a checkpoint after its step needs it no more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +90,23 @@ def read_entry(path: Path) -> Entry | None:
     """The entry in a file; None where there is none. Raises Damaged naming one that is damaged."""
     try:
         value = read_json(path)
-        return None if value is None else Entry.from_json(value)
+        if value is None:
+            return None
+        written = value.pop(CHECKSUM, None)  # older versions wrote none
+        if written is not None and written != (found := checksum(value)):
+            raise Damaged(f"ledger entry '{path}' has checksum {found}, {written} was written: it was damaged; {MEND}")
+        return Entry.from_json(value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(
             f"ledger entry '{path}' cannot be read ({type(error).__name__}: {error}); "
-            "entries are published whole, so it was damaged or written by another version of relax_hpc: put it back from a copy"
+            f"entries are published whole, so it was damaged or written by another version of relax_hpc: {MEND}"
         ) from error
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """XXH3-64 of an entry as JSON with sorted keys and without spaces: of what it says, however it is laid out."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 class Ledger:
@@ -103,7 +121,9 @@ class Ledger:
 
     def commit(self, entry: Entry) -> Entry:
         """Commit `entry`, or adopt the one that is there. Raises FileNotFoundError in a superseded incarnation."""
-        if publish(self._run.ledger_entry(entry.step), to_json(entry.to_json()), via=self._via):
+        content = entry.to_json()
+        sealed = to_json({**content, CHECKSUM: checksum(content)})
+        if publish(self._run.ledger_entry(entry.step), sealed, via=self._via):
             return entry
         adopted = self.find(entry.step)
         assert adopted is not None, f"ledger entry {entry.step} exists and cannot be read"

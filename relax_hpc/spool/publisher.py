@@ -1,4 +1,10 @@
-"""Publishing beside the work: while a shard goes to the disk, its worker plays the next order."""
+"""Publishing beside the work: while shards go to the disk, their worker plays the next orders.
+
+worker ──put──► THREADS threads, a shard each: write, flush, link, flush of the folder ──► `ended`, in the order of `put`
+
+A shard waits for its disk twice, and hardly needs the core: flushes that several threads ask for at once go to a file system's
+journal, or to its server, together.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,11 @@ from relax_hpc.run_dir import Data, RunDir
 from relax_hpc.spool.front import Front
 from relax_hpc.spool.queue import Claim, publish_shard
 
-IN_FLIGHT = 2
-"""Shards on their way to the disk: each is in memory as long."""
+THREADS = 4
+"""Shards on their way to the disk at once, at most: each is in memory as long."""
+LARGE_BYTES = 64 << 20
+"""Of all shards on their way: from here on there are LARGE at most, which are enough, for the disk has work with what they hold."""
+LARGE = 2
 
 
 @dataclass(slots=True)
@@ -23,34 +32,41 @@ class Publication:
 
     claim: Claim
     image: Data
+    bytes: int
     about: dict[str, Any]
     seconds: Future[float]
     """What it took; or the error, such as a full disk."""
 
 
 class ShardPublisher:
-    """Publishes a worker's shards in one thread, in order. The claim stays until the shard is there: a kill loses nothing."""
+    """Publishes a worker's shards, several at once. Each one's claim stays until it is there: a kill loses nothing."""
 
     def __init__(self, run: RunDir, worker: str, front: Front) -> None:
         self._run, self._worker, self._front = run, worker, front
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="publish")
         self._on_the_way: deque[Publication] = deque()
 
     def put(self, claim: Claim, image: Data, about: dict[str, Any]) -> None:
         """Begin to publish. `about`: whatever the caller wants to know when it ended."""
-        self._on_the_way.append(Publication(claim, image, about, self._thread.submit(self._publish, claim, image)))
+        size = len(image) if isinstance(image, bytes) else sum(map(len, image))
+        seconds = self._threads.submit(self._publish, claim, image)
+        self._on_the_way.append(Publication(claim, image, size, about, seconds))
 
     def ended(self) -> Iterator[Publication]:
-        """What ended since the last call, in order; waits until fewer than IN_FLIGHT are on their way."""
-        while self._on_the_way and (self._on_the_way[0].seconds.done() or len(self._on_the_way) >= IN_FLIGHT):
+        """What ended since the last call, in order; waits until there is room for another."""
+        while self._on_the_way and (self._on_the_way[0].seconds.done() or self._is_full()):
             yield self._on_the_way.popleft()
+
+    def _is_full(self) -> bool:
+        large = sum(publication.bytes for publication in self._on_the_way) >= LARGE_BYTES
+        return len(self._on_the_way) >= (LARGE if large else THREADS)
 
     def finish(self, publication: Publication) -> float:
         """Seconds that the publishing took. Raises OSError where there was no room; the next call tries again."""
         try:
             return publication.seconds.result()
         except OSError:
-            publication.seconds = self._thread.submit(self._publish, publication.claim, publication.image)
+            publication.seconds = self._threads.submit(self._publish, publication.claim, publication.image)
             raise
 
     def _publish(self, claim: Claim, image: Data) -> float:
@@ -61,4 +77,4 @@ class ShardPublisher:
 
     def close(self) -> None:
         """Wait for what is on its way."""
-        self._thread.shutdown()
+        self._threads.shutdown()

@@ -26,6 +26,7 @@ from relax_hpc.cli.report import report
 from relax_hpc.cli.shards import app
 from relax_hpc.records import Group, Prompt
 from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.spool.ledger import CHECKSUM, checksum
 from relax_hpc.spool.shard import encode
 
 
@@ -249,13 +250,15 @@ def test_validate_refuses_anothers_shard_under_an_orders_name(run: RunDir, tmp_p
 
 
 def test_damaged_files_are_left_out_of_an_export_when_it_is_said_and_named(run: RunDir, tmp_path: Path) -> None:
-    """One shard torn, one with a flipped token, one entry of the ledger damaged: the samples of the others are all there."""
+    """One shard torn, one with a flipped token, one entry of the ledger with another order: the samples of the others are all there."""
     output = tmp_path / "a.parquet"
     torn, flipped, entry = run.shard("o000000-001"), run.shard("o000002-000"), run.ledger_entry(1)
     torn.write_bytes(torn.read_bytes()[:900])
     assert "say --skip-damaged" in call("export", run.root, output).output and not output.exists()
     flip(flipped)
-    entry.write_text('{"step": 1')
+    content = json.loads(entry.read_text())
+    content[CHECKSUM] = checksum(content)
+    entry.write_text(json.dumps(content).replace("o000001-000", "o000003-000"))
     result = call("export", run.root, output, "--tokens", "--skip-damaged")
     assert result.exit_code == 0 and "3 damaged files left out" in result.stdout
     assert all(str(path) in result.stdout for path in (torn, flipped, entry))

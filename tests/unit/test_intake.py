@@ -506,8 +506,10 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     found = audit(run.root)
     assert (found.lost, found.twice, found.torn, found.over_bound, found.mixed) == ([], [], [], [], [])
     path = run.ledger_entry(5)
-    entry = Ledger(run).find(5)
+    entry, whole = Ledger(run).find(5), path.read_bytes()
     assert entry is not None
+    path.write_bytes(whole.replace(b'"lineage": 0', b'"lineage": 1'))
+    assert [str(path) in line and "checksum" in line for line in audit(run.root).torn] == [True]
     path.write_bytes(to_json(dataclasses.replace(entry, again={"o000000-001/0": 0}).to_json()))
     found = audit(run.root)
     assert found.over_bound == ["step 5: o000000-001/0 once more"] and found.lost[:1] == ["o000000-001/0"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.run_dir import Damaged, RunDir, publish, to_json
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
 
 
@@ -40,11 +41,33 @@ def test_an_entry_comes_back_as_it_went(run: RunDir) -> None:
 
 
 def test_an_entry_that_an_older_version_wrote_with_what_a_filter_returned_is_read(run: RunDir) -> None:
-    Ledger(run, incarnation(run, 1)).commit(entry(0, 1))
-    path = run.ledger_entry(0)
-    path.write_text(path.read_text().replace('"failed: ü"', "true"))
+    content = entry(0, 1).to_json() | {"filtered": {"o000000-000/1": True}}
+    publish(run.ledger_entry(0), to_json(content))
     found = Ledger(run).find(0)
     assert found is not None and found.filtered == {"o000000-000/1": "a filter returned True"}
+
+
+def test_a_flipped_bit_anywhere_in_an_entry_changes_nothing_that_it_says_or_is_found(run: RunDir) -> None:
+    committed = Ledger(run, incarnation(run, 1)).commit(entry(0, 1))
+    path = run.ledger_entry(0)
+    whole, found = path.read_bytes(), 0
+    for place in range(len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            try:
+                assert Ledger(run).find(0) == committed, (place, bit)
+            except Damaged as error:
+                assert f"'{path}'" in str(error) and "from a copy" in str(error)
+                found += 1
+    assert found > 0.9 * 8 * len(whole.replace(b" ", b""))
+
+
+def test_an_entry_with_another_layout_says_the_same(run: RunDir) -> None:
+    """Somebody's tool wrote it anew, with other spaces and another order of keys."""
+    committed = Ledger(run, incarnation(run, 1)).commit(entry(0, 1))
+    path = run.ledger_entry(0)
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
+    assert Ledger(run).find(0) == committed
 
 
 def test_who_comes_second_adopts(run: RunDir) -> None:

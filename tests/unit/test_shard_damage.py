@@ -98,6 +98,26 @@ def test_who_reads_a_slice_compares_the_blocks_that_it_touches_and_no_others(
             opened.validate()
 
 
+def test_a_flipped_bit_in_any_block_is_found_by_who_reads_the_whole_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of 8 rows, the last of which has 4."""
+    monkeypatch.setattr(checked, "BLOCK_ROWS", 8)
+    monkeypatch.setattr("relax_hpc.spool.shard.BLOCK_ROWS", {2: 8})
+    path = shard(tmp_path / "a.h5", (3, 5, 8, 30))
+    for begin in range(0, 92, 8):
+        end = min(begin + 8, 92)
+        flip(path, "logprobs", row=end - 1)
+        with Shard(path) as opened:
+            with pytest.raises(DamagedShard, match=f"column 'logprobs': rows {begin} to {end} "):
+                opened.rollouts()
+            with pytest.raises(DamagedShard, match=f"column 'logprobs': rows {begin} to {end} "):
+                opened.validate()
+        flip(path, "logprobs", row=end - 1)
+    with Shard(path) as opened:
+        assert len(opened.rollouts().logprobs) == 92
+
+
 def test_one_rank_of_a_large_shard_reads_little_more_than_its_slice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
