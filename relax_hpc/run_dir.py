@@ -128,7 +128,7 @@ class RunDir:
 
     @property
     def exists(self) -> bool:
-        return self.identity.is_file()
+        return is_there(self.identity)
 
     def read_id(self) -> str | None:
         """What shards name this run by; None where there is no run.json, or one of an old version."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+CHANGES = ("mkdir", "rename", "link", "unlink", "rmdir", "replace")
+"""Calls that a server carries out twice where the reply to the first is lost: the second answer is another one."""
 CALLS = ("open", "mkdir", "rename", "link", "unlink", "rmdir", "stat", "listdir", "scandir", "utime", "replace")
 
 
@@ -34,7 +36,8 @@ class Faults:
             self.quiet -= 1
 
     def fail(self, number: int, how: str, error: int = errno.EIO) -> None:
-        """Have the call `number` fail: "before" it is carried out, or "lost", when only the answer is."""
+        """Have the call `number` fail: "before" it is carried out; "lost", when only the answer is; "again", when it is carried out twice for
+        that, and the second answer comes (other calls than CHANGES fail before)."""
         self.error = error
         self.rule = lambda n, call, path: how if n == number else None
 
@@ -50,6 +53,9 @@ class Faults:
             self.hit = f"{call} {text}"
             if how == "kill":
                 os.kill(os.getpid(), 9)
+            if how == "again" and call in CHANGES:
+                real(path, *arguments, **options)
+                return real(path, *arguments, **options)
             if how == "lost" and call not in ("open", "scandir"):  # those give handles: no answer is no handle
                 real(path, *arguments, **options)
             raise OSError(self.error, os.strerror(self.error), str(text))

@@ -17,7 +17,7 @@ import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from relax_hpc.launch.io_errors import IoRetry
+from relax_hpc.launch.io_errors import IoRetry, at_first
 from relax_hpc.launch.lease import Holder
 from relax_hpc.launch.nursery import Nursery
 from relax_hpc.launch.slurm.chain import Chain
@@ -95,7 +95,7 @@ class Agent:
         self.say()
         self.workers.end(grace_s=0)
         if not self.replaced:  # else the memory may be the other's, on this node
-            clear_node(self.run, self.recipe)
+            io(lambda: clear_node(self.run, self.recipe))
         self.say(ended=True)
 
     def _tick(self) -> None:
@@ -197,7 +197,8 @@ def main() -> None:
     prefix = "rollout" if arguments.group == CORE else f"rollout-{arguments.group}"
     names = [f"{prefix}-{first + i}" for i in range(arguments.workers)]
     try:
-        Agent(open_existing(arguments.run), about, names).work()
+        run = RunDir(arguments.run)
+        at_first(run)(lambda: Agent(open_existing(run.root), about, names)).work()
     except RunError as error:
         logging.getLogger("agent").error("%s", error)
         sys.exit(1)

@@ -20,7 +20,7 @@ from rich.console import Console
 from tenacity import Retrying, retry_if_exception_type, sleep_using_event, stop_when_event_set, wait_fixed
 
 from relax_hpc.launch.agent import CORE
-from relax_hpc.launch.io_errors import IoRetry
+from relax_hpc.launch.io_errors import IoRetry, at_first
 from relax_hpc.launch.lease import RENEW_S, Lease, acquire
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.beside import StepBeside
@@ -55,30 +55,34 @@ HELD_S = 90.0
 
 def lead(run: RunDir) -> int:
     """Go on with the run as its leader until it, or this job, is over; the exit code."""
-    recipe, job = load_recipe(run.recipe), _own_job()
+    asked = Asked(signal.SIGTERM, signal.SIGUSR2)  # nor must what follows the supervisor be cut short
+    recipe, job = at_first(run)(lambda: load_recipe(run.recipe)), _own_job()
     keep_private(recipe.run.group_access)
     assert recipe.slurm is not None
-    io = IoRetry(run, recipe.supervision.io_wait_s, lambda kind, **about: None)
+    io, queue_io = (IoRetry(run, recipe.supervision.io_wait_s) for _ in range(2))
     io(lambda: record_own(run, job, "leader"))
     chain = Chain(run, recipe.slurm, job)
     console = Console()
-    for number in (signal.SIGTERM, signal.SIGUSR2):
-        signal.signal(number, lambda number, frame: None)  # what follows the supervisor must not be cut short
     reason = io(chain.begin)
     if reason is not None:
         console.print(f"nothing to do: {reason}", soft_wrap=True, markup=False)
         return 0
-    lease = wait_for_lease(run)
+    lease = wait_for_lease(run, io, asked)
+    if lease is None:
+        console.print("asked to end before the run could be taken over", soft_wrap=True)
+        io(lambda: chain.end({"outcome": "preempted"}, warned=not chain.is_ending()))
+        return EXIT_CODES["preempted"]
     io(chain.lead)
     ended = threading.Event()
     with ThreadPoolExecutor(2) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
-        queued, ending = background.submit(queue_until_taken, chain, ended), list[Future[bool]]()
+        queued, ending = background.submit(queue_until_taken, chain, queue_io, ended), list[Future[bool]]()
         try:
             with renewing(lease):
                 signalled = lambda: ending.append(background.submit(chain.is_ending))
-                outcome = supervise(run, recipe, lease, console, signalled)
+                outcome = supervise(run, recipe, lease, console, asked, signalled)
         finally:
             ended.set()
+            queue_io.end()
             io(lease.release)
     queued.result()
     console.print(f"{outcome['outcome']} at step {outcome['step']} {outcome['reason']}", soft_wrap=True, markup=False)
@@ -86,30 +90,54 @@ def lead(run: RunDir) -> int:
     return EXIT_CODES.get(outcome["outcome"], 0)
 
 
-def queue_until_taken(chain: Chain, ended: threading.Event) -> None:
+class Asked:
+    """Whether this process was asked to end, from here on: nothing else becomes of the signal.
+
+    A flag and no threading.Event: a handler that sets one while its own thread waits for it may wait for itself.
+    """
+
+    def __init__(self, *numbers: signal.Signals) -> None:
+        self._seen = False
+        for number in numbers:
+            signal.signal(number, self._note)
+
+    def __call__(self) -> bool:
+        return self._seen
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._seen = True
+
+
+def queue_until_taken(chain: Chain, io: IoRetry, ended: threading.Event) -> None:
     """Queue the successor; where Slurm refuses it, as by a limit on jobs, try again until it takes one or `ended` is set."""
     retrying = Retrying(
-        retry=retry_if_exception_type((RunError, OSError)),
+        retry=retry_if_exception_type(RunError),
         wait=wait_fixed(SUCCESSOR_RETRY_S),
         sleep=sleep_using_event(ended),
         stop=stop_when_event_set(ended),
         retry_error_callback=lambda state: None,  # it is written down, and tried once more at the job's end
     )
-    retrying(chain.queue_successor)
+    retrying(io, chain.queue_successor)
 
 
 def supervise(
-    run: RunDir, recipe: Recipe, lease: Lease, console: Console, signalled: Callable[[], None]
+    run: RunDir,
+    recipe: Recipe,
+    lease: Lease,
+    console: Console,
+    asked: Callable[[], bool],
+    signalled: Callable[[], None],
 ) -> dict[str, Any]:
-    """Carry the run on; `signalled` is called when this job is asked to end."""
+    """Carry the run on; `asked`: whether this job was asked to end already, `signalled` is called when it is."""
     telemetry = Telemetry(run, "supervisor", lease.number)
     io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
     trainers, workers = io(lambda: groups(run, recipe, telemetry))
     io(lambda: sweep(run, older_than_s=SWEEP_S))
     with live(run, console) as look:
         supervisor = Supervisor(
-            run, recipe, lease, trainers, workers, telemetry, look, interrupted="preempted", signalled=signalled
-        )
+            run, recipe, lease, trainers, workers, telemetry, look,
+            interrupted="preempted", signalled=signalled, asked=asked,
+        )  # fmt: skip
         return supervisor.supervise()
 
 
@@ -127,7 +155,8 @@ def groups(run: RunDir, recipe: Recipe, telemetry: Telemetry) -> tuple[StepTrain
     else:
         core = StepCore(run, recipe, [*rollout_step(plan), *python], telemetry, leader=_own_job())
     elastic = Elastic(run, recipe, telemetry, jobs)
-    crew = Crew(Agents(run, recipe, telemetry), core, elastic, jobs, plan.slurm.ask_every_s)
+    crew_io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
+    crew = Crew(Agents(run, recipe, telemetry), core, elastic, jobs, plan.slurm.ask_every_s, crew_io)
     beside = [StepBeside(run, recipe, n, [*beside_step(plan, n), *python], telemetry.metrics) for n in plan.beside]
     return trainers, Together(crew, *beside)
 
@@ -152,42 +181,42 @@ def renewing(lease: Lease) -> Iterator[None]:
         thread.join()
 
 
-def wait_for_lease(run: RunDir) -> Lease:
-    """The lease; of a holder that died a moment ago too. Raises RunError when it is held all the same."""
+def wait_for_lease(run: RunDir, io: IoRetry, asked: Callable[[], bool]) -> Lease | None:
+    """The lease; of a holder that died a moment ago too. None when this job was asked to end before. Raises RunError when it is held all the same."""
     deadline = time.monotonic() + HELD_S
-    while True:
+    while not asked():
         try:
-            return acquire(run)
-        except (RunError, OSError):
+            return io(lambda: acquire(run))
+        except RunError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
+    return None
 
 
 def roll_out(run: RunDir, elastic: bool) -> int:
     """Keep the agents of this job's nodes until they leave, or this job's time is up."""
-    recipe, job = load_recipe(run.recipe), _own_job()
+    asked = Asked(signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+    recipe, job = at_first(run)(lambda: load_recipe(run.recipe)), _own_job()
     keep_private(recipe.run.group_access)
-    record_own(run, job, "elastic" if elastic else "rollout")
     plan, telemetry = make_plan(recipe), Telemetry(run, f"agent-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), *step_command(plan)]
     core = StepCore(run, recipe, python, telemetry, f"job{job}" if elastic else CORE, 1 if elastic else None)
     io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
+    io(lambda: record_own(run, job, "elastic" if elastic else "rollout"))
     agents = io(lambda: Agents(run, recipe, telemetry))
-    leave = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
-        signal.signal(number, lambda number, frame: leave.set())
     log = f"agent-{f'job{job}' if elastic else CORE}"
     print(
         f"rollout nodes of '{run.root}': their agents log to {run.logs}/{log}-*.log, workers to rollout-*.log there",
         flush=True,
     )
     vigil, in_vain = Vigil(run, recipe), ""
-    while not (core.left or core.failure or in_vain or leave.wait(LOOK_S)):
+    while not (core.left or core.failure or in_vain or asked()):
+        time.sleep(LOOK_S)
         io(lambda: core.look_after(agents.read()))
         in_vain = io(vigil.in_vain)
     if not (core.failure or in_vain):
-        print("asked to leave, by Slurm or the leader" if leave.is_set() else "its agents have left", flush=True)
+        print("asked to leave, by Slurm or the leader" if asked() else "its agents have left", flush=True)
     core.ask_to_stop()
     core.end(GRACE_S)
     if in_vain:
@@ -195,7 +224,7 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     if core.failure:
         print(f"error: {core.failure}", file=sys.stderr)
         if core.suspect:
-            exclude(run, core.suspect, core.failure)
+            io(lambda: exclude(run, core.suspect, core.failure))
     return 1 if core.failure or in_vain else 0
 
 
@@ -215,7 +244,8 @@ def main() -> None:
     parser.add_argument("--elastic", action="store_true", help="rollout: beyond what the recipe asks for")
     arguments = parser.parse_args()
     try:
-        run = open_existing(arguments.run)
+        run = RunDir(arguments.run)
+        at_first(run)(lambda: open_existing(run.root))
         code = lead(run) if arguments.part == "leader" else roll_out(run, arguments.elastic)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -49,14 +49,16 @@ class Supervisor:
         look: Callable[[], None] = lambda: None,
         interrupted: str = "stopped",
         signalled: Callable[[], None] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """interrupted: the outcome when a signal, and not a person's `stop`, ended it; signalled: called at the first one."""
+        """interrupted: the outcome when a signal, and not a person's `stop`, ended it; signalled: called at the first one; asked: whether one
+        came before we listened."""
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
         self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
         self.patience = Patience(recipe.supervision)
         self.io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
         self.tracker = Tracker(run, recipe, telemetry.metrics)
-        self._interrupted, self._signalled = interrupted, signalled
+        self._interrupted, self._signalled, self._asked_before = interrupted, signalled, asked
         # Slurm sends TERM after USR2, and leaves time in between.
         self._hasty = interrupted == "stopped"
         self.interrupts = 0
@@ -68,6 +70,8 @@ class Supervisor:
         self.io(lambda: self.run.outcome.unlink(missing_ok=True))
         self.telemetry.metrics("start", lease=self.lease.number)
         with self._signals():
+            if self._asked_before():
+                self.interrupts = 1
             try:
                 while (outcome := self.io(self._tick)) is None:
                     time.sleep(POLL_S)
@@ -203,7 +207,8 @@ def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
 
     older_than_s: by the clock of whoever keeps the files, which gave them their times.
     """
-    with tempfile.TemporaryFile(prefix=".", dir=run.heartbeats) as probe:
+    # It keeps its name until it is looked at: some file systems of user space have no attributes for a file without one.
+    with tempfile.NamedTemporaryFile(prefix=".", dir=run.heartbeats) as probe:
         latest = os.fstat(probe.fileno()).st_mtime - older_than_s
     for folder in (run.shards, run.evals, run.columns, run.open_orders, run.parts, run.heartbeats, run.caches):
         for path in folder.rglob(".*"):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.launch import agent
+from relax_hpc.launch.io_errors import at_first
 from relax_hpc.launch.slurm import agents as agents_module
 from relax_hpc.launch.slurm import crew, elastic, job_book, queue_state, refusals
 from relax_hpc.launch.slurm.agents import Agents
@@ -353,7 +354,9 @@ def test_slurm_is_asked_twice_a_minute_for_all_jobs_at_once(
     assert recipe.slurm is not None
     fixed = recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})})
     elastic = Elastic(run, fixed, telemetry(run), jobs)
-    all_nodes = Crew(agents, JobCore(run, fixed, telemetry(run), jobs), elastic, jobs, recipe.slurm.ask_every_s)
+    all_nodes = Crew(
+        agents, JobCore(run, fixed, telemetry(run), jobs), elastic, jobs, recipe.slurm.ask_every_s, at_first(run)
+    )
     now = time.monotonic()
     monkeypatch.setattr(crew.time, "monotonic", lambda: now)
     for _ in range(600):  # ten minutes, a look a second

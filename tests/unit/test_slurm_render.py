@@ -207,12 +207,12 @@ exec python3 -P -m relax_hpc.launch.batch leader /lustre/me/runs/toy
         ("no_such_module load x", "exit code 127: no_such_module load x\n", 127),
         ("true; exit 3", "exit code 3: exit 3\n", 3),
         ("exit 0", "exit code 0: exit 0\n", 0),
-        ("sh -c \"exit 137\"", "exit code 137: sh -c \"exit 137\"\n", 137),  # as out of memory
+        ('sh -c "exit 137"', 'exit code 137: sh -c "exit 137"\n', 137),  # as out of memory
         ("echo fine", None, 0),
         # a cancellation or preemption, of the shell or of all that it runs
         ("kill -TERM $$", None, -signal.SIGTERM),
         ("kill -USR2 $$", None, -signal.SIGUSR2),
-        ("sh -c \"kill -TERM \\$\\$\"", None, 128 + signal.SIGTERM),
+        ('sh -c "kill -TERM \\$\\$"', None, 128 + signal.SIGTERM),
     ],
 )
 def test_a_line_of_setup_that_ends_the_script_is_written_down(

@@ -117,9 +117,9 @@ def test_a_rollout_job_ends_when_all_its_agents_left_though_one_of_them_was_a_se
         first = core._steps[0]
         agent_says(run, first.id, 1, "active")  # and nothing more: it was killed
         wait_for(
-            lambda: agent_says(run, first.id, 0, "active")
-            or core.look_after(agents.read())
-            or core._steps[1] is not first
+            lambda: (
+                agent_says(run, first.id, 0, "active") or core.look_after(agents.read()) or core._steps[1] is not first
+            )
         )
         agent_says(run, first.id, 0, "gone")
         core.look_after(agents.read())

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import relax_hpc
 from relax_hpc.cli import app
 from relax_hpc.launch import batch, cluster_view
+from relax_hpc.launch.io_errors import at_first
 from relax_hpc.launch.lease import acquire
 from relax_hpc.launch.slurm import queue_state, send
 from relax_hpc.launch.slurm.chain import Chain
@@ -391,7 +392,7 @@ def test_a_refused_successor_is_sent_when_slurm_takes_it(
     run.create()
     ended = threading.Event()
     with ThreadPoolExecutor(1) as background:
-        queued = background.submit(batch.queue_until_taken, Chain(run, slurm, "7"), ended)
+        queued = background.submit(batch.queue_until_taken, Chain(run, slurm, "7"), at_first(run), ended)
         try:
             refused = lambda: [e for e in read_metrics(run.metrics / "chain.jsonl")[0] if e["kind"] == "refused"]
             wait_for(lambda: len(refused()) > 2)

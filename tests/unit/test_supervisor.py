@@ -169,8 +169,8 @@ def check(run: RunDir, outcome: dict[str, Any], stage: Stage) -> None:
 def test_whatever_call_fails_once_the_run_goes_on(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file operation of a short run in turn: it fails, its answer is a stale handle, or it is done and its answer is lost."""
-    kinds = [("before", errno.EIO), ("before", errno.ESTALE), ("lost", errno.EIO)]
+    """Each file operation of a short run in turn: it fails, its answer is a stale handle, or it is done and its answer is lost, or it is done twice."""
+    kinds = [("before", errno.EIO), ("before", errno.ESTALE), ("lost", errno.EIO), ("again", errno.ESTALE)]
     calls, number = 10**6, 0
     while number < calls:
         number += 1

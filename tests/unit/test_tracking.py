@@ -157,7 +157,9 @@ def test_clearml_has_one_offline_session_and_every_step_once(followed: RunDir) -
     (path,) = followed.tracking.glob("clearml/offline/*.zip")
     with zipfile.ZipFile(path) as archive:
         lines = archive.read("metrics.jsonl").decode().splitlines()
-        assert json.loads(archive.read("task.json"))["name"] == "small", "a run is called as the directory that it lies in"
+        assert json.loads(archive.read("task.json"))["name"] == "small", (
+            "a run is called as the directory that it lies in"
+        )
     events = [event for line in lines for event in json.loads(line)]
     seen = Counter((e["metric"], e["variant"], e["iter"]) for e in events)
     assert set(seen.values()) == {1}

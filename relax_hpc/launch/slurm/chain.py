@@ -41,6 +41,7 @@ class Chain:
         self._run, self._slurm, self.job = run, slurm, job
         self._telemetry = Telemetry(run, "chain", attempt=0)
         self._said = ""
+        self._led: Leader | None = None
 
     def begin(self) -> str | None:
         """Why this job must not go on with the run, after cancelling what else waits; None when it must."""
@@ -56,8 +57,11 @@ class Chain:
 
     def lead(self) -> None:
         """Write down that this job leads; the lease is ours."""
-        led = [*self._read(), Leader(self.job, self._progress(), time.time())]
-        replace(leaders(self._run), b"".join(json.dumps(asdict(leader)).encode() + b"\n" for leader in led))
+        self._led = self._led or Leader(self.job, self._progress(), time.time())
+        before = self._read()
+        if self._led not in before:  # it may have been written when the file system failed
+            lines = [json.dumps(asdict(leader)).encode() + b"\n" for leader in (*before, self._led)]
+            replace(leaders(self._run), b"".join(lines))
 
     def queue_successor(self) -> None:
         """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count.

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from relax_hpc.launch.agent import CORE
+from relax_hpc.launch.io_errors import IoRetry
 from relax_hpc.launch.members import Patience, next_attempt
 from relax_hpc.launch.slurm.agents import Agents
 from relax_hpc.launch.slurm.elastic import Elastic
@@ -53,15 +54,12 @@ class Core(Protocol):
 class Crew:
     """All rollout nodes of a run."""
 
-    def __init__(self, agents: Agents, core: Core, elastic: Elastic, jobs: JobBook, ask_every_s: float) -> None:
-        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `core` and `elastic` look into."""
-        self._agents, self._core, self._elastic, self._jobs, self._ask_every_s = (
-            agents,
-            core,
-            elastic,
-            jobs,
-            ask_every_s,
-        )
+    def __init__(
+        self, agents: Agents, core: Core, elastic: Elastic, jobs: JobBook, ask_every_s: float, io: IoRetry
+    ) -> None:
+        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `core` and `elastic` look into; io: for the thread that does."""
+        self._agents, self._core, self._elastic, self._jobs = agents, core, elastic, jobs
+        self._ask_every_s, self._io = ask_every_s, io
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
         self._keeping: Future[None] | None = None
         self._looked_at = self._kept_at = float("-inf")
@@ -80,7 +78,7 @@ class Crew:
         if (self._keeping is None or self._keeping.done()) and time.monotonic() - self._kept_at > self._ask_every_s:
             if self._keeping is not None and (error := self._keeping.exception()) is not None:
                 logging.getLogger("crew").error("the jobs could not be looked after: %s", error)
-            self._keeping, self._kept_at = self._slurm.submit(self._keep_jobs), time.monotonic()
+            self._keeping, self._kept_at = self._slurm.submit(self._io, self._keep_jobs), time.monotonic()
 
     def _failed(self, beat: dict[str, Any]) -> None:
         """An agent gave up: for good where a person must mend it, else its node is the suspect."""
@@ -103,6 +101,7 @@ class Crew:
 
     def end(self, grace_s: float) -> None:
         self.ask_to_stop()
+        self._io.end()
         self._slurm.shutdown(wait=False, cancel_futures=True)
         self._core.end(grace_s)
         self._agents.look()

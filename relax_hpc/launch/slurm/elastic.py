@@ -149,8 +149,8 @@ class Autoscaler:
         target, reason = self._decide(nodes)
         target = min(max(target, self._policy.min_nodes, self._recipe.rollout.nodes), self._policy.max_nodes)
         if target != nodes:
-            self._changed = time.monotonic()
             make_wish(self._run, self._recipe.rollout.nodes, target, self._policy.partition, "autoscale")
+            self._changed = time.monotonic()
             self._telemetry.metrics("autoscale", before=nodes, after=target, reason=reason)
 
     def _decide(self, now: int) -> tuple[int, str]:

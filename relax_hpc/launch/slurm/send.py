@@ -19,6 +19,7 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
+from relax_hpc.launch.io_errors import at_first
 from relax_hpc.launch.slurm.plan import KINDS, Kind, Plan, make_plan
 from relax_hpc.launch.slurm.queue_state import ask, cancel, number, our_jobs_of
 from relax_hpc.launch.slurm.render import render
@@ -112,7 +113,8 @@ def submit_script(
             f"Slurm's controller does not answer, after {ATTEMPTS} attempts: {error}; look with `scontrol ping`, then "
             f"`relax-hpc submit {run.root}`"
         ) from None
-    record(run, job, kind, dependency=dependency)
+    # Slurm has it: who has no record of it sends another.
+    at_first(run)(lambda: record(run, job, kind, dependency=dependency))
     return job
 
 
@@ -158,13 +160,16 @@ def end_jobs(run: RunDir, ids: Iterable[str], reason: str) -> bool:
     about = to_json({"by": _me(), "reason": reason, "time": time.time()})
     # A note of our own for each: all agents of a run end a lost leader at once, and one that Slurm does not answer takes back only what it said.
     notes = [_ended(run) / f"{job}.{uuid.uuid4().hex[:8]}.json" for job in wanted]
-    for note in notes:
-        publish(note, about)
-    if cancel(wanted):
-        return True
-    for note in notes:
-        note.unlink(missing_ok=True)
-    return False
+    ended = False
+    try:
+        for note in notes:
+            publish(note, about)
+        ended = cancel(wanted)
+    finally:
+        if not ended:
+            for note in notes:
+                note.unlink(missing_ok=True)
+    return ended
 
 
 def ended_by_us(run: RunDir, job: str) -> bool:

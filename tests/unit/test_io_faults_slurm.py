@@ -1,0 +1,275 @@
+"""What runs inside Slurm jobs, and the view, over a file system that fails: whatever call goes wrong, all of it goes on. Slurm's commands are
+small scripts here, as are the roles."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from relax_hpc.launch import agent, batch, io_errors, supervisor
+from relax_hpc.launch.io_errors import IoTrouble, at_first
+from relax_hpc.launch.lease import acquire
+from relax_hpc.launch.nursery import Nursery
+from relax_hpc.launch.slurm import crew
+from relax_hpc.launch.slurm.elastic import make_wish
+from relax_hpc.launch.slurm.send import jobs, read_leaders
+from relax_hpc.launch.status import Status
+from relax_hpc.launch.supervisor import outcome_of
+from relax_hpc.launch.view import line, live
+from relax_hpc.recipe import dump_recipe, load_recipe
+from relax_hpc.run_dir import RunDir, read_json, replace, to_json, write_file
+from relax_hpc.spool.orders import Order
+from relax_hpc.spool.queue import Queue
+from relax_hpc.telemetry import Telemetry, read_beat, read_metrics
+from tests.io_faults import Faults, inject
+from tests.runs import write_recipe
+from tests.unit.test_supervisor import Scripted
+
+KINDS = (("before", errno.EIO), ("before", errno.ESTALE), ("lost", errno.EIO), ("again", errno.ESTALE))
+SETS = (
+    "slurm.shape=split", "slurm.time=60", "slurm.ask_every_s=0.001", "supervision.backoff_s=0.0001", "run.steps=1", "rollout.workers=1",
+    "supervision.max_restarts=3",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The folder of Slurm's commands."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    for module, name in ((io_errors, "FIRST_PAUSE_S"), (io_errors, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "BEATS_S"),
+                         (agent, "POLL_S"), (batch, "LOOK_S"), (crew, "LOOK_S"), (crew, "BY_HAND_S")):  # fmt: skip
+        monkeypatch.setattr(module, name, 1e-3)
+    monkeypatch.setattr(agent, "LOOK_S", 0.02)  # its workers are looked at in between
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", f"{commands}:/bin:/usr/bin")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_END_TIME"):
+        monkeypatch.delenv(name, raising=False)
+    yield commands
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def program(folder: Path, name: str, *lines: str) -> None:
+    (folder / name).write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
+    (folder / name).chmod(0o755)
+
+
+def prepared(root: Path, folder: Path, *sets: str) -> RunDir:
+    run = RunDir(root)
+    run.create()
+    (run.slurm / "jobs").mkdir(parents=True)
+    (run.logs / "slurm").mkdir()
+    write_file(run.identity, to_json({"id": root.name, "debug": None, "shards_from": None}))
+    write_file(run.recipe, dump_recipe(load_recipe(write_recipe(folder), [*SETS, *sets])).encode())
+    for kind in ("leader", "rollout", "elastic"):
+        write_file(run.slurm / f"{kind}.sbatch", b"#!/bin/sh\n")
+    return run
+
+
+def each_call(tmp_path: Path, play: Callable[[Path, Faults], None], every: int = 1) -> int:
+    """Play with one call below tmp_path/runs that goes wrong, the first, the second, …; how many there are. `play` gets a name for a run.
+    every: leave out the calls between."""
+    root, number = tmp_path / "runs", 0
+    root.mkdir(exist_ok=True)
+    while True:
+        number += every
+        how, error = KINDS[number % len(KINDS)]
+        with pytest.MonkeyPatch.context() as patch:
+            faults = inject(patch, root)
+            faults.fail(number, how, error)
+            try:
+                play(root / f"run{number}", faults)
+            except BaseException as failure:
+                raise AssertionError(f"call {number}, {faults.hit}: {how} {errno.errorcode[error]}") from failure
+        if not faults.hit:
+            return number
+
+
+class Node(Nursery):
+    """Bears workers that are scripts: the first dies on an order, the second works until the run is over, which it says."""
+
+    faults: Faults
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(run)
+        self.queue = Queue(run)
+
+    def bear(
+        self, arguments: Any, log: Path, last_words: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+    ) -> Any:  # fmt: skip
+        log.open("ab").close()
+        workplace, name = (arguments[arguments.index(key) + 1] for key in ("--workplace", "--name"))
+        return Scripted(lambda: self.work(workplace, name), self.faults.spared)
+
+    def work(self, workplace: str, name: str) -> int | None:
+        voice = Telemetry(self._run, name, 0)
+        if workplace.endswith("0000"):
+            self.queue.open_workplace(workplace)
+            assert self.queue.claim(workplace, 0) is not None
+            voice.beat("generating", orders=0)
+            return -signal.SIGKILL
+        voice.beat("idle", orders=1)
+        replace(self._run.outcome, to_json({"outcome": "done"}))
+        return None
+
+
+def test_an_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(root: Path, faults: Faults) -> None:
+        Node.faults = faults
+        with faults.spared():
+            run = prepared(root, tmp_path)
+            Queue(run).put([Order("o000000-000", ((0, 0),), 4, 1, 0)])
+        monkeypatch.setattr(
+            "sys.argv", ["agent", str(run.root), "--group=core", "--step=s", "--index=0", "--workers=1"]
+        )
+        agent.main()
+        with faults.spared():
+            [beat] = [read_beat(run, path.stem) for path in run.heartbeats.glob("agent-*.json")]
+            events = [(r["kind"], r["role"]) for r in read_metrics(run.metrics / "agent-s-0.jsonl")[0] if "role" in r]
+            if (
+                "heartbeats" not in Node.faults.hit and "metrics" not in Node.faults.hit
+            ):  # those are said once more, or not at all
+                assert beat is not None and beat["state"] == "gone"
+                assert list(beat["left"].values())[0] is True, "its order is to be given back, and counts"
+                assert events == [("restart", "rollout-0"), ("lost", "rollout-0"), ("restart", "rollout-0")]
+            assert read_json(run.slurm / "places" / "core-0.json") == {"step": "s"}
+
+    monkeypatch.setattr(agent, "Nursery", Node)
+    assert each_call(tmp_path, play) > 30
+
+
+def test_a_rollout_job_goes_on_whatever_call_fails(
+    tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program(quick, "srun", "exit 0")
+    program(quick, "squeue", "echo '7|RUNNING|None'")
+
+    def play(root: Path, faults: Faults) -> None:
+        with faults.spared():
+            run = prepared(root, tmp_path)
+        monkeypatch.setattr("sys.argv", ["batch", "rollout", str(run.root)])
+        with pytest.raises(SystemExit) as ended:
+            batch.main()
+        assert ended.value.code == 0
+        with faults.spared():
+            assert [(job["id"], job["kind"]) for job in jobs(run)] == [("7", "rollout")]
+
+    assert each_call(tmp_path, play) > 15
+
+
+TRAINER = """
+case "$*" in *trainer*) ;; *) exit 0;; esac
+for i in $(seq 3000); do [ "$(wc -l <{sent})" -ge 3 ] && break; sleep 0.01; done
+mkdir -p {root}/checkpoints/step-00000001; touch {root}/checkpoints/step-00000001/DONE
+echo '{{"role": "trainer-0", "attempt": 0, "state": "done", "step": 1, "time": 1, "pid": 1, "host": "n"}}' >{root}/heartbeats/trainer-0.json
+"""
+
+
+def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
+    tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def play(root: Path, faults: Faults) -> None:
+        sent = tmp_path / f"{root.name}.sent"
+        with faults.spared():
+            run = prepared(root, tmp_path)
+            make_wish(run, 1, 2, None, "me")
+        sent.touch()
+        program(quick, "srun", TRAINER.format(sent=sent, root=run.root))
+        count = f"echo $((10 + $(wc -l <{sent})))"
+        program(quick, "sbatch", f"exec 9>{sent}.lock", "flock 9", f'echo "$*" >>{sent}', count)
+        program(quick, "squeue", *(f"echo '{job}|RUNNING|None'" for job in (7, 11, 12, 13, 14, 15)))
+        program(quick, "scancel", "exit 0")
+        program(quick, "scontrol", "exit 1")
+        monkeypatch.setattr("sys.argv", ["batch", "leader", str(run.root)])
+        with pytest.raises(SystemExit) as ended:
+            batch.main()
+        assert ended.value.code == 0
+        with faults.spared():
+            kinds = sorted(line.rpartition("/")[2].strip() for line in sent.read_text().splitlines())
+            assert kinds == ["elastic.sbatch", "leader.sbatch", "rollout.sbatch"], "each is sent once"
+            assert [leader["job"] for leader in read_leaders(run)] == ["7"]
+            assert (outcome_of(run) or {})["outcome"] == "done"
+            assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
+
+    assert each_call(tmp_path, play, every=3) > 80
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_view_shows_the_same_after_whatever_call_failed(
+    tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    program(quick, "squeue", "echo '7|RUNNING|None'")
+    (tmp_path / "runs").mkdir()
+    run = prepared(tmp_path / "runs" / "run", tmp_path)
+    voice = Telemetry(run, "supervisor", 0)
+    voice.metrics("lost", role="rollout-0", reason="killed")
+    Telemetry(run, "rollout-0", 0).beat("idle", orders=0)
+    Telemetry(run, "chain", 0).metrics("refused", role="successor", reason="no")
+    shown = set[str]()
+
+    def play(root: Path, faults: Faults) -> None:
+        with faults.spared():
+            seen = Status(run, load_recipe(run.recipe))
+        with live(run, Console(file=io.StringIO(), force_terminal=terminal), seen) as look:
+            look()
+        with live(run, Console(file=io.StringIO()), seen) as look:
+            look()
+        shown.add(json.dumps([line(seen), seen.restarts, seen.state, sorted(seen.beats)]))
+
+    assert each_call(tmp_path, play) > 10
+    assert len(shown) == 1
+
+
+def test_a_warning_that_comes_before_the_lease_is_not_lost(
+    tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that is told to leave while it waits for a holder on another machine leaves, and has the run go on."""
+    run, sent = prepared(tmp_path / "run", tmp_path), tmp_path / "sent"
+    program(quick, "squeue", "echo '7|RUNNING|None'", "echo '6|RUNNING|None'")
+    program(quick, "sbatch", f"echo $* >>{sent}; echo 11")
+    held = acquire(run)
+    real = batch.acquire
+    monkeypatch.setattr(batch, "acquire", lambda run: (os.kill(os.getpid(), signal.SIGUSR2), real(run))[1])
+    assert batch.lead(run) == batch.EXIT_CODES["preempted"]
+    assert held.renew(), "the holder keeps it"
+    assert "--dependency=afterany:7" in sent.read_text()
+
+
+def test_a_warning_that_comes_before_the_supervisor_listens_stops_the_run_in_order(
+    tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepared(tmp_path / "run", tmp_path)
+    program(quick, "squeue", "echo '7|RUNNING|None'", "echo '11|PENDING|Dependency'")
+    program(quick, "sbatch", "echo 11")
+    program(quick, "scontrol", "exit 1")
+    real = batch.groups
+    monkeypatch.setattr(batch, "groups", lambda *given: (os.kill(os.getpid(), signal.SIGUSR2), real(*given))[1])
+    assert batch.lead(run) == batch.EXIT_CODES["preempted"]
+    assert (outcome_of(run) or {})["outcome"] == "preempted"
+    assert not list(run.logs.glob("srun-*")), "nothing was started"
+
+
+def test_what_waits_for_its_next_attempt_fails_at_once_when_it_is_ended(tmp_path: Path) -> None:
+    retry = at_first(RunDir(tmp_path))
+
+    def fails() -> None:
+        retry.end()
+        raise OSError(errno.EIO, "Input/output error")
+
+    began = time.monotonic()
+    with pytest.raises(IoTrouble):
+        retry(fails)
+    assert time.monotonic() - began < 60
