@@ -80,11 +80,28 @@ _FIXES = {
 }
 
 
+_HIDDEN = re.compile(r"(?:^|(?<=/))\.(?P<final>[^/]+?)\.(?:[0-9a-f]{32}|[0-9a-f]{8}\.new)(?=/|$)")
+"""Names that files and runs have until they are published: nobody has seen them."""
+_ERRNO = re.compile(r"\[Errno (\d+)\]")
+
+
 def explain_os(error: OSError) -> str:
     """An error of the file system in words: which file, what the system says, what a person can do."""
-    where = f"'{error.filename}': " if error.filename is not None else ""
+    error = _first_of(error) if isinstance(error, shutil.Error) else error
+    where = f"'{_HIDDEN.sub(lambda name: name['final'], str(error.filename))}': " if error.filename is not None else ""
     fix = _FIXES.get(error.errno or 0)
     return f"{where}{error.strerror or error}" + (f"; {fix}" if fix else "")
+
+
+def _first_of(error: shutil.Error) -> OSError:
+    """Of a folder that was copied, which has an entry (source, target, error as text) for each of maybe hundreds of files."""
+    source, target, said = error.args[0][0]
+    number = _ERRNO.match(said)
+    if number is None:
+        return OSError(said)
+    code = int(number[1])
+    # The system names the source, whichever of the two it could not do with.
+    return OSError(code, os.strerror(code), target if code in (errno.ENOSPC, errno.EDQUOT) else source)
 
 
 class RunDir:
@@ -92,6 +109,7 @@ class RunDir:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
+        self.doing = self.root / "doing.json"
         self.identity = self.root / "run.json"
         self.rows = self.root / "rows.json"
         self.recipe = self.root / "recipe.toml"
@@ -193,11 +211,6 @@ def drafted(final: Path) -> Iterator[RunDir]:
         sync_folder(final.parent)
     finally:
         shutil.rmtree(draft.root, ignore_errors=True)
-
-
-def is_being_made(final: Path) -> bool:
-    """Whether a command is preparing the run of this name, or died while it did."""
-    return any(final.parent.glob(f".{final.name}.*.new"))
 
 
 def open_existing(path: str | os.PathLike[str]) -> RunDir:

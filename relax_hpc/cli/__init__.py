@@ -8,8 +8,9 @@ import typer
 
 from relax_hpc import __version__
 from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, simulate, status, submit, trace, track
+from relax_hpc.cli.errors import App
 
-app = typer.Typer(
+app = App(
     name="relax-hpc",
     no_args_is_help=True,
     add_completion=False,

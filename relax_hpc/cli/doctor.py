@@ -24,7 +24,9 @@ COLOURS = {"ok": "green", "note": "dim", "warning": "yellow", "failed": "bold re
 
 
 def doctor(
-    target: Annotated[Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False, readable=False)
+    ],
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     on_nodes: Annotated[

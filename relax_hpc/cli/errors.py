@@ -1,25 +1,47 @@
-"""What a person can cause ends as one line that says the fix, not as a traceback."""
+"""Errors as people see them: what they can mend is one line that says the fix; of anything else the traceback goes into a file."""
 
 from __future__ import annotations
 
+import os
+import platform
+import shlex
 import sys
+import tempfile
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 
+from relax_hpc import __version__
 from relax_hpc.registry import RegistryError
-from relax_hpc.run_dir import RunError, explain_os
+from relax_hpc.run_dir import RunDir, RunError, explain_os
 
 EXIT_USER_ERROR = 2
+EXIT_UNEXPECTED = os.EX_SOFTWARE
 ANALYSIS_PACKAGES = frozenset({"pandas", "pyarrow", "matplotlib", "jinja2"})
 """What the extra `analysis` brings."""
 
 
+class App(typer.Typer):
+    """All commands; an error that nobody foresaw ends in a few lines too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            _unexpected(error)
+
+
 @contextmanager
-def friendly() -> Iterator[None]:
-    """Print errors that a person can mend as `error: …` on stderr and exit with 2; others keep their traceback."""
+def friendly(elsewhere: str = "") -> Iterator[None]:
+    """Print errors that a person can mend as `error: …` on stderr and exit with 2; others are the App's to tell.
+
+    elsewhere: an option that has the command write to another place.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -29,7 +51,7 @@ def friendly() -> Iterator[None]:
     except BrokenPipeError:  # of `| head`: click ends quietly
         raise
     except OSError as error:  # somebody else's run, a full disk, a file system that is read-only
-        fail(explain_os(error))
+        fail(explain_os(error) + (f"; {elsewhere}" if elsewhere else ""))
     except Exception as error:
         if not isinstance(error, _mendable()):
             raise
@@ -47,6 +69,49 @@ def warn(message: str) -> None:
     """Say what goes on all the same, but may be meant otherwise."""
     typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
     typer.echo(message, err=True)
+
+
+def _unexpected(error: Exception) -> NoReturn:
+    """Say what was being done, what happened, and where the traceback is."""
+    command = shlex.join(["relax-hpc", *sys.argv[1:]])
+    said = f"{type(error).__name__}: {error}".splitlines()[0]
+    about = f"command: {command}\nfolder: {Path.cwd()}\nrelax-hpc {__version__}, Python {sys.version}, {platform.platform()}\n\n"
+    text = about + "".join(traceback.format_exception(error))
+    typer.secho("unexpected error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(f"{said}, in `{command}`", err=True)
+    if (written := _write_traceback(text)) is None:
+        typer.echo(text, err=True)
+        typer.echo("the traceback is above, for it could not be written to a file; ", nl=False, err=True)
+    else:
+        typer.echo(f"the traceback is in {written}; ", nl=False, err=True)
+    typer.echo(
+        "this is a bug of relax-hpc or of a library: please report it with the traceback. What the run has committed is safe, and the "
+        "same command may be given again",
+        err=True,
+    )
+    sys.exit(EXIT_UNEXPECTED)
+
+
+def _write_traceback(text: str) -> Path | None:
+    """Into the logs of the run that the command line names, else into the folder for temporary files; where it is."""
+    runs = [run.logs for word in sys.argv[1:] if _is_run(run := RunDir(word))]
+    name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    for folder, begin in [*((logs, "") for logs in runs), (Path(tempfile.gettempdir()), "relax-hpc-")]:
+        path = folder / f"{begin}{name}"
+        try:
+            with path.open("x") as file:
+                file.write(text)
+        except OSError:  # somebody else's run, a full disk
+            continue
+        return path
+    return None
+
+
+def _is_run(run: RunDir) -> bool:
+    try:
+        return run.exists
+    except OSError:
+        return False
 
 
 def _mendable() -> tuple[type[Exception], ...]:

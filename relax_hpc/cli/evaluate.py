@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 def evaluate(
     target: Annotated[
         Path,
-        typer.Argument(metavar="RUN|MODEL", help="A run's directory, or a Hugging Face model's.", show_default=False),
+        typer.Argument(
+            metavar="RUN|MODEL",
+            help="A run's directory, or a Hugging Face model's.",
+            show_default=False,
+            readable=False,
+        ),
     ],
     recipe: Annotated[
         Optional[Path],
@@ -25,6 +30,7 @@ def evaluate(
             metavar="[RECIPE]",
             help="What is asked, and how it is played. [dim]default: the run's own[/dim]",
             show_default=False,
+            readable=False,
         ),
     ] = None,
     sets: Sets = [],  # noqa: B006
@@ -39,6 +45,7 @@ def evaluate(
             "-o",
             help="The directory to make. [dim]default: RUN/evaluated/step-…, or run.root/eval-MODEL[/dim]",
             show_default=False,
+            readable=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,

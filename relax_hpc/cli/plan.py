@@ -17,7 +17,9 @@ DOES_NOT_FIT = 1
 
 
 def plan(
-    path: Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe (TOML).", show_default=False)],
+    path: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="The recipe (TOML).", show_default=False, readable=False)
+    ],
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     config: Annotated[
@@ -25,6 +27,7 @@ def plan(
         typer.Option(
             help="The model's config.json, where model.path is on another machine. [dim]default: models/NAME/config.json beside the recipe[/dim]",
             show_default=False,
+            readable=False,
         ),
     ] = None,
     device_memory: Annotated[float, typer.Option(metavar="GIB", help="Memory of a device.", min=0.1)] = 80.0,

@@ -11,10 +11,14 @@ from relax_hpc.cli.errors import friendly
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The run's directory; the run may be going on.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(help="The run's directory; the run may be going on.", show_default=False, readable=False)
+    ],
     output: Annotated[
         Optional[Path],
-        typer.Option("--output", "-o", help="The page to write. [default: RUN/report.html]", show_default=False),
+        typer.Option(
+            "--output", "-o", help="The page to write. [default: RUN/report.html]", show_default=False, readable=False
+        ),
     ] = None,
 ) -> None:
     """Write one HTML page about a run, to open, mail or keep: it needs no network and no other file.
@@ -27,7 +31,7 @@ def report(
     from relax_hpc.analysis import RunView
     from relax_hpc.analysis.report import write
 
-    with friendly():
+    with friendly("--output FILE writes elsewhere"):
         view = RunView(run)
         page = output if output is not None else view.run.root / "report.html"
         write(view, page)

@@ -39,6 +39,7 @@ Site = Annotated[
         metavar="FILE",
         help="Site profile laid under the recipe. [dim]default: $RELAX_HPC_SITE, ~/.config/relax_hpc/site.toml[/dim]",
         show_default=False,
+        readable=False,
     ),
 ]
 
@@ -51,8 +52,15 @@ def say_edited(run: RunDir) -> None:
         warn(note)
 
 
+def tell(doing: str) -> None:
+    """Say what is being done until the run begins."""
+    typer.echo(f"preparing: {doing}", err=True)
+
+
 def run(
-    target: Annotated[Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False, readable=False)
+    ],
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     fork: Annotated[
@@ -72,7 +80,10 @@ def run(
     shards_from: Annotated[
         Optional[Path],
         typer.Option(
-            "--from", help="With --debug train-only: the run whose shards are trained on again.", show_default=False
+            "--from",
+            help="With --debug train-only: the run whose shards are trained on again.",
+            show_default=False,
+            readable=False,
         ),
     ] = None,
     code: Code = None,
@@ -88,6 +99,7 @@ def run(
     [dim]relax-hpc run runs/quickstart --code new[/dim]
     [dim]relax-hpc run runs/quickstart --fork slower --set trainer.learning_rate=1e-4[/dim]
     """
+    tell("loading libraries")  # before they are: the first second of a newcomer's
     from rich.console import Console
     from rich.markup import escape
 
@@ -96,9 +108,9 @@ def run(
     from relax_hpc.run_dir import read_json
 
     with friendly():
-        typer.echo("preparing: recipe, code and data are checked, libraries are loaded", err=True)
+        tell("checking the recipe")
         opened = open_or_create(
-            target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site, code=code, redo=redo
+            target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site, code=code, redo=redo, tell=tell
         )
         say_edited(opened.run)
         console = Console()

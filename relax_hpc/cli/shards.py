@@ -28,7 +28,7 @@ app = typer.Typer(
     """,
 )
 
-Run = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False)]
+Run = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False, readable=False)]
 FATE_HELP = "Only this fate: trained, filtered, failed, late, unused or evaluation."
 
 
@@ -131,7 +131,10 @@ def validate(run: Run) -> None:
 def export(
     run: Run,
     output: Annotated[
-        Path, typer.Argument(help="The Parquet file to write; one that exists is replaced.", show_default=False)
+        Path,
+        typer.Argument(
+            help="The Parquet file to write; one that exists is replaced.", show_default=False, readable=False
+        ),
     ],
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Token ids, loss mask, logprobs and versions too, a list a row.")

@@ -30,7 +30,10 @@ def _seconds(says: str) -> typer.models.OptionInfo:
 
 def simulate(
     target: Annotated[
-        Path, typer.Argument(metavar="RECIPE|RUN", help="A recipe (TOML) or a run's directory.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RECIPE|RUN", help="A recipe (TOML) or a run's directory.", show_default=False, readable=False
+        ),
     ],
     workers: Annotated[
         Optional[str],
@@ -63,7 +66,9 @@ def simulate(
     config: Annotated[
         Optional[Path],
         typer.Option(
-            help="The model's config.json, where model.path is on another machine, as for `plan`.", show_default=False
+            help="The model's config.json, where model.path is on another machine, as for `plan`.",
+            show_default=False,
+            readable=False,
         ),
     ] = None,
     answer_tokens: Annotated[

@@ -12,7 +12,7 @@ from relax_hpc.cli.run import Sets, Site
 
 LOOK_S = 0.1
 
-RunPath = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False)]
+RunPath = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False, readable=False)]
 
 
 def status(run: RunPath) -> None:
@@ -22,11 +22,15 @@ def status(run: RunPath) -> None:
     """
     from rich.console import Console
 
+    from relax_hpc.launch.making import being_made
     from relax_hpc.launch.status import Status
     from relax_hpc.launch.view import render
-    from relax_hpc.run_dir import open_existing
+    from relax_hpc.run_dir import RunDir, open_existing
 
     with friendly():
+        if not RunDir(run).exists and (doing := being_made(run.absolute())):
+            typer.echo(f"{run} is being made: {doing}; relax-hpc watch {run} goes on looking")
+            return
         Console().print(render(Status.of(open_existing(run), jobs=True)))
 
 
@@ -37,16 +41,18 @@ def watch(run: RunPath) -> None:
 
     from rich.console import Console
 
+    from relax_hpc.launch.making import being_made
     from relax_hpc.launch.status import Status
     from relax_hpc.launch.view import live, render
-    from relax_hpc.run_dir import RunDir, is_being_made, open_existing
+    from relax_hpc.run_dir import RunDir, open_existing
 
     with friendly():
-        console = Console()
-        if not RunDir(run).exists and is_being_made(run.absolute()):
-            console.print(f"{run} is being made: its recipe, code and data are checked", markup=False, soft_wrap=True)
-            while not RunDir(run).exists and is_being_made(run.absolute()):
-                time.sleep(LOOK_S)
+        console, said = Console(), ""
+        while not RunDir(run).exists and (doing := being_made(run.absolute())):
+            if doing != said:
+                console.print(f"{run} is being made: {doing}", markup=False, soft_wrap=True)
+            said = doing
+            time.sleep(LOOK_S)
         seen = Status.of(open_existing(run), jobs=True)
         with contextlib.suppress(KeyboardInterrupt), live(seen.run, console, seen) as look:
             while not seen.over:
@@ -103,7 +109,7 @@ def stop(run: RunPath) -> None:
 
 
 def recipe(
-    path: Annotated[Path, typer.Argument(help="The recipe (TOML).", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="The recipe (TOML).", show_default=False, readable=False)],
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     plain: Annotated[bool, typer.Option("--toml", help="Print TOML that loads back, instead of the table.")] = False,
@@ -132,7 +138,7 @@ def recipe(
 
 def export(
     run: RunPath,
-    output: Annotated[Path, typer.Argument(help="The directory to make.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="The directory to make.", show_default=False, readable=False)],
     step: Annotated[
         Optional[int], typer.Option(help="Which checkpoint; the newest by default.", show_default=False)
     ] = None,
@@ -153,12 +159,16 @@ def export(
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(help="A Hugging Face model directory, or a Megatron-core checkpoint.", show_default=False),
+        typer.Argument(
+            help="A Hugging Face model directory, or a Megatron-core checkpoint.", show_default=False, readable=False
+        ),
     ],
-    output: Annotated[Path, typer.Argument(help="The directory to make.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="The directory to make.", show_default=False, readable=False)],
     model: Annotated[
         Optional[Path],
-        typer.Option(help="Directory with config.json, when it is not beside the checkpoint.", show_default=False),
+        typer.Option(
+            help="Directory with config.json, when it is not beside the checkpoint.", show_default=False, readable=False
+        ),
     ] = None,
 ) -> None:
     """Convert a model between Hugging Face and Megatron-core, to the bit. Needs the extra `megatron`."""

@@ -12,7 +12,9 @@ from relax_hpc.cli.run import Code, Redo, Sets, Site, say_edited
 
 
 def submit(
-    target: Annotated[Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False, readable=False)
+    ],
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts; make and send nothing.")] = False,
@@ -53,12 +55,12 @@ def submit(
 
 
 def render(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (TOML).", show_default=False)],
+    recipe: Annotated[Path, typer.Argument(help="The recipe (TOML).", show_default=False, readable=False)],
     sets: Sets = [],  # noqa: B006
     site: Site = None,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where the scripts go.")] = Path(
-        "slurm"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the scripts go.", readable=False)
+    ] = Path("slurm"),
     seeds: Annotated[
         int,
         typer.Option(help="A job array of this many runs that differ in run.seed; needs slurm.shape 'single'.", min=0),

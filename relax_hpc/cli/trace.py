@@ -11,10 +11,14 @@ from relax_hpc.cli.errors import friendly
 
 
 def trace(
-    run: Annotated[Path, typer.Argument(help="The run's directory; the run may be going on.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(help="The run's directory; the run may be going on.", show_default=False, readable=False)
+    ],
     output: Annotated[
         Optional[Path],
-        typer.Option("--output", "-o", help="The file to write. [default: RUN/trace.json]", show_default=False),
+        typer.Option(
+            "--output", "-o", help="The file to write. [default: RUN/trace.json]", show_default=False, readable=False
+        ),
     ] = None,
 ) -> None:
     """Write a run's timeline: a track for each role, to see who waits for whom.
@@ -27,7 +31,7 @@ def trace(
     from relax_hpc.analysis import RunView
     from relax_hpc.analysis.trace import write
 
-    with friendly():
+    with friendly("--output FILE writes elsewhere"):
         view = RunView(run)
         path = output if output is not None else view.run.root / "trace.json"
         count = write(view, path)

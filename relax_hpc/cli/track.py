@@ -12,7 +12,9 @@ from relax_hpc.cli.run import Sets
 
 
 def track(
-    run: Annotated[Path, typer.Argument(help="The run's directory; the run is over.", show_default=False)],
+    run: Annotated[
+        Path, typer.Argument(help="The run's directory; the run is over.", show_default=False, readable=False)
+    ],
     sets: Sets = [],  # noqa: B006
 ) -> None:
     """Copy the metrics of a run that is over to the tools in its [\\[tracking]] tables, or to those that --set names.

@@ -5,22 +5,27 @@ recipe ► checks ► ROOT/.NAME.new/ (model, snapshot, recipe.toml, run.json) �
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import json
 import logging
+import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import relax_hpc
 from relax_hpc import seals
-from relax_hpc.launch import user_code
-from relax_hpc.launch.nursery import PREPARE, Nursery
+from relax_hpc.launch import making, user_code
+from relax_hpc.launch.members import PIPE_BYTES, how_it_ended
+from relax_hpc.launch.nursery import PREPARE, Child, Nursery
 from relax_hpc.launch.sizing.trainer import needs_reference
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe, without_folders
 from relax_hpc.recipe.schema import Recipe
@@ -28,6 +33,7 @@ from relax_hpc.run_dir import (
     RunDir,
     RunError,
     drafted,
+    explain_os,
     keep_private,
     make_private,
     read_json,
@@ -37,8 +43,15 @@ from relax_hpc.run_dir import (
 )
 from relax_hpc.telemetry import read_beat
 
+LOADING = "copying the code, loading torch and transformers (some seconds; more the first time)"
+LOOK_S = 0.2
+"""How often is looked what a run's preparation is at."""
 Debug = Literal["rollout-only", "train-only"]
 Redo = Literal["score", "generate"]
+
+
+class PrepareError(Exception):
+    """Nobody foresaw it; the first line is short, the traceback follows."""
 
 
 def place(recipe: Recipe) -> RunDir:
@@ -52,21 +65,27 @@ def create(
     debug: Debug | None = None,
     shards_from: Path | None = None,
     fork_of: RunDir | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> RunDir:
-    """Make the run of `recipe`. `fork_of`: begin at that run's newest checkpoint. Raises RunError; leaves nothing behind then."""
+    """Make the run of `recipe`. `fork_of`: begin at that run's newest checkpoint. Raises RunError; leaves nothing behind then.
+
+    tell: is told what is being done, each time that it is something else.
+    """
     final = place(recipe).root
     try:
         recipe.run.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RunError(
-            f"run.root = '{recipe.run.root}' cannot be made: {error}; choose another with --set run.root=DIR"
+            f"run.root = '{recipe.run.root}' cannot be made: {explain_os(error)}; --set run.root=DIR takes another"
         ) from error
     keep_private(recipe.run.group_access)  # after the root, which others may have runs in
     try:
         with drafted(final) as draft:
+            making.say(draft, LOADING)
+            tell(LOADING)
             _snapshot(draft)
             write_file(draft.recipe, dump_recipe(user_code.seen_from(draft, user_code.copy(recipe, draft))).encode())
-            _prepare(draft, nursery)
+            _prepare(draft, nursery, tell=tell)
             about = {
                 "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
                 "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
@@ -74,6 +93,7 @@ def create(
             if fork_of is not None:
                 about["fork_step"] = _fork(fork_of, draft, recipe)
             write_file(draft.identity, to_json(about))
+            draft.doing.unlink(missing_ok=True)
             make_private(draft.root, recipe.run.group_access)
     except FileExistsError:
         raise RunError(f"'{final}' exists already") from None
@@ -87,7 +107,9 @@ def create(
             raise RunError(
                 f"'{final}' exists and is no run of this recipe: choose another with --set run.name=NAME"
             ) from error
-        raise
+        raise RunError(
+            f"the run '{final}' cannot be made: {explain_os(error)}; --set run.root=DIR makes it elsewhere; nothing of it is left"
+        ) from error
     return RunDir(final)
 
 
@@ -178,19 +200,42 @@ def identity(run: RunDir) -> dict[str, Any]:
     return about
 
 
-def _prepare(run: RunDir, nursery: Nursery, what: str = "all") -> None:
-    """Build the model's folder and check everything that needs torch; what = "code": check the user's code alone."""
+def _prepare(
+    run: RunDir, nursery: Nursery, what: str = "all", tell: Callable[[str], None] = lambda doing: None
+) -> None:
+    """Build the model's folder and check everything that needs torch; what = "code": check the user's code alone.
+
+    tell: is told what is being done, each time that it is something else.
+    """
     log = run.logs / "prepare.log"
-    child = nursery.bear([PREPARE, str(run.root), what], log)
+    reading, writing = os.pipe()
     try:
-        code = child.wait()
-    except BaseException:
-        child.kill()
-        raise
-    if code == 0:
-        return
-    error = read_json(run.root / "error.json")
-    raise RunError(error["message"] if error else f"the run could not be prepared:\n{log.read_text()}")
+        child = nursery.bear([PREPARE, str(run.root), what], log, writing)
+        os.close(writing)
+        try:
+            code = _wait(child, run, tell)
+        except BaseException:
+            child.kill()
+            raise
+        if code == 0:
+            return
+        said = os.read(reading, PIPE_BYTES) if select.select([reading], [], [], 0)[0] else b""
+    finally:
+        os.close(reading)
+    ours, text = json.loads(said) if said else (False, f"{how_it_ended(code)}\n{log.read_text(errors='replace')}")
+    if ours:
+        raise RunError(text)
+    raise PrepareError(f"the run could not be prepared: {text.strip().splitlines()[-1]}\n{text}")
+
+
+def _wait(child: Child, run: RunDir, tell: Callable[[str], None]) -> int:
+    """Until it ends; its exit code."""
+    said = LOADING
+    while True:
+        if (doing := making.read(run)) and doing != said:
+            tell(said := doing)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return child.wait(LOOK_S)
 
 
 def _check_code(run: RunDir, recipe: Recipe, nursery: Nursery) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -45,10 +46,11 @@ def open_or_create(
     site: Path | None = None,
     code: str | None = None,
     redo: str | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> Opened:
     """The run that `target` (a recipe or a run directory) means. Raises RunError or RecipeError.
 
-    code, redo: of a run that goes on, see `resume`.
+    code, redo: of a run that goes on, see `resume`. tell: is told what is being done to one that is made.
     """
     if debug is not None and debug not in get_args(Debug):
         raise RunError(f"--debug {debug}: use one of {list(get_args(Debug))}")
@@ -58,7 +60,7 @@ def open_or_create(
         run = open_existing(target)
         if fork is not None:
             refuse_of_new_run(code, redo)
-            return _fork(run, fork, overrides)
+            return _fork(run, fork, overrides, tell)
         return _go_on(run, overrides, code, redo)
     if fork is not None:
         raise RunError(f"--fork starts from a checkpoint of a run, and '{target}' is no run directory")
@@ -75,7 +77,7 @@ def open_or_create(
     refuse_of_new_run(code, redo)
     source = open_existing(shards_from) if shards_from else None
     nursery = Nursery(place(recipe))
-    run = create(recipe, nursery, cast(Debug | None, debug), source.root if source else None)
+    run = create(recipe, nursery, cast(Debug | None, debug), source.root if source else None, tell=tell)
     return Opened(run, load_recipe(run.recipe), nursery)
 
 
@@ -125,7 +127,7 @@ def _go_on(run: RunDir, overrides: list[str], code: str | None, redo: str | None
     return Opened(run, recipe, nursery, finished)
 
 
-def _fork(old: RunDir, name: str, overrides: list[str]) -> Opened:
+def _fork(old: RunDir, name: str, overrides: list[str], tell: Callable[[str], None]) -> Opened:
     recipe = load_recipe(old.recipe, [*overrides, f"run.name={name}"])
     if recipe.supervised != load_recipe(old.recipe).supervised:
         raise RunError(
@@ -136,4 +138,4 @@ def _fork(old: RunDir, name: str, overrides: list[str]) -> Opened:
     if new.root.exists():
         raise RunError(f"'{new.root}' exists: choose another name for --fork")
     nursery = Nursery(new)
-    return Opened(create(recipe, nursery, fork_of=old), load_recipe(new.recipe), nursery)
+    return Opened(create(recipe, nursery, fork_of=old, tell=tell), load_recipe(new.recipe), nursery)

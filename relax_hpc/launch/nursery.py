@@ -251,7 +251,8 @@ def _live(request: dict[str, Any], log: int, last_words: int | None) -> NoReturn
     setproctitle.setproctitle(f"relax_hpc {' '.join([what, *rest])}")
     try:
         if what == PREPARE:
-            prepare.main(*rest)
+            assert last_words is not None
+            prepare.main(*rest, last_words)
         else:
             roles.main([what, *rest, "--supervisor", str(os.getppid()), "--last-words", str(last_words)])
     except SystemExit as end:

@@ -1,12 +1,15 @@
 """Before a run begins: build the model's folder, and check all of a recipe that needs heavy imports.
 
 In a child of the nursery, so that the supervisor, which lives as long as the run, never imports torch. What is wrong goes
-to RUN/error.json in words.
+through a pipe to whoever makes the run: its folder may lie on a disk that is full.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import traceback
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -18,20 +21,27 @@ from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptSources
 from relax_hpc.engines.model_folder import context_of
 from relax_hpc.environments import make_environments
+from relax_hpc.launch import making
 from relax_hpc.recipe import RecipeError, load_recipe
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.registry import RegistryError
 from relax_hpc.rewards import make_rewards
+from relax_hpc.roles.process import is_full
 from relax_hpc.run_dir import RunDir, RunError, explain_os, to_json, write_file
 from relax_hpc.tracking import LIBRARIES
 from relax_hpc.tracking.messages import addresses, targets
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, materialise
 
+SAID_BYTES = 60_000
+"""A pipe takes as much without anybody reading."""
+
 
 def prepare(run: RunDir, recipe: Recipe) -> None:
     """Build RUN/model and check algorithm, filters, rewards, environments and prompts. Raises RunError or RegistryError."""
+    making.say(run, "checking algorithm, filters, rewards and environments")
     check_code(recipe)
+    making.say(run, "preparing the model's folder")
     materialise(recipe.model, run.model, recipe.run.seed)
     check_beside(recipe, run.model)
     fit.check(recipe, run.model)
@@ -42,6 +52,7 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
             f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens} leaves no room for a prompt in the context of {context} tokens that "
             f"the model's config.json allows: lower it, to {context // 2} for instance, or take a model with a longer one"
         )
+    making.say(run, "reading and checking the prompts")
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
     if counts := sources.check(answers=recipe.supervised or recipe.warmup is not None):
         write_file(run.rows, to_json(counts))
@@ -87,13 +98,22 @@ def need_libraries(recipe: Recipe) -> None:
         targets(addresses(recipe.notify, recipe.run.root))
 
 
-def main(root: str, what: str) -> NoReturn:
+def main(root: str, what: str, last_words: int) -> NoReturn:
+    """last_words: where an error goes, as JSON: [whether a person can mend it, its text]."""
     run = RunDir(root)
     try:
         recipe = load_recipe(run.recipe)
         check_code(recipe) if what == "code" else prepare(run, recipe)
-    except (RunError, RegistryError, RecipeError, OSError) as error:
-        said = explain_os(error) if isinstance(error, OSError) else str(error)
-        write_file(run.root / "error.json", to_json({"message": said}))
-        sys.exit(1)
-    sys.exit(0)
+    except (RunError, RegistryError, RecipeError) as error:
+        said = True, str(error)
+    except Exception as error:
+        if isinstance(error, OSError):
+            said = True, explain_os(error)
+        elif is_full(error):
+            said = True, f"no room for the model's folder in '{run.root.parent}' ({error}): make room"
+        else:
+            said = False, traceback.format_exc()
+    else:
+        sys.exit(0)
+    os.write(last_words, json.dumps([said[0], said[1][-SAID_BYTES // 2 :]], ensure_ascii=False).encode()[:SAID_BYTES])
+    sys.exit(1)

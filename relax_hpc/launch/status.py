@@ -35,6 +35,8 @@ class Status:
     steps: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Version -> its scores, as the trainer's metrics have them."""
+    given_up: dict[int, str] = field(default_factory=dict)
+    """Version -> why its evaluation was given up."""
     failures: dict[int, dict[str, int]] = field(default_factory=dict)
     """Step -> why groups of it failed, and how many."""
     warmup: dict[str, Any] | None = None
@@ -74,6 +76,8 @@ class Status:
                 self.failures[record["step"]] = record.get("failures", {})  # of a step that is replayed, once
             elif record["kind"] == "eval":
                 self.evals[record["version"]] = record
+            elif record["kind"] == "eval_failed":
+                self.given_up[record["version"]] = record["reason"]
             elif record["kind"] == "warmup":
                 self.warmup = record
             elif record["kind"] == "lineage":

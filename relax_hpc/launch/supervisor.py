@@ -8,6 +8,7 @@ lease ► trainer group (a new incarnation each time) + rollout workers, scorers
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import tempfile
@@ -24,7 +25,7 @@ from relax_hpc.launch.trainers import Ending, Trainers
 from relax_hpc.launch.workers import GRACE_S, Workers
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.process import is_full
-from relax_hpc.run_dir import RunDir, read_json, to_json
+from relax_hpc.run_dir import DamagedFile, RunDir, read_json, to_json
 from relax_hpc.telemetry import Telemetry, read_beat
 
 ENDED = ("done", "stopped", "failed")
@@ -205,6 +206,7 @@ class Supervisor:
 def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
     """Remove what killed processes had not finished writing; whoever still writes there does so in vain.
 
+    The name of the newest weights too, where it is damaged: the trainer that is started next says it again, and workers wait for that.
     older_than_s: by the clock of whoever keeps the files, which gave them their times.
     """
     # It keeps its name until it is looked at: some file systems of user space have no attributes for a file without one.
@@ -215,6 +217,12 @@ def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_mtime <= latest:
                     path.unlink()
+    newest = run.weights / "latest.json"
+    try:
+        read_json(newest)
+    except DamagedFile as error:
+        logging.getLogger("supervisor").warning("%s: removed, the trainer writes it again", error)
+        newest.unlink(missing_ok=True)
 
 
 def _outcome(outcome: str, reason: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ def render(status: Status) -> RenderableType:
     warnings = (_nothing(status), _differs(status), _lineage(status), _damaged(status))
     parts += [Text(text, style="yellow") for text in warnings if text]
     parts += _failures(status)
+    parts += _failed_evaluations(status)
     parts.append(_roles(status))
     if status.slurm is not None:
         parts += cluster_view.parts(status)
@@ -285,6 +286,19 @@ def _failures(status: Status) -> list[Text]:
     )
     shown = [f"{count} groups failed: {reason}" for reason, count in counts[:REASONS_SHOWN]]
     return [Text(text, style="red") for text in [*shown, *more]]
+
+
+def _failed_evaluations(status: Status) -> list[Text]:
+    """Why prompts of the newest evaluation failed, and which evaluations were given up."""
+    newest = max(status.evals, default=None)
+    why = status.evals[newest].get("failures", {}) if newest is not None else {}  # older runs do not tell
+    shown = [
+        f"evaluation of version {newest}: {count} prompts failed: {reason}"
+        for reason, count in [*why.items()][:REASONS_SHOWN]
+    ]
+    last = sorted(status.given_up.items())[-REASONS_SHOWN:]
+    shown += [f"the evaluation of version {version} was given up: {reason}" for version, reason in last]
+    return [Text(text, style="red") for text in shown]
 
 
 def _mean(status: Status, name: str) -> float:

@@ -8,6 +8,7 @@ trainer: version 50 published, its files pinned ──► orders e000050-… ─
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -36,12 +37,15 @@ class Score:
     lineage: int
     all: SourceScore
     sources: list[SourceScore]
+    failures: dict[str, int]
+    """Why prompts failed -> how many."""
 
     def to_json(self) -> dict[str, Any]:
         """For metrics: the score over all prompts, and that of each source."""
         whole = {key: value for key, value in self.all.to_json().items() if key not in ("source", "name")}
         return {
             "version": self.version, "lineage": self.lineage, **whole, "sources": [s.to_json() for s in self.sources],
+            "failures": self.failures,
         }  # fmt: skip
 
 
@@ -67,7 +71,9 @@ def read_score(run: RunDir, recipe: Recipe, orders: Sequence[str]) -> Score:
         for order, shard in zip(orders, shards, strict=True):
             shard.check_owner(order, run.read_id())
             shard.validate()
-        return Score(*evaluated_version(orders[0]), *score(answers(shards), labels(recipe.sources), solved_at))
+        why = Counter(shard.failure(g)[0] for shard in shards for g, of in enumerate(shard.groups) if of["failed"])
+        found = score(answers(shards), labels(recipe.sources), solved_at)
+        return Score(*evaluated_version(orders[0]), *found, dict(why.most_common()))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
@@ -23,7 +23,7 @@ from transformers import (
 
 from relax_hpc.recipe.model import PathModel, TinyModel
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunError, read_json
+from relax_hpc.run_dir import DamagedFile, RunError, read_json
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -86,6 +86,7 @@ def check_beside(recipe: Recipe, folder: Path) -> None:
     """Raises RunError where a model that the trainer is to hold beside the run's, in `folder`, has another vocabulary."""
     for key, path in recipe.models_beside.items():
         _check_files(key, path)
+        _check_content(key, path)
         own, other = (
             AutoTokenizer.from_pretrained(where, local_files_only=True).get_vocab() for where in (folder, path)
         )
@@ -156,8 +157,27 @@ def _check_files(key: str, path: Path) -> None:
         raise RunError(f"{key} = '{path}' has no safetensors weights: one of {list(WEIGHT_FILES)} is expected")
 
 
+def _check_content(key: str, path: Path) -> None:
+    """Raises RunError for a JSON file that is none, and for weights that are cut short: a copy or download that did not end."""
+    again = "it is damaged, or was not copied to its end: copy or download it again"
+    for file in sorted(path.glob("*.json")):
+        try:
+            read_json(file)
+        except DamagedFile as error:
+            raise RunError(f"{key} = '{path}': {file.name} is no JSON ({error.__cause__}): {again}") from error
+    index = read_json(path / WEIGHT_FILES[1])
+    for name in sorted(set(index["weight_map"].values()) if index else [WEIGHT_FILES[0]]):
+        try:
+            with safe_open(path / name, framework="pt"):  # compares the length of the file with what its header says
+                pass
+        except (OSError, SafetensorError) as error:
+            size = (path / name).stat().st_size if (path / name).is_file() else "no"
+            raise RunError(f"{key} = '{path}': {name} ({size} bytes) holds no weights ({error}): {again}") from error
+
+
 def _copy_small_files(path: Path, folder: Path) -> None:
     _check_files("model.path", path)
+    _check_content("model.path", path)
     for pattern in SMALL_FILES:
         for file in path.glob(pattern):
             if not file.name.endswith(".index.json"):
@@ -165,8 +185,12 @@ def _copy_small_files(path: Path, folder: Path) -> None:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise RunError(f"model.path = '{path}' does not load: {error}") from error
+    except (
+        Exception
+    ) as error:  # tokenizers raises Exception itself, transformers what its checks of a config are made of
+        raise RunError(
+            f"model.path = '{path}' does not load: {type(error).__name__}: {error}; mend the file that this is about, or give another model"
+        ) from error
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - ATTENTION_LAYERS)
     if foreign:
         raise RunError(

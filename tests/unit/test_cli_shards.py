@@ -24,10 +24,13 @@ from relax_hpc.cli import app as every_command
 from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.report import report
 from relax_hpc.cli.shards import app
+from relax_hpc.launch import making
 from relax_hpc.records import Group, Prompt
 from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.ledger import CHECKSUM, checksum
 from relax_hpc.spool.shard import encode
+
+COMMAND = [sys.executable, "-m", "relax_hpc"]
 
 
 @pytest.fixture
@@ -149,12 +152,25 @@ def test_watch_waits_for_a_run_that_is_being_made(tmp_path: Path) -> None:
     build(draft)
     with (draft / "recipe.toml").open("a") as recipe:
         recipe.write('[model]\nname = "tiny"\n[[source]]\ntask = "chain_sum"\n')
-    command = [sys.executable, "-m", "relax_hpc", "watch", str(final)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None and "is being made" in watching.stdout.readline()
+    making.say(RunDir(draft), "reading the prompts")
+    once = subprocess.run([*COMMAND, "status", str(final)], capture_output=True, text=True, check=True)
+    assert "later is being made: reading the prompts; relax-hpc watch" in once.stdout
+    with subprocess.Popen([*COMMAND, "watch", str(final)], stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        assert "is being made: reading the prompts" in watching.stdout.readline()
+        making.say(RunDir(draft), "doing another thing")
+        assert "is being made: doing another thing" in watching.stdout.readline()
         draft.rename(final)
         assert "done" in watching.stdout.read()
     assert watching.returncode == 0
+
+
+def test_a_draft_of_a_command_that_died_is_no_run_that_is_being_made(tmp_path: Path) -> None:
+    draft = RunDir(tmp_path / ".later.0123.new")
+    draft.root.mkdir()
+    died = f"import relax_hpc.launch.making as m, relax_hpc.run_dir as r\nm.say(r.RunDir({str(draft.root)!r}), 'this')"
+    subprocess.run([sys.executable, "-c", died], check=True)
+    assert draft.doing.exists() and making.being_made(tmp_path / "later") is None
 
 
 def test_a_table_of_the_recipe_is_not_taken_for_markup() -> None:

@@ -53,7 +53,7 @@ def test_of_two_commands_that_begin_the_same_run_the_second_is_told_of_the_first
 ) -> None:
     run = place(recipe)
 
-    def meanwhile(draft: RunDir, nursery: Any) -> None:
+    def meanwhile(draft: RunDir, nursery: Any, **options: object) -> None:
         run.create()
         write_file(run.identity, to_json({"id": "of the first"}))
 

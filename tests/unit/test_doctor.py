@@ -8,6 +8,8 @@ import math
 import os
 import socket
 import struct
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,36 @@ def test_too_little_room(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(os, "statvfs", lambda _: Full)
     assert [(c.what, c.verdict) for c in room.room(recipe)] == [("space", "failed"), ("inodes", "failed")]
+
+
+INODES = """
+import subprocess, sys
+from pathlib import Path
+from relax_hpc.launch.doctor import room
+folder = Path(sys.argv[1])
+for option, files in (("nr_inodes=0", 0), ("nr_inodes=50", 0), ("nr_inodes=50", 49)):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)], check=True)
+    for i in range(files):
+        (folder / str(i)).touch()
+    check = room.inodes(folder, 20)
+    print(check.verdict, check.found, sep=": ")
+    subprocess.run(["umount", str(folder)], check=True)
+"""
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "--map-root-user", "--mount", "true"], capture_output=True, check=False).returncode != 0,
+    reason="file systems of our own need root or user namespaces",
+)
+def test_inodes_that_are_not_counted_that_are_left_and_that_are_used_up(tmp_path: Path) -> None:
+    """On real file systems: one that does not count (0 of 0, as btrfs says), one with files left, one that is full of them."""
+    command = ["unshare", "--map-root-user", "--mount", sys.executable, "-c", INODES, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "note: not counted by this file system",
+        "ok: 49 left, about 20 are needed",
+        "failed: 0 left",
+    ]
 
 
 # --- Python -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from relax_hpc.launch.status import Status
 from relax_hpc.launch.view import line, render
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.records import Failure, Group, Prompt, failed_group
+from relax_hpc.roles.evaluation import read_score
 from relax_hpc.roles.failures import Failures, count_failures
 from relax_hpc.run_dir import RunDir, publish, to_json
 from relax_hpc.spool.ledger import Entry, Taken
@@ -85,3 +86,22 @@ def test_failed_is_not_filtered(run: RunDir) -> None:
     step(run, 0, RAISED)
     (row,) = RunView(run.root).orders().to_dict("records")
     assert (row["failed_groups"], row["filtered_groups"]) == (1, 1)
+
+
+def test_status_says_which_prompts_of_an_evaluation_failed_and_which_evaluations_were_given_up(run: RunDir) -> None:
+    group = lambda i, reason: failed_group(Prompt(0, i, "", np.zeros(1, np.int32)), 2, 0, Failure(reason, "x"))
+    path = run.shard("e000004-000")
+    publish(
+        path, encode("e000004-000", [group(0, RAISED), group(1, SLOW), group(2, RAISED)], {"version": 4, "copies": 2})
+    )
+    score = read_score(run, tiny.recipe(), ["e000004-000"])
+    assert score.failures == {RAISED: 2, SLOW: 1}
+    telemetry = Telemetry(run, "trainer-0", 0)
+    telemetry.metrics("eval", **score.to_json())
+    telemetry.metrics("eval_failed", version=2, lineage=0, reason="its weights are gone")
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(render(Status.of(run)))
+    text = console.export_text()
+    assert f"evaluation of version 4: 2 prompts failed: {RAISED}" in text
+    assert f"evaluation of version 4: 1 prompts failed: {SLOW}" in text
+    assert "the evaluation of version 2 was given up: its weights are gone" in text

@@ -40,7 +40,7 @@ def test_a_new_run_and_its_copy_of_the_code_cannot_be_written_by_others(
     sets = (f"run.root={tmp_path}/runs", f"run.group_access={access}", f"source.0.reward={tmp_path}/mine.py:judge")
     recipe = load_recipe(write_recipe(tmp_path), sets)
 
-    def prepare(draft: RunDir, nursery: Any) -> None:
+    def prepare(draft: RunDir, nursery: Any, **options: object) -> None:
         (draft.model / "sub").mkdir(parents=True)
         (draft.model / "config.json").touch()
         os.chmod(draft.model / "config.json", 0o666)

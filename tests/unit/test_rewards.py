@@ -218,7 +218,12 @@ def test_a_pool_whose_idle_child_was_killed_goes_on() -> None:
 
 
 def pool_children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
+    """Of all pools of this process, those that are alive.
+
+    A pool that broke leaves children that were killed to be reaped when it is used again or closed: they have no command line.
+    """
+    alive = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    return [p for p in alive if "spawn_main" in " ".join(p.cmdline())]
 
 
 def test_a_killed_role_leaves_no_reward_behind(tmp_path: Path) -> None:

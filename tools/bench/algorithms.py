@@ -63,7 +63,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--seeds", type=int, default=1, metavar="N", help="runs, with run.seed = 0 … N-1")
     arguments.add_argument(
-        "--steps", type=int, default=120, help="that each algorithm trains; the recipe's own number is 500"
+        "--steps", type=int, default=80, help="that each algorithm trains; the recipe's own number is 500"
     )
     arguments.add_argument("--only", nargs="+", choices=ALGORITHMS, default=list(ALGORITHMS), metavar="NAME")
     given = parse(arguments)

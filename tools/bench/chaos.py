@@ -195,6 +195,7 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
         for bound, count in ((0, half), (1, kills - half)):
             steps = max(count * STEPS_A_KILL, 20)
             for name, number in (("calm", 0), ("killed", count)):
+                common.console.print(f"max_staleness {bound}: {steps} steps, {number} kills")
                 each = monkey(folder, f"{name}-{bound}", steps, seed, everyone, done, f"async.max_staleness={bound}")
                 each.play(number, steps)
                 pairs[name, bound] = each
@@ -206,12 +207,14 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
         calm, killed = pairs["calm", 0].run, pairs["killed", 0].run
         result["bit_identical"] = final_weights(calm, steps) == final_weights(killed, steps)
         result["gradient_fraction"] = min(map(gradient_fraction, (calm, killed)))
+        common.console.print(f"control: {CONTROL_STEPS} steps, and again with one bit of a token flipped")
         result["control_differs"] = control_differs(folder, seed)
         lengths = {name: audit(pairs[name, 1].run.root).mean_lengths for name in ("calm", "killed")}
         result["ks_p"] = float(ks_2samp(lengths["calm"], lengths["killed"]).pvalue)
 
         spare, steps = {}, 100 + spare_kills * STEPS_A_SPARE_KILL
         for name, number in (("calm", 0), ("killed", spare_kills)):
+            common.console.print(f"a spare worker: {steps} steps, {number} kills")
             workers = ["rollout-0", "rollout-1"]
             spare[name] = monkey(
                 folder, f"{name}-spare", steps, seed, workers, done, "rollout.workers=2", "async.max_staleness=2"
@@ -233,9 +236,9 @@ def _is_alive(pid: int) -> bool:
 
 def main() -> None:
     arguments = common.parser(__doc__)
-    arguments.add_argument("--kills", type=int, default=100, help="kills of any role (default: %(default)s)")
+    arguments.add_argument("--kills", type=int, default=30, help="kills of any role (default: %(default)s)")
     arguments.add_argument(
-        "--spare-kills", type=int, default=10, help="kills of a worker that is not needed (default: %(default)s)"
+        "--spare-kills", type=int, default=3, help="kills of a worker that is not needed (default: %(default)s)"
     )
     arguments.add_argument("--seed", type=int, default=0, help="of the kills")
     given = arguments.parse_args()

@@ -18,7 +18,7 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,24 +79,27 @@ def step_s(done: Finished) -> float:
     return float((ends[-1] - ends[0]) / (len(ends) - 1))
 
 
-def real(seed: int, steps: int, prompts: Path) -> dict[str, Finished]:
-    """The runs of one seed, by mode, all from the same warm-up, which is there too."""
+def real(seed: int, steps: int, prompts: Path, done: Callable[[], None]) -> dict[str, Finished]:
+    """The runs of one seed, by mode, all from the same warm-up, which is there too. done: called after each."""
     common: dict[str, Any] = {"run.seed": seed, "source.0.prompts": prompts}
     warm = run(REAL, f"modes/warm-{seed}", {**common, "run.steps": 1, "trainer.learning_rate": 1e-12})
+    done()
     both = {"trainer.processes": 2, "rollout.workers": 2}
     modes: dict[str, dict[str, Any]] = {COLOCATE: {**TOGETHER, **both}}
     modes |= {bound: {"async.max_staleness": bound} for bound in STALENESS}
     modes[CONTROL] = {"async.max_staleness": 2, "trainer.learning_rate": 1e-12}
-    return {WARM: warm} | {
-        mode: run(
-            REAL, f"modes/{mode}-{seed}", {"trainer.learning_rate": 4e-4, **sets, "run.steps": steps}, fork_of=warm.root
-        )
-        for mode, sets in modes.items()
-    }
+    runs = {WARM: warm}
+    for mode, sets in modes.items():
+        values = {"trainer.learning_rate": 4e-4, **sets, "run.steps": steps}
+        runs[mode] = run(REAL, f"modes/{mode}-{seed}", values, fork_of=warm.root)
+        done()
+    return runs
 
 
-def drawn(seed: int, orders: int, rollout: int, unit_s: float, train_s: float, steps: int) -> dict[str, Finished]:
-    """unit_s: the mean time of an order; train_s: a step's where all devices train."""
+def drawn(
+    seed: int, orders: int, rollout: int, unit_s: float, train_s: float, steps: int, done: Callable[[], None]
+) -> dict[str, Finished]:
+    """unit_s: the mean time of an order; train_s: a step's where all devices train; done: called after each run."""
 
     def times(trainer: int) -> dict[str, Any]:
         slow = train_s * DEVICES / trainer
@@ -108,7 +111,11 @@ def drawn(seed: int, orders: int, rollout: int, unit_s: float, train_s: float, s
     modes = {COLOCATE: {**TOGETHER, **times(DEVICES), "rollout.workers": min(DEVICES, orders)}}
     for bound in STALENESS:
         modes[bound] = {"async.max_staleness": bound, **times(DEVICES - rollout), "rollout.workers": rollout}
-    return {mode: run(DRAWN, f"modes/drawn-{mode}-{seed}", {**common, **sets}) for mode, sets in modes.items()}
+    runs = {}
+    for mode, sets in modes.items():
+        runs[mode] = run(DRAWN, f"modes/drawn-{mode}-{seed}", {**common, **sets})
+        done()
+    return runs
 
 
 def speedups(seeds: Sequence[dict[str, Finished]]) -> dict[str, Ratio]:
@@ -133,9 +140,9 @@ def main() -> None:
     arguments.add_argument(
         "--seeds", type=int, default=2, metavar="N", help="real: run.seed = 0 … N-1 (default: %(default)s)"
     )
-    arguments.add_argument("--steps", type=int, default=30, help="real: steps of each run (default: %(default)s)")
+    arguments.add_argument("--steps", type=int, default=20, help="real: steps of each run (default: %(default)s)")
     arguments.add_argument("--drawn-seeds", type=int, default=1, metavar="N")
-    arguments.add_argument("--drawn-steps", type=int, default=12)
+    arguments.add_argument("--drawn-steps", type=int, default=10)
     arguments.add_argument("--orders", type=int, default=8, help="drawn: orders of a batch (default: %(default)s)")
     arguments.add_argument(
         "--rollout", type=int, default=4, help="drawn: devices of 16 that generate (default: %(default)s)"
@@ -153,10 +160,9 @@ def main() -> None:
 
 def report_real(given: Any) -> dict[str, Any]:
     seeds, prompts = [], write_prompts()
-    with progress("real: seeds", given.seeds) as done:
+    with progress("real: runs", given.seeds * (3 + len(STALENESS))) as done:
         for seed in range(given.seeds):
-            seeds.append(real(seed, given.steps, prompts))
-            done()
+            seeds.append(real(seed, given.steps, prompts, done))
     final = {mode: [runs[mode].scores[-1][1] for runs in seeds] for mode in (COLOCATE, *STALENESS, CONTROL)}
     against = {mode: paired(final[mode], final[ON_POLICY]) for mode in final if mode != ON_POLICY}
     faster = speedups(seeds)
@@ -185,10 +191,9 @@ def report_real(given: Any) -> dict[str, Any]:
 
 def report_drawn(given: Any) -> dict[str, Any]:
     seeds = []
-    with progress("drawn: seeds", given.drawn_seeds) as done:
+    with progress("drawn: runs", given.drawn_seeds * (1 + len(STALENESS))) as done:
         for seed in range(given.drawn_seeds):
-            seeds.append(drawn(seed, given.orders, given.rollout, given.unit, given.train, given.drawn_steps))
-            done()
+            seeds.append(drawn(seed, given.orders, given.rollout, given.unit, given.train, given.drawn_steps, done))
     faster, share = speedups(seeds), generating(seeds)
     table = Table("drawn times", "speedup over colocate", "s a step")
     for mode in (COLOCATE, *STALENESS):

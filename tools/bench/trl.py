@@ -188,7 +188,7 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=2)
     arguments.add_argument(
-        "--steps", type=int, default=16, help=f"steps of a run, of which the first {DROP} are dropped"
+        "--steps", type=int, default=12, help=f"steps of a run, of which the first {DROP} are dropped"
     )
     arguments.add_argument("--sizes", nargs="+", choices=NEW_TOKENS, default=list(NEW_TOKENS))
     arguments.add_argument(

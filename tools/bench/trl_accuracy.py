@@ -181,18 +181,21 @@ def main() -> None:
     rows = write_task(folder)
     found: dict[str, list[dict[str, float]]] = {"ours": [], "theirs": []}
     table = Table("seed", "side", "steps to it", "s", "s with start", "s a step", "accuracy at the end")
-    with progress("trl accuracy: seeds", given.seeds) as done:
+    with progress("trl accuracy: warm-up, threads, both sides, both scores", 5 * given.seeds + 1) as done:
         threads = 0
         for seed in range(given.seeds):
             model = warmed_up(folder, seed)
-            threads = threads or faster_threads(folder, model)
-            sides = {
-                "theirs": theirs(folder, model, seed, given.steps, given.every, threads),
-                "ours": ours(folder, model, seed, given.steps, given.every),
-            }
+            done()
+            if not threads:
+                threads = faster_threads(folder, model)
+                done()
+            sides = {"theirs": theirs(folder, model, seed, given.steps, given.every, threads)}
+            done()
+            sides["ours"] = ours(folder, model, seed, given.steps, given.every)
+            done()
             for name, side in sides.items():
                 found[name].append(measured(name, side, model, rows, given, table, seed))
-            done()
+                done()
     console.print(table)
     result: dict[str, Any] = {"target": given.target, "peer_threads": threads}
     for key in ("seconds", "with_start"):

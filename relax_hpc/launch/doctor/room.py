@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import struct
+import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,11 +105,26 @@ def room(recipe: Recipe) -> list[Check]:
         space = warning(AREA, "space", words, parts, mend)
     else:
         space = ok(AREA, "space", f"{words}; {parts}")
-    if there.f_files == 0 or there.f_favail == 0:  # none left is not true either: files were made there a moment ago
-        return [space, note(AREA, "inodes", "the file system does not say how many files it can hold")]
-    if there.f_favail < wanted.files:
-        return [space, failed(AREA, "inodes", f"{there.f_favail} left", f"about {wanted.files}", "larger orders (rollout.groups_per_order), or spool.keep = 'needed'")]  # fmt: skip
-    return [space, ok(AREA, "inodes", f"{there.f_favail} left, about {wanted.files} are needed")]
+    return [space, inodes(folder, wanted.files)]
+
+
+def inodes(folder: Path, wanted: int) -> Check:
+    """How many files the file system of `folder` can still hold, against how many the run will make."""
+    there = os.statvfs(folder)
+    # btrfs and many network file systems do not count: they say 0 of 0, some 0 left of a number. Where a file can be made, 0 is no count.
+    if there.f_files == 0 or (there.f_favail == 0 and _has_room_for_a_file(folder)):
+        return note(AREA, "inodes", "not counted by this file system")
+    if there.f_favail < wanted:
+        return failed(AREA, "inodes", f"{there.f_favail} left", f"about {wanted}", "larger orders (rollout.groups_per_order), or spool.keep = 'needed'")  # fmt: skip
+    return ok(AREA, "inodes", f"{there.f_favail} left, about {wanted} are needed")
+
+
+def _has_room_for_a_file(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:  # whoever may not write there learns so from another check
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT)
 
 
 def inputs(recipe: Recipe) -> list[Check]:

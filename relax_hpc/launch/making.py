@@ -1,0 +1,39 @@
+"""What is being done to a run that is not there yet: who makes it says so in its hidden folder, whoever looks reads it there.
+
+say(draft, "reading the prompts") ──► ROOT/.NAME.….new/doing.json ──► being_made(ROOT/NAME): `run`'s own lines, `watch`, `status`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+import psutil
+
+from relax_hpc.run_dir import RunDir, read_json, replace, to_json
+
+
+def say(draft: RunDir, doing: str) -> None:
+    """Say what is done next, for people only: a disk that is full is told by what comes next."""
+    about = {"doing": doing, "pid": os.getpid(), "host": socket.gethostname()}
+    with contextlib.suppress(OSError):
+        replace(draft.doing, to_json(about), durable=False)
+
+
+def read(draft: RunDir) -> str | None:
+    """What was said last; None before the first word, and of one whose maker died."""
+    try:
+        about = read_json(draft.doing)
+    except OSError:  # somebody else's
+        return None
+    if about is None or (about["host"] == socket.gethostname() and not psutil.pid_exists(about["pid"])):
+        return None
+    return str(about["doing"])
+
+
+def being_made(final: Path) -> str | None:
+    """What the command is doing that prepares the run of this name; None where there is none, or it died."""
+    drafts = map(RunDir, final.parent.glob(f".{final.name}.*.new"))
+    return next(filter(None, map(read, drafts)), None)
