@@ -15,6 +15,7 @@ from tools.bench.sides.child import Child, ChildError
 
 BENCHMARKS = (
     "spool",
+    "checkpoint",
     "memory",
     "trl",
     "quickstart",

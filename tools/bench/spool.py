@@ -11,8 +11,8 @@ Both sides carry the same samples (about 2 k tokens, lognormal) and columns (tok
 reward float32); ours also stores prompts, versions and checksums. Both prepare their own kind of batch before the clock
 starts: list[Group], or TensorDicts of nested tensors. Every process is persistent; calls are made one after the other.
 
-put_ratio, get_ratio: their seconds over ours. check_ratio: seconds of a get over those of one that compares nothing with checksums, of
-the same shards (goal: 1.03 at most). raw_ratio: raw write + read over our put + get, at `all`, the lower of the two
+put_ratio, get_ratio: their seconds over ours. check_ratio: CPU seconds of a get over those of one of the same shards that reads each column
+in one piece and compares nothing (goal: 1.03 at most). raw_ratio: raw write + read over our put + get, at `all`, the lower of the two
 sizes. syscalls_per_trajectory: file-system calls (strace) of one order of 512 samples from the write to the last byte read.
 publish_to_read_p99_ms: from the beginning of publishing (64 samples) to the values in a reader that polls as the trainer does.
 """
@@ -88,13 +88,13 @@ class Sides:
             raise AssertionError(f"the sides have payloads of {ours} and {theirs} bytes")
         return int(theirs)
 
-    def ours(self, number: int) -> tuple[float, float, float]:
-        """(put, get, get without checking) in seconds; the two gets in turn first."""
-        put, got = self.producer.call("put", number=number), dict[bool, float]()
+    def ours(self, number: int) -> tuple[float, float, float, float]:
+        """(put, get, CPU of get, CPU of get without checking) in seconds; the two gets in turn first."""
+        put, got = self.producer.call("put", number=number), dict[bool, tuple[float, float]]()
         for check in (True, False) if number % 2 else (False, True):
             got[check] = self.consumer.call("get", check=check)
         self.producer.call("remove")
-        return put, got[True], got[False]
+        return put, got[True][0], got[True][1], got[False][1]
 
     def theirs(self, number: int) -> tuple[float, float]:
         seconds = self.peer.call("put", number=number), self.peer.call("get", number=number)
@@ -120,7 +120,7 @@ def compare(sides: Sides, rounds: int, sizes: tuple[int, ...]) -> tuple[dict[str
             ours, theirs, key = seen["ours"], seen["theirs"], f"{samples}x{batch}"
             for i, what in enumerate(("put", "get")):
                 found[what][key] = ratio(ours[:, i].tolist(), theirs[:, i].tolist())
-            found["unchecked"][key] = ratio(ours[:, 2].tolist(), ours[:, 1].tolist())
+            found["unchecked"][key] = ratio(ours[:, 3].tolist(), ours[:, 2].tolist())
             if batch == "all":
                 found["raw"][key] = ratio(ours[:, :2].sum(1).tolist(), seen["raw"].sum(1).tolist())
             a, b = np.median(ours, 0), np.median(theirs, 0)
