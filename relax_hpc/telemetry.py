@@ -115,10 +115,11 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def read_beat(run: RunDir, role: str) -> dict[str, Any] | None:
-    """A role's last heartbeat; None before its first, or where a loss of power left half of it: the next one replaces it."""
+    """A role's last heartbeat; None before its first, or where a loss of power left half of it: the next one replaces it. Nor where something else
+    has its name."""
     try:
         beat = read_json(run.heartbeats / f"{role}.json")
-    except ValueError:
+    except (ValueError, IsADirectoryError):
         return None
     return beat if isinstance(beat, dict) else None
 
@@ -133,7 +134,7 @@ def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
     """The same one by one, each with the offset behind it: long files are never in memory whole."""
     try:
         file = path.open("rb")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return
     with file:
         file.seek(offset)

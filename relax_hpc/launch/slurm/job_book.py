@@ -10,6 +10,7 @@ from typing import Any
 
 from relax_hpc.launch.slurm.plan import Kind
 from relax_hpc.launch.slurm.queue_state import ALIVE, job_state, number
+from relax_hpc.launch.slurm.send import job_files
 from relax_hpc.run_dir import RunDir, read_json
 
 
@@ -17,13 +18,13 @@ class JobBook:
     """All rollout jobs, those of the recipe and elastic ones: one question to Slurm is about all of them."""
 
     def __init__(self, run: RunDir) -> None:
-        self._folder = run.slurm / "jobs"
+        self._run = run
         self._records: dict[str, dict[str, Any]] = {}
         self._states: dict[str, str | None] = {}
 
     def look(self) -> None:
         """Read new records, and ask Slurm for those that are not known to be over."""
-        for path in self._folder.glob("[0-9]*.json"):
+        for path in job_files(self._run):
             if path.stem not in self._records:
                 self._records[path.stem] = read_json(path)
         ours = [job for job, about in self._records.items() if about["kind"] != "leader"]

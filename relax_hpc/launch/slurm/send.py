@@ -28,6 +28,7 @@ from relax_hpc.run_dir import RunDir, RunError, names, publish, read_json, repla
 
 ATTEMPTS = 6
 LONGEST_WAIT_S = 60.0
+_JOB = re.compile(r"\d+(_\d+)?\.json")
 _BUSY = re.compile(
     r"Socket timed out|Unable to contact slurm controller|Slurm backup controller in standby|temporarily unable to accept|"
     r"Resource temporarily unavailable|Slurm temporarily unable|Connection refused|Zero Bytes were transmitted|"
@@ -196,9 +197,15 @@ def leaders(run: RunDir) -> Path:
     return run.slurm / "leaders.jsonl"
 
 
+def job_files(run: RunDir) -> list[Path]:
+    """The records of all jobs, each named by its job's id: other names in their folder are nobody's."""
+    folder = run.slurm / "jobs"
+    return [folder / name for name in names(folder) if _JOB.fullmatch(name)]
+
+
 def jobs(run: RunDir) -> list[dict[str, Any]]:
     """All jobs that were sent for this run, the oldest first: id, kind, script, dependency, submitted, by."""
-    found = [read_json(path) for path in (run.slurm / "jobs").glob("[0-9]*.json")]
+    found = [read_json(path) for path in job_files(run)]
     return sorted(found, key=lambda about: (about["submitted"], number(about["id"])))
 
 
