@@ -12,6 +12,7 @@ from relax_hpc.cli.run import Sets, Site
 
 if TYPE_CHECKING:
     from relax_hpc.launch.sizing.estimate import Estimate
+    from relax_hpc.recipe.schema import Recipe
 
 DOES_NOT_FIT = 1
 
@@ -57,7 +58,7 @@ def plan(
 ) -> None:
     """Say what a run takes: processes, nodes and GPUs, memory of each, bytes a step; from the recipe and the model's config.json alone.
 
-    Nothing is made, loaded or asked for. The exit code is 1 when something does not fit, and what would help is said.
+    Nothing is made, loaded or asked for; but files of prompts whose rows may be left out are read, and those counted. The exit code is 1 when something does not fit, and what would help is said.
 
     [dim]relax-hpc plan recipes/qwen3-4b-grpo.toml[/dim]
     [dim]relax-hpc plan recipe.toml --set trainer.parallel.tensor=4 --device-memory 40[/dim]
@@ -67,20 +68,35 @@ def plan(
     from relax_hpc.launch.sizing.estimate import GIB, Asked, estimate
     from relax_hpc.launch.sizing.model import shape_of
     from relax_hpc.recipe import load_recipe, site_file
+    from relax_hpc.recipe.source import left_out
 
     with friendly():
         recipe = load_recipe(path, sets, site_file(site))
         shape, where = shape_of(recipe.model, path, config)
         made = estimate(recipe, shape, Asked(device_memory * GIB, bandwidth * 1e9, prompt_tokens, answer_tokens))
+        rows, not_counted = _rows(recipe)
     if as_json:
-        typer.echo(json.dumps({"config": where, **made.to_json()}, indent=1))
+        typer.echo(
+            json.dumps({"config": where, **made.to_json(), "rows": rows, "rows_not_counted": not_counted}, indent=1)
+        )
     else:
-        _print(made, where)
+        _print(made, where, [f"rows left out were not counted: {not_counted}"] if not_counted else left_out(rows))
     if made.problems:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _print(made: Estimate, where: str) -> None:
+def _rows(recipe: Recipe) -> tuple[dict[str, dict[str, int]], str]:
+    """How many rows of each source are left out; and why they could not be counted, as where files or tokenizer are on another machine."""
+    from relax_hpc.launch.create import count_rows
+    from relax_hpc.run_dir import RunError
+
+    try:
+        return count_rows(recipe), ""
+    except RunError as error:
+        return {}, str(error)
+
+
+def _print(made: Estimate, where: str, rows: list[str]) -> None:
     from rich.console import Console
 
     from relax_hpc.cli.plan_tables import show
@@ -88,4 +104,4 @@ def _print(made: Estimate, where: str) -> None:
     console = Console()
     if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
         console = Console(width=140)
-    show(made, where, console)
+    show(made, where, rows, console)

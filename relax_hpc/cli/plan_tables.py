@@ -12,14 +12,16 @@ from relax_hpc.launch.sizing.engine import EngineMemory
 from relax_hpc.launch.sizing.estimate import Estimate, gib
 
 
-def show(made: Estimate, where: str, console: Console) -> None:
-    """All tables, then what does not fit."""
+def show(made: Estimate, where: str, rows: list[str], console: Console) -> None:
+    """All tables, rows of prompts that are left out, then what does not fit."""
     _model(made, where, console)
     _groups(made, console)
     _trainer(made, console)
     if made.engine is not None:
         _engine(made.engine, console)
     _traffic(made, console)
+    for line in rows:
+        console.print(escape(line), soft_wrap=True, highlight=False)
     console.print("[dim]assumed: " + escape("; ".join(made.assumed)) + "[/dim]")
     for problem in made.problems:
         console.print(f"[bold red]does not fit:[/bold red] {escape(problem.what)}", soft_wrap=True)

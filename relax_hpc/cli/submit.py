@@ -36,6 +36,8 @@ def submit(
     with friendly():
         from relax_hpc.launch.slurm import submit as slurm
         from relax_hpc.recipe import load_recipe
+        from relax_hpc.recipe.source import left_out
+        from relax_hpc.run_dir import read_json
 
         if dry_run:
             for kind, text in slurm.preview(target, sets, site=site).items():
@@ -49,7 +51,7 @@ def submit(
             how, _, other = job.dependency.partition(":")
             waits = f", when {other} has {'ended' if how == 'afterany' else 'begun'}" if other else ""
             typer.echo(f"{job.job_id}  {job.name}, {job.kind}{waits}")
-        for warning in load_recipe(jobs[0].run.recipe).warnings:
+        for warning in (*load_recipe(jobs[0].run.recipe).warnings, *left_out(read_json(jobs[0].run.rows) or {})):
             warn(warning)
         typer.echo(f"sent {jobs[0].run.root}; watch it with: relax-hpc status {jobs[0].run.root}")
 

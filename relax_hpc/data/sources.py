@@ -174,7 +174,7 @@ class PromptSources:
     def _counted(self) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}
         for source, own in enumerate(self._every):
-            if not isinstance(own, FilePrompts) or not (own.drops or own.too_long == "truncate"):
+            if not isinstance(own, FilePrompts) or not own.counted:
                 continue
             rows, fate = len(self._items[source]), self._fate[source]
             left_out = {"too_long": int((fate == _TOO_LONG).sum()), "no_answer": int((fate == _NO_ANSWER).sum())}

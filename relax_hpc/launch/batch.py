@@ -44,8 +44,8 @@ from relax_hpc.telemetry import Telemetry
 
 SWEEP_S = 300.0
 """Unfinished files younger than this may be those of a worker that lives."""
-SUCCESSOR_RETRY_S = 180.0
-"""From a refusal of the successor to the next attempt."""
+SUCCESSOR_RETRY_LOOKS = 6
+"""From a refusal of the successor to the next attempt, in units of slurm.ask_every_s: 3 minutes by default."""
 EXIT_CODES = {"failed": 1, "preempted": 75}
 """Exit code of a leader by its outcome, 0 for the others. 75 is EX_TEMPFAIL of sysexits.h, "try again later": the run is not over, only
 this job is, and sacct must not show it as one that completed."""
@@ -73,9 +73,9 @@ def lead(run: RunDir) -> int:
         io(lambda: chain.end({"outcome": "preempted"}, warned=not chain.is_ending()))
         return EXIT_CODES["preempted"]
     io(chain.lead)
-    ended = threading.Event()
+    ended, retry_s = threading.Event(), SUCCESSOR_RETRY_LOOKS * recipe.slurm.ask_every_s
     with ThreadPoolExecutor(2) as background:  # sbatch may take minutes to answer, and the lease is to be renewed
-        queued, ending = background.submit(queue_until_taken, chain, queue_io, ended), list[Future[bool]]()
+        queued, ending = background.submit(queue_until_taken, chain, queue_io, retry_s, ended), list[Future[bool]]()
         try:
             with renewing(lease):
                 signalled = lambda: ending.append(background.submit(chain.is_ending))
@@ -108,11 +108,11 @@ class Asked:
         self._seen = True
 
 
-def queue_until_taken(chain: Chain, io: IoRetry, ended: threading.Event) -> None:
-    """Queue the successor; where Slurm refuses it, as by a limit on jobs, try again until it takes one or `ended` is set."""
+def queue_until_taken(chain: Chain, io: IoRetry, retry_s: float, ended: threading.Event) -> None:
+    """Queue the successor; where Slurm refuses it, as by a limit on jobs, try again every `retry_s` until it takes one or `ended` is set."""
     retrying = Retrying(
         retry=retry_if_exception_type(RunError),
-        wait=wait_fixed(SUCCESSOR_RETRY_S),
+        wait=wait_fixed(retry_s),
         sleep=sleep_using_event(ended),
         stop=stop_when_event_set(ended),
         retry_error_callback=lambda state: None,  # it is written down, and tried once more at the job's end

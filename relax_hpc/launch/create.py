@@ -29,6 +29,7 @@ from relax_hpc.launch.nursery import PREPARE, Child, Nursery
 from relax_hpc.launch.sizing.trainer import needs_reference
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe, without_folders
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.source import FilePrompts
 from relax_hpc.run_dir import (
     RunDir,
     RunError,
@@ -200,10 +201,22 @@ def identity(run: RunDir) -> dict[str, Any]:
     return about
 
 
+def count_rows(recipe: Recipe) -> dict[str, dict[str, int]]:
+    """Count the rows that a run of `recipe` would leave out or cut, as its making does; by the keys of their sources. Raises RunError."""
+    if not any(isinstance(source, FilePrompts) and source.counted for source in recipe.sources):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="relax-hpc-") as folder, Nursery(scratch := RunDir(folder)) as nursery:
+        scratch.logs.mkdir()
+        write_file(scratch.recipe, dump_recipe(recipe).encode())
+        _prepare(scratch, nursery, "rows")
+        counts: dict[str, dict[str, int]] = read_json(scratch.rows)
+        return counts
+
+
 def _prepare(
     run: RunDir, nursery: Nursery, what: str = "all", tell: Callable[[str], None] = lambda doing: None
 ) -> None:
-    """Build the model's folder and check everything that needs torch; what = "code": check the user's code alone.
+    """Build the model's folder and check everything that needs torch; what = "code" or "rows": the user's code or the prompts alone.
 
     tell: is told what is being done, each time that it is something else.
     """

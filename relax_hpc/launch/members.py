@@ -123,25 +123,27 @@ class Patience:
     not_before: float = 0.0
     """Of time.monotonic()."""
     reasons: list[str] = field(default_factory=list)
-    error: str = ""
-    """What it said last that it could not begin for, and where."""
-    in_vain: bool = False
-    """Whether it could not begin twice in a row for the same error at the same place: it would not the next time either."""
+    errors: frozenset[str] = frozenset()
+    """What its processes said last that they could not begin for, and where."""
+    again: str = ""
+    """Why it could not begin twice in a row, the same error at the same place: it would not the next time either. Empty where that is
+    not so."""
 
-    def failed(self, reason: str, progress: Any, beat: Mapping[str, Any] = MappingProxyType({})) -> bool:
+    def failed(self, reason: str, progress: Any, *beats: Mapping[str, Any]) -> bool:
         """Note a failure; False when the recipe's patience is at its end.
 
         `progress`: what grows as that which failed does its work, and only more than ever counts; None: it did none.
-        `beat`: its last heartbeat.
+        `beats`: the last heartbeat of each of its processes.
         """
         if progress is not None and (self.last_progress is None or progress > self.last_progress):
             self.failures, self.last_progress = 0, progress
         self.failures += 1
         self.reasons.append(reason)
-        error = f"{beat.get('error')} ({beat['place']})" if beat.get("place") else ""
-        self.in_vain = bool(error) and error == self.error
-        self.error = error
-        if self.in_vain:
+        said = {f"{beat.get('error')} ({beat['place']})": beat for beat in beats if beat.get("place")}
+        same = sorted(self.errors & said.keys())
+        self.again = "; ".join(f"{error} on {said[error].get('host', 'an unknown node')}" for error in same)
+        self.errors = frozenset(said)
+        if self.again:
             return False
         wait_s = min(self.limits.backoff_s * 2 ** (self.failures - 1), LONGEST_BACKOFF_S)
         self.not_before = time.monotonic() + (wait_s if self.failures > 1 else 0.0)
@@ -149,9 +151,9 @@ class Patience:
 
     def exhausted(self, name: str, reason: str, error: str, log: Path) -> str:
         """What to say when patience is at its end."""
-        if self.in_vain:
+        if self.again:
             return (
-                f"{name} cannot begin: twice the same error, {self.error}; mend what it names, then go on with the run; its "
+                f"{name} cannot begin: twice the same error, {self.again}; mend what it names, then go on with the run; its "
                 f"log: {log}"
             )
         return (

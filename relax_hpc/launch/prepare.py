@@ -53,11 +53,23 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
             f"the model's config.json allows: lower it, to {context // 2} for instance, or take a model with a longer one"
         )
     making.say(run, "reading and checking the prompts")
+    sources = check_rows(run, recipe, context)
+    if recipe.evaluation:
+        sources.evaluated(recipe.evaluation.prompts)
+
+
+def check_rows(run: RunDir, recipe: Recipe, context: int) -> PromptSources:
+    """The recipe's sources, all of whose rows can be used; how many they leave out goes to RUN/rows.json. Raises RunError."""
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
     if counts := sources.check(answers=recipe.supervised or recipe.warmup is not None):
         write_file(run.rows, to_json(counts))
-    if recipe.evaluation:
-        sources.evaluated(recipe.evaluation.prompts)
+    return sources
+
+
+def count_rows(run: RunDir, recipe: Recipe) -> None:
+    """Build RUN/model, for its tokenizer, and check the rows alone."""
+    materialise(recipe.model, run.model, recipe.run.seed)
+    check_rows(run, recipe, context_of(AutoConfig.from_pretrained(run.model)))
 
 
 def check_code(recipe: Recipe) -> None:
@@ -103,7 +115,13 @@ def main(root: str, what: str, last_words: int) -> NoReturn:
     run = RunDir(root)
     try:
         recipe = load_recipe(run.recipe)
-        check_code(recipe) if what == "code" else prepare(run, recipe)
+        match what:
+            case "code":
+                check_code(recipe)
+            case "rows":
+                count_rows(run, recipe)
+            case _:
+                prepare(run, recipe)
     except (RunError, RegistryError, RecipeError) as error:
         said = True, str(error)
     except Exception as error:

@@ -125,14 +125,14 @@ class Supervisor:
         return _outcome("stopped" if self.run.stop.exists() else self._interrupted, reason)
 
     def _lost_trainers(self, ending: Ending) -> dict[str, Any] | None:
-        beat = read_beat(self.run, "trainer-0") or {}
-        step, ours = beat.get("step"), beat if beat.get("attempt") == self.trainers.attempt else {}
+        beats = [read_beat(self.run, f"trainer-{rank}") or {} for rank in range(self.recipe.trainer.processes)]
+        step, ours = beats[0].get("step"), [beat for beat in beats if beat.get("attempt") == self.trainers.attempt]
         self.telemetry.metrics("lost", role="trainer", reason=ending.reason, step=step)
         log = self.run.logs / f"trainer-0.{self.trainers.attempt:04d}.log"
         self.trainers.end(grace_s=0)
         said = self.trainers.last_words()
-        if not self.patience.failed(ending.reason, step, ours):
-            about = {"fatal": self.patience.in_vain, "suspect": ending.host}
+        if not self.patience.failed(ending.reason, step, *ours):
+            about = {"fatal": bool(self.patience.again), "suspect": ending.host}
             return _outcome("failed", self.patience.exhausted("trainer", ending.reason, said, log)) | about
         return None
 

@@ -80,10 +80,12 @@ class LocalTrainers:
         codes = {m: m.process.poll() for m in self._members if m.process is not None}
         if all(code is None for code in codes.values()):
             return None
+        for member, code in codes.items():  # whichever met it: the others wait for it, or are lost with it
+            if code == Exit.FATAL:
+                return Ending("failed", member.error())
         lead = codes[self._members[0]]
         if lead in FINAL:
-            final = FINAL[Exit(lead)]
-            return Ending(final, self.last_words() if final == "failed" else "")
+            return Ending(FINAL[Exit(lead)])
         if lead is None and all(code in (None, *FINAL) for code in codes.values()):
             return None  # the others leave a moment before rank 0
         ended = {m.name: how_it_ended(code) for m, code in codes.items() if code is not None}

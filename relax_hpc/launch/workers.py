@@ -132,7 +132,7 @@ class LocalWorkers:
         if patience.failed(reason, (worker.attempt, done) if done else None, ours):
             worker.attempt += 1
         else:
-            self.fatal = patience.in_vain
+            self.fatal = bool(patience.again)
             self.failure = patience.exhausted(worker.name, reason, worker.error(), worker.log)
 
     def look_for_silence(self) -> None:

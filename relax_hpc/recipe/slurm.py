@@ -205,7 +205,8 @@ class Slurm(Resources):
     )
     ask_every_s: PositiveFloat = Key(
         30.0,
-        "From one question to Slurm about the run's jobs to the next, of the leader and of each live view.",
+        "From one question to Slurm about the run's jobs to the next, of the leader and of each live view. A successor that Slurm "
+        "refuses is sent again after six times as long.",
         resume=True,
     )
     setup: list[str] = Key([], "Shell lines before Python starts: modules, conda. They run as they stand.", resume=True)

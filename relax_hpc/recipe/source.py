@@ -69,6 +69,11 @@ class FilePrompts(Prompts):
         """Whether a row may be left out."""
         return "drop" in (self.too_long, self.missing_answer)
 
+    @property
+    def counted(self) -> bool:
+        """Whether rows may be left out or cut, and are counted."""
+        return self.drops or self.too_long == "truncate"
+
 
 class TaskPrompts(Prompts):
     """Prompts and verifier of a reasoning-gym task."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import logging
+import re
 import signal
 import traceback
 from collections.abc import Callable
@@ -123,6 +124,8 @@ _OF_THE_MOMENT = (
     "DistStoreError",
 )
 """Errors of torch's that another start may not meet: memory that another process has, a peer that is not there."""
+_PEER = re.compile(r"gloo/transport|by peer", re.IGNORECASE)
+"""In what gloo says, as a plain RuntimeError, of a peer that left: why it did is for that one to say."""
 
 
 def passes(error: BaseException) -> bool:
@@ -133,6 +136,8 @@ def passes(error: BaseException) -> bool:
 def place_of(error: BaseException) -> str:
     """FILE:LINE of our code where an error came from; empty for those that say more of the moment than of what was asked for."""
     if passes(error) or isinstance(error, (TimeoutError, ConnectionError)) or type(error).__name__ in _OF_THE_MOMENT:
+        return ""
+    if isinstance(error, RuntimeError) and _PEER.search(str(error)):
         return ""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [frame for frame in frames if "relax_hpc" in Path(frame.filename).parts]

@@ -82,22 +82,19 @@ def test_both_components_of_a_het_job_start(cluster):
 
 def test_a_preempted_job_gets_the_signal_that_it_named(cluster):
     low = cluster.sbatch(
-        "trap 'echo USR2; date +%s.%N' USR2; echo ready; while true; do sleep 0.1; done",
+        "trap 'echo USR2' USR2; while true; do echo alive; sleep 0.1; done",
         "--partition=low",
         "--nodes=4",
         "--exclusive",
         "--signal=B:USR2@1",
         "--no-requeue",
     )
-    wait_for(lambda: cluster.output(low) == "ready\n")
-    high = cluster.sbatch("date +%s.%N", "--partition=high", "--nodes=4", "--exclusive")
+    wait_for(lambda: cluster.output(low))
+    high = cluster.sbatch("true", "--partition=high", "--nodes=4", "--exclusive")
     assert cluster.wait_for_state(low, "PREEMPTED", "CANCELLED", "COMPLETED") == "PREEMPTED"
     cluster.wait_for_state(high, "COMPLETED")
-    _, name, signalled, *_ = cluster.output(low).split()
-    assert name == "USR2"
-    grace = float(cluster.output(high)) - float(signalled)
-    # Slurm looks at preemptions again only every KillWait + MessageTimeout = 7 s.
-    assert config.GRACE_S - 2 < grace < config.GRACE_S + 12
+    _, _, after = cluster.output(low).partition("USR2\n")
+    assert "alive" in after, "it had no grace time"
 
 
 def test_a_lost_node_ends_its_jobs_while_on_one_that_is_cut_off_they_write_on(cluster):
@@ -130,10 +127,15 @@ def test_a_lost_node_ends_its_jobs_while_on_one_that_is_cut_off_they_write_on(cl
 
 
 def test_a_successor_starts_when_its_predecessor_ends(cluster):
-    first = cluster.sbatch("sleep 1; date +%s.%N", "--partition=trainer")
-    second = cluster.sbatch("date +%s.%N", "--partition=trainer", f"--dependency=afterany:{first}")
+    may_end = cluster.shared / "may-end"
+    first = cluster.sbatch(f"until [ -e {may_end} ]; do sleep 0.1; done", "--partition=trainer")
+    of_first = f"scontrol --oneliner show job {first} | grep -o 'JobState=[A-Z]*'"
+    second = cluster.sbatch(of_first, "--partition=trainer", f"--dependency=afterany:{first}")
+    cluster.wait_for_state(first, "RUNNING")
+    assert (cluster.state(second), cluster.fields(second)["Reason"]) == ("PENDING", "Dependency")
+    may_end.touch()
     cluster.wait_for_state(second, "COMPLETED")
-    assert float(cluster.output(second)) - float(cluster.output(first)) < 2
+    assert cluster.output(second) in ("JobState=COMPLETED\n", "JobState=COMPLETING\n")
 
 
 def processes_of(cluster: SlurmCluster) -> set[int]:
@@ -166,7 +168,7 @@ def living(pids: set[int]) -> set[int]:
     return {pid for pid in pids if implementation.processes.identity(pid)}
 
 
-@pytest.mark.parametrize("mode", [[], ["--no-namespaces"]], ids=["namespaces", "ports"])
+@pytest.mark.parametrize("mode", [[], ["--no-namespaces", "--accounting"]], ids=["namespaces", "ports, accounting"])
 def test_down_leaves_no_process_no_file_no_interface_no_mount(short_path, mode):
     def around() -> tuple[list[str], str]:
         return sorted(os.listdir("/sys/class/net")), Path("/proc/self/mountinfo").read_text()
@@ -183,6 +185,8 @@ def test_down_leaves_no_process_no_file_no_interface_no_mount(short_path, mode):
         pids = processes_of(second)
         names = names_of(pids)
         assert (names.count("slurmctld"), names.count("slurmd")) == (1, 4)
+        assert [names.count(name) for name in ("slurmdbd", "mariadbd")] == [len(mode) // 2] * 2
+        assert "mariadbd" not in second.exec("ss", "--listening", "--tcp", "--processes").stdout
     finally:
         second.down()
     assert not living(pids)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_metrics
 from tests.runs import STRONG, relax_hpc, step_now, steps_of, wait_for, write_recipe
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.runs import LONG, STEPS, ClusterRun, preempted, sound, submit
+from tests.slurm.runs import LONG, SLEEP, STEPS, ClusterRun, preempted, sound, submit
 from tools.bench.bits import same_bits
 from tools.bench.common import SIDES
 
@@ -99,6 +99,25 @@ def test_a_run_survives_untouched_with_the_same_bits(
     assert same_bits(ours.run, undisturbed, STEPS)
 
 
+@pytest.mark.parametrize("component", ["trainer", "rollout"])
+def test_a_het_run_goes_on_when_a_node_of_a_component_is_lost(
+    cluster: SlurmCluster, undisturbed: RunDir, component: str
+) -> None:
+    ours = submit(cluster, f"het-{component}", *LONG, "slurm.shape=het", SLOWLY, recipe=STRONG)
+    ours.wait_for_step(14)
+    leader = ours.job_of("leader")
+    node = cluster.fields(leader)["BatchHost"] if component == "trainer" else ours.active_agents()[0]
+    assert node[0] == component[0]
+    cluster.node_kill(node)
+    try:
+        assert ours.wait_for_end()["outcome"] == "done"
+    finally:
+        cluster.node_start(node)
+    assert len(read_leaders(ours.run)) == 2
+    sound(ours, STEPS)
+    assert same_bits(ours.run, undisturbed, STEPS)
+
+
 def test_a_step_that_is_longer_than_the_grace_time_is_abandoned_and_made_again(cluster: SlurmCluster) -> None:
     slow = SLOWLY.replace("seconds=0.4", "seconds=8.0")
     ours = submit(cluster, "abandoned", "run.steps=3", *LONG[1:], "slurm.trainer.partition=low", slow)
@@ -106,6 +125,24 @@ def test_a_step_that_is_longer_than_the_grace_time_is_abandoned_and_made_again(c
     preempted(ours)
     assert ours.wait_for_end()["outcome"] == "done", "preemption was taken for a person's scancel"
     sound(ours, 3)
+
+
+def test_an_error_that_one_node_alone_meets_ends_the_run_at_the_second_start(cluster: SlurmCluster) -> None:
+    """A file that only rank 1 sees truncated: rank 0 knows no more than that its peer is gone."""
+    other = cluster.sbatch(SLEEP.format("t2", 600))
+    cluster.wait_for_state(other, "RUNNING")
+    ours = submit(cluster, "truncated", "trainer.processes=2", "trainer.nodes=2", "supervision.max_restarts=3")
+    whole, cut = ours.run.model / "tokenizer.json", cluster.shared / "cut"
+    cut.write_bytes(whole.read_bytes()[:100])
+    cluster.exec("mount", "--bind", str(cut), str(whole), node="t2")
+    try:
+        cluster.cancel(other)
+        ended = ours.wait_for_end()
+    finally:
+        cluster.exec("umount", str(whole), node="t2")
+    assert ended["outcome"] == "failed" and ended["fatal"] is True, ended
+    reason = str(ended["reason"])
+    assert "trainer cannot begin: twice the same error" in reason and "on t2; mend what it names" in reason, reason
 
 
 @pytest.mark.parametrize("shape", ["split", "het"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc import open_run
+from relax_hpc.analysis.report import restarts
 from relax_hpc.launch.slurm.send import jobs, read_leaders
 from relax_hpc.run_dir import read_json
 from relax_hpc.telemetry import read_beat, read_metrics
 from tests.runs import SMALL, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
-from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, array, sound, submit, undisturbed
+from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, array, sent, sound, submit, undisturbed
 from tools.bench.common import SIDES
 
 
@@ -84,6 +87,19 @@ def test_a_het_job_ends_with_its_rollout_component_its_successor_goes_on_and_sto
     sound(ours, step_now(ours.run))
 
 
+def test_a_run_that_is_stopped_has_lost_nothing(cluster: SlurmCluster) -> None:
+    """Also where its last step ends long after its rollout nodes were told."""
+    paced = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=3.0}}, group_size=4}}'
+    ours = submit(cluster, "quiet", "run.steps=100000", f"algorithm={paced}", "slurm.ask_every_s=0.5")
+    ours.wait_for_step(1)
+    ours.relax_hpc("stop", ours.run.root)
+    assert ours.wait_for_end()["outcome"] == "stopped"
+    undisturbed(ours)
+    said = ours.relax_hpc("status", ours.run.root)
+    assert "restarts so far: 0" in said and "lost" not in said and "silent" not in said, said
+    assert restarts(list(open_run(ours.run.root).events())) == 0
+
+
 def test_a_held_successor_is_waited_for_and_all_jobs_cancelled_leave_no_fresh_one(cluster: SlurmCluster) -> None:
     ours = submit(cluster, "held", "run.steps=100000")
     ours.wait_for_step(2)
@@ -106,6 +122,29 @@ def test_a_held_successor_is_waited_for_and_all_jobs_cancelled_leave_no_fresh_on
     )
     assert [cluster.state(job) for job in ours.leaders()] == ["FAILED", "CANCELLED", "CANCELLED"]
     sound(ours, step_now(ours.run))
+
+
+def test_a_mended_reward_is_taken_by_the_jobs_that_are_sent_next_and_rows_left_out_are_told(
+    cluster: SlurmCluster,
+) -> None:
+    reward, prompts = cluster.shared / "mended.py", cluster.shared / "mended.jsonl"
+    rows = [{"prompt": f"{i} + 1 = ", "answer": str(i + 1) if i else None} for i in range(50)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward.write_text("def judge(prompt, answer):\n    raise KeyError('no rubric')\n")
+    own = f'[[source]]\nprompts = "{prompts}"\nmissing_answer = "drop"\nreward = "{reward}:judge"\n'
+    ours, said = sent(cluster, "mended", recipe=SMALL[: SMALL.index("[[source]]")] + own)
+    assert "source.0: of 50 rows 1 left out without an answer" in said
+    ended = ours.wait_for_end()
+    assert ended["outcome"] == "failed" and "no rubric" in str(ended["reason"]) and "--code new" in str(ended["reason"])
+    failed = {path.stem for path in ours.run.shards.rglob("*.h5")}
+    reward.write_text("def judge(prompt, answer):\n    return float(answer == prompt.answer)\n")
+    again = ours.relax_hpc("submit", ours.run.root, "--local-root-ok", "--code", "new")
+    assert "changed since" not in again and "1 left out without an answer" in again
+    assert ours.wait_for_end()["outcome"] == "done"
+    assert sum(s["failed_groups"] for s in steps_of(ours.run)) == 0
+    [code, redo] = [json.loads(line) for line in ours.run.changes.read_text().splitlines()]
+    assert (code["key"], code["file"], set(redo["orders"])) == ("code", str(reward), failed)
+    sound(ours, 6)
 
 
 def test_each_seed_of_an_array_is_requeued_and_cancelled_alone(cluster: SlurmCluster) -> None:

@@ -157,6 +157,17 @@ def test_inodes_that_are_not_counted_that_are_left_and_that_are_used_up(tmp_path
     ]
 
 
+def test_rows_of_prompts_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "{i}+1=", "answer": {i or "null"}}}\n' for i in range(5)))
+    own = f'[[source]]\nprompts = "{prompts}"\nmissing_answer = "drop"\n'
+    made = load_recipe(write_recipe(tmp_path, SMALL[: SMALL.index("[[source]]")] + own))
+    found = of(list(examine(made, areas=["files"])), "rows of prompts")
+    assert (found.verdict, found.found) == ("note", "source.0: of 5 rows 1 left out without an answer")
+    prompts.write_text('{"prompt": 5}\n')
+    assert of(room.rows(made, None), "rows").verdict == "failed"
+
+
 # --- Python -------------------------------------------------------------------------------------------------------
 
 

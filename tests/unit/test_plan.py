@@ -40,6 +40,7 @@ from relax_hpc.spool.orders import OrderBook
 from relax_hpc.spool.shard import encode
 from relax_hpc.trainers import forward, make_trainer
 from tests import tiny
+from tests.runs import SMALL
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 SHAPE = {"vocab_size": 51, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -308,3 +309,17 @@ def test_it_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_rows_that_are_left_out_are_counted_and_told(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": {i or "null"}}}\n' for i in range(5)))
+    recipe = (
+        SMALL[: SMALL.index("[[source]]")].format(root=tmp_path)
+        + f'[[source]]\nprompts = "{tmp_path}/p.jsonl"\nmissing_answer = "drop"\n'
+    )
+    (tmp_path / "recipe.toml").write_text(recipe)
+    told = CliRunner().invoke(app, ["plan", str(tmp_path / "recipe.toml")])
+    assert told.exit_code == 0 and "source.0: of 5 rows 1 left out without an answer" in told.stdout
+    gone = ["plan", str(tmp_path / "recipe.toml"), "--json", "--set", f"source.0.prompts={tmp_path}/elsewhere.jsonl"]
+    said = json.loads(CliRunner().invoke(app, gone).stdout)
+    assert said["rows"] == {} and "there is no such file" in said["rows_not_counted"]

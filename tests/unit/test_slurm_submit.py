@@ -172,7 +172,9 @@ def test_a_node_that_keeps_failing_is_avoided_by_each_component_beside_its_own(
         ("sbatch: error: Batch job submission failed: Invalid generic resource (gres) specification", "slurm.gpus_per_node, slurm.gres"),
         ("sbatch: error: Batch job submission failed: Invalid node name specified", "slurm.exclude"),
         ("sbatch: unrecognized option '--foo=1'", "slurm.options"),
-        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "slurm.time, the numbers"),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "slurm.queue_ahead"),
+        ("sbatch: error: QOSMaxCpuPerJobLimit\nsbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "slurm.cpus_per_task"),
+        ("sbatch: error: Batch job submission failed: Job violates accounting/QOS policy", "slurm.time, the numbers"),
         ("sbatch: error: Batch job submission failed: Access/permission denied", "slurm.partition: it takes no jobs of yours, or none from this machine"),
         ("sbatch: error: no idea", "the keys of [slurm]"),
     ],
@@ -382,17 +384,16 @@ def test_who_waits_for_an_earlier_leader_is_no_successor(bin_folder: Path, recip
 
 
 def test_a_refused_successor_is_sent_when_slurm_takes_it(
-    bin_folder: Path, recipe: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bin_folder: Path, recipe: Path, run: RunDir, caplog: pytest.LogCaptureFixture
 ) -> None:
     slurm = load_recipe(recipe).slurm
     assert slurm is not None
-    monkeypatch.setattr(batch, "SUCCESSOR_RETRY_S", 0.01)
     program(bin_folder, "squeue", "echo '7|RUNNING|None'")
     says(bin_folder, "sbatch: error: Batch job submission failed: Access/permission denied")
     run.create()
     ended = threading.Event()
     with ThreadPoolExecutor(1) as background:
-        queued = background.submit(batch.queue_until_taken, Chain(run, slurm, "7"), at_first(run), ended)
+        queued = background.submit(batch.queue_until_taken, Chain(run, slurm, "7"), at_first(run), 0.01, ended)
         try:
             refused = lambda: [e for e in read_metrics(run.metrics / "chain.jsonl")[0] if e["kind"] == "refused"]
             wait_for(lambda: len(refused()) > 2)
@@ -410,7 +411,9 @@ def test_a_refused_successor_is_sent_when_slurm_takes_it(
     assert len(caplog.messages) == 1, "each wording is said once"
     assert caplog.messages[0].startswith("no successor queued: this run ends with this job: sbatch refuses")
     says(bin_folder, "sbatch: error: Batch job submission failed: Access/permission denied")
-    batch.queue_until_taken(Chain(run, slurm, "8"), at_first(run), ended)  # the job ends: no attempt after this one
+    batch.queue_until_taken(
+        Chain(run, slurm, "8"), at_first(run), 0.01, ended
+    )  # the job ends: no attempt after this one
 
 
 def test_a_leader_that_shall_have_no_successor_says_so(
@@ -653,11 +656,11 @@ def test_every_state_that_waits_is_alive() -> None:
         # Slurm's list of reasons.
         ("BadConstraints", "slurm.constraint"),
         ("DependencyNeverSatisfied", "send the run again"),
-        ("AssocMaxNodePerJobLimit", "slurm.time, the numbers of nodes"),
-        ("QOSMaxWallDurationPerJobLimit", "slurm.time, the numbers of nodes"),
-        ("QOSMaxGRESPerNode", "slurm.time, the numbers of nodes"),
-        ("QOSMaxCpuMinutesPerJobLimit", "slurm.time, the numbers of nodes"),
-        ("QOSMinCpuNotSatisfied", "slurm.time, the numbers of nodes"),
+        ("AssocMaxNodePerJobLimit", "trainer.nodes and rollout.nodes"),
+        ("QOSMaxWallDurationPerJobLimit", "change slurm.time, or another slurm.qos"),
+        ("QOSMaxGRESPerNode", "slurm.gpus_per_node"),
+        ("QOSMaxCpuMinutesPerJobLimit", "slurm.time, slurm.cpus_per_task"),
+        ("QOSMinCpuNotSatisfied", "change slurm.cpus_per_task"),
         ("QOSGrpCpuLimit", ""),
         ("AssocGrpGRES", ""),
         ("MaxNodePerAccount", ""),

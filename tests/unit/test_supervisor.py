@@ -264,6 +264,38 @@ def test_the_same_error_twice_at_the_same_place_is_one_that_a_person_must_mend(
         assert "trainer cannot begin: twice the same error, ValueError: betas (optim.py:7)" in outcome["reason"]
 
 
+def test_an_error_of_any_rank_counts(tmp_path: Path, recipe: Recipe) -> None:
+    """Rank 0 knows only that its peer left, each time in other words."""
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"processes": 2})})
+    run = prepared(tmp_path / "run", recipe)
+
+    class Broken(Stage):
+        def train(self, voice: Telemetry, folder: Path) -> int:
+            error = "SafetensorError: truncated" if voice.role == "trainer-1" else f"peer {voice.attempt} left"
+            voice.beat("crashed", error=error, place="load.py:7")
+            return Exit.CRASHED
+
+    stage = Broken(run, Faults(Path("/nowhere")))
+    outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
+    assert outcome["outcome"] == "failed" and outcome["fatal"] is True
+    assert "twice the same error, SafetensorError: truncated (load.py:7) on " in outcome["reason"]
+    assert stage.born.count(("trainer-1", 1)) == 1 and ("trainer-1", 2) not in stage.born
+
+
+def test_what_any_rank_cannot_go_on_for_ends_the_run(tmp_path: Path, recipe: Recipe) -> None:
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"processes": 2})})
+    run = prepared(tmp_path / "run", recipe)
+
+    class Broken(Stage):
+        def train(self, voice: Telemetry, folder: Path) -> int | None:
+            return Exit.FATAL if voice.role == "trainer-1" else None  # rank 0 waits for it
+
+    stage = Broken(run, Faults(Path("/nowhere")))
+    outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
+    assert outcome["outcome"] == "failed" and outcome["fatal"] is True and "trainer-1.0000.log" in outcome["reason"]
+    assert ("trainer-1", 1) not in stage.born
+
+
 def test_an_error_has_a_place_unless_it_is_one_of_the_moment() -> None:
     def place(error: type[Exception], *arguments: Any) -> str:
         with pytest.raises(error) as caught:
@@ -279,6 +311,11 @@ def test_an_error_has_a_place_unless_it_is_one_of_the_moment() -> None:
     assert place(ValueError, "x").startswith("io_errors.py:") and place(FileNotFoundError, errno.ENOENT, "x")
     assert place(ConnectionResetError, "peer") == place(type("DistNetworkError", (Exception,), {}), "x") == ""
     assert place_of(OSError(errno.EIO, "x")) == ""
+    assert (
+        place(RuntimeError, "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+        == ""
+    )
+    assert place(RuntimeError, "size mismatch")
 
 
 def test_a_stop_that_comes_while_a_lost_trainer_waits_for_its_next_start_is_no_start(

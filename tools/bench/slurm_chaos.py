@@ -60,6 +60,8 @@ PREEMPT = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}
 """Over the whole node of the trainer; on which, but in ettr, there are no rollout workers: they go on."""
 RECOVERY_S = 180.0
 SEEDS = 3
+ARRAY_PACE_S = 0.5
+"""Least seconds of a step."""
 ARRAY_FAULTS = ("warned", "preempted", "trainer killed", "worker killed")
 SINGLE = """
 [slurm]
@@ -311,13 +313,14 @@ def part_requeue(cluster: SlurmCluster, given: argparse.Namespace, done: Callabl
 
 
 def part_array(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:
-    seeds = submit_array(cluster, "array", "run.steps=1000000", "async.max_staleness=0", *given.set)
+    paced = f"algorithm={_paced_algorithm(ARRAY_PACE_S)}"  # else those that are not hurt make steps that take minutes to compare with
+    seeds = submit_array(cluster, "array", "run.steps=1000000", "async.max_staleness=0", paced, *given.set)
     for seed in seeds:
         seed.until(lambda: newest(seed.run) >= given.gap)  # noqa: B023
     touched = 0
     for i in range(given.array_faults):
         hit, others = seeds[i % SEEDS], [seed for seed in seeds if seed is not seeds[i % SEEDS]]
-        touched += _apart(hit, others, ARRAY_FAULTS[i // SEEDS % len(ARRAY_FAULTS)], given.gap)
+        touched += _apart(hit, others, ARRAY_FAULTS[i % len(ARRAY_FAULTS)], given.gap)
         done()
     cancelled, *others = seeds
     job, before = cancelled.job("leader"), list(map(_lives, others))
@@ -330,7 +333,9 @@ def part_array(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
     stays = cluster.state(job) == "CANCELLED"
     steps = [cancelled.run.checkpoint_steps()[-1], *(seed.stop() for seed in others)]
     audits = [audit(seed.run.root) for seed in seeds]
-    alone = [calm(cluster, step, "async.max_staleness=0", *given.set, seed=i) for i, step in enumerate(steps)]
+    with common.doing("the same runs without faults"), ThreadPoolExecutor(SEEDS) as several:
+        make = lambda seed, step: calm(cluster, step, "async.max_staleness=0", *given.set, seed=seed)
+        alone = list(several.map(make, range(SEEDS), steps))
     same = [
         final_weights(seed.run, step) == final_weights(run, step)
         for seed, step, run in zip(seeds, steps, alone, strict=True)
@@ -339,6 +344,7 @@ def part_array(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
         "array": {
             "seeds": SEEDS, "faults": given.array_faults, "others_touched": touched, "cancelled_stays": stays, "steps": steps,
             "lost": sum(len(a.lost) for a in audits), "twice": sum(len(a.twice) for a in audits), "bit_identical": all(same),
+            "gradient_fraction": min(gradient_fraction(seed.run) for seed in seeds),
         }
     }  # fmt: skip
 
@@ -374,13 +380,18 @@ def part_stall(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
 
 def part_ettr(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:
     """Both rates at once, on nodes of their own: a paced run sleeps most of the time."""
-    algorithm = f'{{name="own", factory="{common.SIDES / "paced.py"}:paced", options={{seconds={float(given.pace)}}}, group_size=4}}'
+    algorithm = _paced_algorithm(given.pace)
     found: dict[str, Any] = {}
     with ThreadPoolExecutor(len(given.every)) as several:
         runs = {k: several.submit(_paced, cluster, i, k, given, algorithm, done) for i, k in enumerate(given.every)}
         for k, future in runs.items():
             found[f"every_{k}_steps"] = future.result()
     return {"ettr": found}
+
+
+def _paced_algorithm(seconds: float) -> str:
+    """The recipe's algorithm, with a rest before each step: the same bits."""
+    return f'{{name="own", factory="{common.SIDES / "paced.py"}:paced", options={{seconds={float(seconds)}}}, group_size=4}}'
 
 
 def _paced(

@@ -1,4 +1,4 @@
-"""Real accounting (sacct): a private MariaDB and slurmdbd, all files in the cluster's folder."""
+"""Real accounting (sacct, limits of accounts and QOS): a private MariaDB and slurmdbd, all files in the cluster's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .config import DATABASE, ClusterError, Settings, slurmdbd_conf
+from .config import CLUSTER, DATABASE, ClusterError, Settings, slurmdbd_conf
 
 BINARIES = {
     "slurmdbd": "slurmdbd",
@@ -17,6 +17,7 @@ BINARIES = {
     "mariadb": "mariadb-client-core",
 }
 INSTALL = "apt-get install --no-install-recommends slurmdbd mariadb-server-core mariadb-client-core"
+ACCOUNT = "users"
 DEADLINE_S = 60.0
 
 Client = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -36,8 +37,7 @@ def start(settings: Settings, client: Client, daemon: Daemon) -> None:
         "mariadbd",
         *account,
         f"--socket={server_socket}",
-        f"--port={settings.ports['mariadb']}",
-        "--bind-address=127.0.0.1",
+        "--skip-networking",  # several clusters and a database of the machine's own share its ports
         f"--pid-file={folder}/run/mariadb.pid",
         f"--log-error={folder}/log/mariadb.log",
         "--innodb-buffer-pool-size=32M",
@@ -46,14 +46,18 @@ def start(settings: Settings, client: Client, daemon: Daemon) -> None:
     daemon(server)
     root = ["mariadb", "--no-defaults", "--user=root", f"--socket={server_socket}", "--execute"]
     _until(client, [*root, "select 1"])
-    for host in ("localhost", "127.0.0.1"):
-        _must(client, [*root, f"create user {DATABASE}@'{host}' identified by '{DATABASE}'"])
-        _must(client, [*root, f"grant all on {DATABASE}.* to {DATABASE}@'{host}'"])
+    owner = f"{DATABASE}@localhost"
+    _must(client, [*root, f"create user {owner} identified by '{DATABASE}'; grant all on {DATABASE}.* to {owner}"])
     conf = folder / "etc" / "slurmdbd.conf"
     conf.touch(mode=0o600)  # slurmdbd refuses a password that others can read
     conf.write_text(slurmdbd_conf(settings))
-    daemon(["slurmdbd"])
-    _until(client, ["sacctmgr", "--immediate", "add", "cluster", "toy"])
+    # The client library's own way to say which socket "localhost" means; slurmdbd.conf has none.
+    daemon(["env", f"MYSQL_UNIX_PORT={server_socket}", "slurmdbd"])
+    add = ["sacctmgr", "--immediate", "add"]
+    _until(client, [*add, "cluster", CLUSTER])
+    # Limits hold for users who are known.
+    _must(client, [*add, "account", ACCOUNT])
+    _must(client, [*add, "user", settings.user, f"account={ACCOUNT}"])
 
 
 def _must(client: Client, command: list[str]) -> None:

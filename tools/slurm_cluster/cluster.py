@@ -198,7 +198,7 @@ def _with_namespaces(state: State, names: list[tuple[str, str, bool]], options: 
         Node(name, partition, f"{SUBNET}.{10 + number}", 6818, started)
         for number, (name, partition, started) in enumerate(names, 1)
     )
-    ports = {"slurmctld": 6817, "slurmdbd": 6819, "mariadb": 3306}
+    ports = {"slurmctld": 6817, "slurmdbd": 6819}
     _configure(state, nodes, ports, CONTROLLER, f"{SUBNET}.1", True, options)
     hosts = state.folder / "etc" / "hosts"
     hosts.write_text(config.hosts(state.plan))
@@ -276,11 +276,11 @@ def _set_up_host(name: str) -> None:
 def _with_ports(state: State, names: list[tuple[str, str, bool]], options: dict[str, Any]) -> None:
     """All nodes on this host, each slurmd on a port of its own."""
     host = socket.gethostname().partition(".")[0]
-    free = _free_ports(3 + len(names))
-    ports = dict(zip(("slurmctld", "slurmdbd", "mariadb"), free, strict=False))
+    free = _free_ports(2 + len(names))
+    ports = dict(zip(("slurmctld", "slurmdbd"), free, strict=False))
     nodes = tuple(
         Node(name, partition, "127.0.0.1", port, started)
-        for (name, partition, started), port in zip(names, free[3:], strict=True)
+        for (name, partition, started), port in zip(names, free[2:], strict=True)
     )
     _configure(state, nodes, ports, host, "127.0.0.1", False, options)
 

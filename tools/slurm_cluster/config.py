@@ -8,6 +8,7 @@ from pathlib import Path
 SUBNET = "10.77.0"
 CONTROLLER = "ctl"
 GPUS_PER_NODE = 4
+CLUSTER = "toy"
 DATABASE = "slurm"
 LOW_TIER, PLAIN_TIER, HIGH_TIER = 1, 10, 100
 GRACE_S = 4
@@ -34,7 +35,7 @@ class Settings:
     controller: str
     controller_address: str
     ports: dict[str, int]
-    """Of slurmctld, slurmdbd and mariadb."""
+    """Of slurmctld and slurmdbd."""
     nodes: tuple[Node, ...]
     namespaces: bool
     preempt_signal: bool
@@ -64,7 +65,7 @@ def slurm_conf(settings: Settings) -> str:
     folder = Path(settings.folder)
     every = ",".join(node.name for node in settings.nodes)
     lines = [
-        "ClusterName=toy",
+        f"ClusterName={CLUSTER}",
         f"SlurmctldHost={settings.controller}({settings.controller_address})",
         f"SlurmctldPort={settings.ports['slurmctld']}",
         f"SlurmUser={settings.user}",
@@ -115,6 +116,8 @@ def slurm_conf(settings: Settings) -> str:
             "AccountingStorageType=accounting_storage/slurmdbd",
             "AccountingStorageHost=localhost",
             f"AccountingStoragePort={settings.ports['slurmdbd']}",
+            "AccountingStorageEnforce=associations,limits,qos",
+            "AccountingStoreFlags=job_comment",
         ]
     for node in settings.nodes:
         host = node.name if settings.namespaces else settings.controller
@@ -158,8 +161,7 @@ SlurmUser={settings.user}
 LogFile={settings.folder}/log/slurmdbd.log
 PidFile={settings.folder}/run/slurmdbd.pid
 StorageType=accounting_storage/mysql
-StorageHost=127.0.0.1
-StoragePort={settings.ports["mariadb"]}
+StorageHost=localhost
 StorageUser={DATABASE}
 StoragePass={DATABASE}
 StorageLoc={DATABASE}

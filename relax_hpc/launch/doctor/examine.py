@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from relax_hpc.launch.doctor import files, python, room, slurm
-from relax_hpc.launch.doctor.checks import Check, failed, note
+from relax_hpc.launch.doctor.checks import Check, failed, note, worst
 from relax_hpc.launch.doctor.nodes import on_nodes
 from relax_hpc.launch.slurm.plan import make_plan
 from relax_hpc.recipe import Recipe, change_on_resume, load_recipe, site_file
@@ -42,7 +42,7 @@ def examine(
     with files.scratch(recipe.run.root.absolute()) as folder:
         if "files" in areas:
             say("the file system")
-            yield from _files(recipe, folder, local_root_ok)
+            yield from _files(recipe, run, folder, local_root_ok)
             yield from files.access(recipe.run.root, run.root if run else None)
         if "python" in areas:
             say("Python's libraries")
@@ -63,14 +63,17 @@ def checkpoint_s(run: RunDir | None) -> float | None:
     return max((float(r["seconds"]) for r in records if r["kind"] == "checkpoint" and r.get("seconds")), default=None)
 
 
-def _files(recipe: Recipe, folder: Path, local_root_ok: bool) -> Iterator[Check]:
+def _files(recipe: Recipe, run: RunDir | None, folder: Path, local_root_ok: bool) -> Iterator[Check]:
     own = folder / "semantics"
     own.mkdir()
     yield from files.semantics(own, trainer_processes=recipe.trainer.processes)
     if recipe.slurm is not None:
         yield slurm.root_is_shared(make_plan(recipe), local_root_ok)
     yield from room.room(recipe)
-    yield from room.inputs(recipe)
+    inputs = room.inputs(recipe)
+    yield from inputs
+    if worst(inputs) == "ok":
+        yield from room.rows(recipe, run)
 
 
 def _slurm(recipe: Recipe, run: RunDir | None, folder: Path) -> Iterator[Check]:

@@ -10,12 +10,14 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from relax_hpc.launch.create import count_rows
 from relax_hpc.launch.doctor.checks import Check, failed, gigabytes, note, ok, warning
 from relax_hpc.launch.doctor.files import AREA, existing_part
 from relax_hpc.recipe.algorithm import Ppo
 from relax_hpc.recipe.model import PathModel, TinyModel
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.source import keys_of
+from relax_hpc.recipe.source import keys_of, left_out
+from relax_hpc.run_dir import RunDir, RunError, read_json
 from relax_hpc.spool.layout import SCORE_BYTES
 
 STATE_BYTES = 12
@@ -143,6 +145,15 @@ def inputs(recipe: Recipe) -> list[Check]:
         else:
             found.append(failed(AREA, key, f"'{path}' cannot be read", "a .jsonl or .parquet file", f"--set {key}=FILE, or mend its permissions"))  # fmt: skip
     return found
+
+
+def rows(recipe: Recipe, run: RunDir | None) -> list[Check]:
+    """How many rows of prompt files are left out, or cut: of a run as it counted them, of a recipe as its run would."""
+    try:
+        counts = read_json(run.rows) or {} if run is not None else count_rows(recipe)
+    except RunError as error:
+        return [failed(AREA, "rows of prompts", str(error), "rows that can be used", "mend them, or leave them out: too_long and missing_answer of the source")]  # fmt: skip
+    return [note(AREA, "rows of prompts", line) for line in left_out(counts)]
 
 
 def _model(key: str, path: Path) -> Check:

@@ -104,8 +104,8 @@ class StepBeside:
         said = next((beat for beat in beats.values() if beat.get("error")), next(iter(beats.values()), {}))
         reason, done = one.step.words() or "its step ended", said.get("orders", 0) + said.get("learned", 0)
         self._say("lost", role=one.name, reason=reason)
-        if not one.patience.failed(reason, (one.attempt, done) if done else None, said):
-            self.fatal = one.patience.in_vain
+        if not one.patience.failed(reason, (one.attempt, done) if done else None, *beats.values()):
+            self.fatal = bool(one.patience.again)
             self.suspect = str(said.get("host", ""))
             self.failure = one.patience.exhausted(one.name, reason, str(said.get("error", "")), one.step.log)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from relax_hpc.launch.lease import Holder
 from relax_hpc.launch.slurm.queue_state import WAITING, ask, reason_in_words, whole
-from relax_hpc.launch.slurm.send import jobs
+from relax_hpc.launch.slurm.send import jobs, key_to_change
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.run_dir import RunDir
 
@@ -49,8 +49,7 @@ _TOO_MUCH = re.compile(r"(QOS|Assoc)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+")
 """One job asks for more, or less, than the QOS or account allows for one job."""
 _PER_USER = re.compile(r"(QOS|Assoc)Max(\w+PerUser|Jobs)(Limit)?")
 """All running jobs of a user together: ends when others of theirs end."""
-_LIMITS = "slurm.time, the numbers of nodes and GPUs, or another slurm.qos or slurm.account"
-_TOGETHER = f"{_LIMITS}; the jobs of a run need to run at the same time (slurm.shape = 'single' makes one of them)"
+_TOGETHER = "the jobs of a run need to run at the same time (slurm.shape = 'single' makes one of them)"
 
 
 def hopeless(ids: Iterable[str]) -> dict[str, str]:
@@ -88,8 +87,8 @@ def _fix(reason: str, ours: list[str]) -> str:
     if name in MENDED_BY:
         return MENDED_BY[name]
     if _TOO_MUCH.fullmatch(name):
-        return _LIMITS
-    return _TOGETHER if _PER_USER.fullmatch(name) and not _others(ours) else ""
+        return key_to_change(name)
+    return f"{key_to_change(name)}; {_TOGETHER}" if _PER_USER.fullmatch(name) and not _others(ours) else ""
 
 
 def _others(ours: list[str]) -> bool:

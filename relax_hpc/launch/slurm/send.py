@@ -35,13 +35,22 @@ _BUSY = re.compile(
     r"slurm_persist_conn_open|Transport endpoint is not connected",
     re.IGNORECASE,
 )
+_LIMIT = "(QOS|Assoc)(Max|Min|Grp)"
+_ELSE = "or another slurm.qos or slurm.account"
 _FIXES = (
     (r"Access/permission denied",
      "slurm.partition: it takes no jobs of yours, or none from this machine (`scontrol show partition`: AllocNodes, AllowGroups). Where "
      "compute nodes may not send jobs, slurm.queue_ahead = the jobs that the run needs sends all of them at once"),
     (r"partition specified|partition name|Invalid partition", "slurm.partition: `sinfo -s` lists partitions"),
     (r"account or account/partition|Invalid account", "slurm.account or slurm.partition: `sacctmgr show assoc user=$USER` lists yours"),
-    (r"violates accounting|[a-z]Limit\b", "slurm.time, the numbers of nodes, or fewer jobs at once (slurm.queue_ahead)"),
+    (f"{_LIMIT}(Submit|Jobs?(Per|Limit|$))", f"slurm.queue_ahead or slurm.shape = 'single', for fewer jobs at once, {_ELSE}"),
+    (f"{_LIMIT}Wall", f"slurm.time, {_ELSE}"),
+    (f"{_LIMIT}Cpu(Run)?Minutes", f"slurm.time, slurm.cpus_per_task, the numbers of nodes, {_ELSE}"),
+    (f"{_LIMIT}Cpu", f"slurm.cpus_per_task, the numbers of nodes, {_ELSE}"),
+    (f"{_LIMIT}GRES", f"slurm.gpus_per_node, slurm.gres or slurm.gpus_per_task, the numbers of nodes, {_ELSE}"),
+    (f"{_LIMIT}Mem", f"slurm.mem, {_ELSE}"),
+    (f"{_LIMIT}Node", f"trainer.nodes and rollout.nodes, {_ELSE}"),
+    (f"violates accounting|[a-z]Limit\\b|{_LIMIT}", f"slurm.time, the numbers of nodes and GPUs, fewer jobs at once (slurm.queue_ahead), {_ELSE}"),
     (r"qos", "slurm.qos: `sacctmgr show assoc user=$USER format=account,partition,qos` lists yours"),
     (r"time limit|--time|time specification", "slurm.time: `sinfo -o '%P %l'` shows each partition's limit"),
     (r"gres|gpu|tres", "slurm.gpus_per_node, slurm.gres or slurm.gpus_per_task: `sinfo -o '%P %G'` shows what nodes have"),
@@ -255,5 +264,5 @@ def _fix(run: RunDir, words: str) -> str:
 
 
 def key_to_change(words: str) -> str:
-    """The recipe's key that mends what sbatch complains of in these words."""
+    """The recipe's key that mends what sbatch complains of in these words, or the reason for which a limit keeps a job waiting."""
     return next((fix for pattern, fix in _FIXES if re.search(pattern, words, re.IGNORECASE)), "the keys of [slurm]")
