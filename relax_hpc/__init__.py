@@ -1,6 +1,6 @@
 """relax_hpc: Slurm-native reinforcement-learning post-training, where a run is a directory.
 
-recipe ──► orders ──► rollout ──► shard ──► trainer ──► weights ─┐
+recipe ──► requests ──► rollout ──► shard ──► trainer ──► weights ─┐
              ▲                                                   │
              └───────────────────────────────────────────────────┘
 """
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from os import PathLike
     from typing import Any
 
-    from relax_hpc.analysis import RunView
-    from relax_hpc.launch.slurm.executor import RunJob
+    from relax_hpc.monitor.analysis import RunView
+    from relax_hpc.slurm.submission.executor import RunJob
 
 __version__ = "0.1.0"
 
 
 def open_run(path: str | PathLike[str]) -> RunView:
     """Open a run directory for offline analysis (nothing is written, the run may be live)."""
-    from relax_hpc.analysis import RunView
+    from relax_hpc.monitor.analysis import RunView
 
     return RunView(path)
 
@@ -36,8 +36,8 @@ def run(recipe: str | PathLike[str], *, sets: Sequence[str] = ()) -> dict[str, A
 
     from rich.console import Console
 
-    from relax_hpc.launch.local import open_or_create, run_here
-    from relax_hpc.launch.supervisor import outcome_of
+    from relax_hpc.supervise.local import open_or_create, run_here
+    from relax_hpc.supervise.supervisor import outcome_of
 
     opened = open_or_create(Path(recipe), list(sets))
     if opened.finished:
@@ -59,7 +59,7 @@ def submit(
     """
     from pathlib import Path
 
-    from relax_hpc.launch.slurm import submit as slurm
+    from relax_hpc.slurm.submission import submit as slurm
 
     target, profile = Path(recipe), Path(site) if site is not None else None
     if dry_run:

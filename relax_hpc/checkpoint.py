@@ -3,8 +3,8 @@
 CHECKPOINTS/step-00000100/
   model.safetensors optimizer-N.safetensors rng.safetensors   the trainer's (no pickle: the directory is shared), or
   .metadata __RANK_N.distcp common.pt rng.safetensors         Megatron's (an index that is read as data alone)
-  state.json                                                  step, lineage, the book of orders, the prompt cursor
-  DONE                                                        checksums of all of these (see seals.py)
+  state.json                                                  step, lineage, the request planner, the prompt cursor
+  DONE                                                        checksums of all of these (see folder_checksums.py)
 
 Whoever takes a file of it compares it; where one is damaged, the next older checkpoint is taken.
 """
@@ -22,20 +22,22 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from relax_hpc import read_ahead, seals
-from relax_hpc.run_dir import RunDir, RunError, sync_folder, to_json, write_file
+from relax_hpc.files import folder_checksums, read_ahead
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import sync_folder, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
 
 T = TypeVar("T")
 
 
-def unfinished(via: Path, step: int) -> Path:
+def unfinished(commit_dir: Path, step: int) -> Path:
     """Where the checkpoint of `step` is written, in the incarnation's own folder."""
-    return via / f"checkpoint-{step}"
+    return commit_dir / f"checkpoint-{step}"
 
 
-def begin(via: Path, step: int) -> Path:
+def begin(commit_dir: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of `step` into. One process makes it; what others write comes after."""
-    folder = unfinished(via, step)
+    folder = unfinished(commit_dir, step)
     shutil.rmtree(folder, ignore_errors=True)  # what an attempt left that found the disk full
     folder.mkdir()
     return folder
@@ -52,7 +54,7 @@ def commit(
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    seals.write(folder, checksums)
+    folder_checksums.write(folder, checksums)
     final = run.checkpoint(step)
     if (final / "DONE").exists():
         shutil.rmtree(folder)
@@ -68,19 +70,22 @@ def read_state(folder: Path) -> dict[str, Any]:
     path = folder / "state.json"
     try:
         text = path.read_bytes()
-        seals.compare(path, seals.of_pieces([text]))
+        folder_checksums.compare(path, folder_checksums.of_pieces([text]))
         state: dict[str, Any] = json.loads(text)
     except (OSError, ValueError) as error:
-        raise seals.DamagedCheckpoint(f"'{path}' cannot be read: {error}") from error
+        raise folder_checksums.DamagedCheckpoint(f"'{path}' cannot be read: {error}") from error
     return state
 
 
 def restore(
-    run: RunDir, take: Callable[[Path], None], agree: Callable[[str], str], put_aside: Callable[[int, str], None]
+    run: RunDir,
+    take: Callable[[Path], None],
+    agree: Callable[[str], str],
+    move_to_quarantine: Callable[[int, str], None],
 ) -> dict[str, Any] | None:
     """`take` the newest checkpoint that is whole, and its state; None before the first. Raises RunError where none is whole.
 
-    Collective: agree is given what is damaged for this process, or nothing, and says what is for any. put_aside: what becomes of a
+    Collective: agree is given what is damaged for this process, or nothing, and says what is for any. move_to_quarantine: what becomes of a
     damaged one, by its step, with what it is.
     """
     damage = []
@@ -92,7 +97,7 @@ def restore(
         if not said:
             return state
         damage.append(said)
-        put_aside(step, said)
+        move_to_quarantine(step, said)
     if damage:
         raise RunError(
             f"no checkpoint of '{run.root}' is whole: {'; '.join(damage)}. Put one back from a copy into '{run.checkpoints}' (damaged ones "
@@ -106,20 +111,20 @@ def _tried(read: Callable[[], T], agree: Callable[[str], str]) -> tuple[T | None
     found, said = None, ""
     try:
         found = read()
-    except seals.DamagedCheckpoint as error:
+    except folder_checksums.DamagedCheckpoint as error:
         said = str(error)
     return found, agree(said)
 
 
-def put_aside(run: RunDir, via: Path, aside: Path, step: int, damage: str) -> None:
+def move_to_quarantine(run: RunDir, commit_dir: Path, quarantine: Path, step: int, damage: str) -> None:
     """Move a damaged checkpoint away, by way of our own folder, so that another of this step can be made; a person may still mend it."""
     name = f"checkpoint-{step:08d}.{uuid.uuid4().hex[:6]}.damaged"
-    os.rename(run.checkpoint(step), via / name)
+    os.rename(run.checkpoint(step), commit_dir / name)
     sync_folder(run.checkpoints)
-    os.rename(via / name, aside / name)
+    os.rename(commit_dir / name, quarantine / name)
     logging.getLogger("checkpoint").warning(
         "the checkpoint of step %d is damaged, the next older one is taken, and the ledger's steps from there are replayed: %s. It is in '%s'",
-        step, damage, aside / name,
+        step, damage, quarantine / name,
     )  # fmt: skip
 
 
@@ -130,11 +135,11 @@ def begin_reading(run: RunDir, optimizer: str) -> None:
         read_ahead.begin(list(run.checkpoint(done[-1]).glob(f"{optimizer}-*.safetensors")))
 
 
-def rotate(run: RunDir, via: Path, keep: int) -> int:
+def rotate(run: RunDir, commit_dir: Path, keep: int) -> int:
     """Remove all but the newest `keep`; the step of the oldest that is left. Moved away first: half a checkpoint is none."""
     done = run.checkpoint_steps()
     for step in done[:-keep]:
-        gone = via / f"old-{step}"
+        gone = commit_dir / f"old-{step}"
         os.rename(run.checkpoint(step), gone)
         shutil.rmtree(gone)
     return done[-keep:][0]

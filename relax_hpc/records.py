@@ -18,7 +18,7 @@ class Finish(IntEnum):
     LENGTH = 1
     """max_new_tokens or the context was reached."""
     FAILED = 2
-    """The sample could not be played; its group says why."""
+    """The sample could not be generated; its group says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group could not be played or scored."""
+    """Why a group could not be generated or scored."""
 
     reason: str
     """Nothing in it is of one prompt alone, so that equal ones are counted together."""
@@ -88,10 +88,12 @@ class Group:
     """The rest of a Failure."""
 
 
-def failed_group(prompt: Prompt, copies: int, version: int, failure: Failure) -> Group:
-    """A group of which nothing could be played: its samples have no tokens. version: that would have played it."""
+def failed_group(prompt: Prompt, samples_per_prompt: int, version: int, failure: Failure) -> Group:
+    """A group of which nothing could be generated: its samples have no tokens. version: that would have generated it."""
     tokens, mask, logprobs = np.empty(0, np.int32), np.empty(0, np.uint8), np.empty(0, np.float32)
-    samples = [Sample(tokens, mask, logprobs, [(0, version)], Finish.FAILED, turns=0) for _ in range(copies)]
+    samples = [
+        Sample(tokens, mask, logprobs, [(0, version)], Finish.FAILED, turns=0) for _ in range(samples_per_prompt)
+    ]
     return Group(prompt, samples, failure.reason, failure.detail)
 
 
@@ -111,8 +113,8 @@ def with_experts(groups: list[Group]) -> list[Group]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A half-played order: its samples so far, to be gone on with under newer weights."""
+class PartialRollout:
+    """A partial rollouts: its samples so far, to be gone on with under newer weights."""
 
     groups: list[Group]
     """A sample's `turns` are those that its environment has answered; all else of it holds for the tokens there are."""
@@ -139,7 +141,7 @@ class Rollouts:
     prompt_tokens[prompt_offsets[i]:prompt_offsets[i+1]] + tokens[offsets[i]:offsets[i+1]].
     """
 
-    ids: list[str]  # [N] "ORDER/sample", unique in the run
+    ids: list[str]  # [N] "REQUEST/sample", unique in the run
     group: NDArray[np.int64]  # [N] which group of the step a sample belongs to
     rewards: NDArray[np.float32]  # [N] what the algorithm trains on
     raw_rewards: NDArray[np.float32]  # [N] what the verifier said
@@ -148,11 +150,11 @@ class Rollouts:
     tokens: NDArray[np.int32]  # [T]
     offsets: NDArray[np.int64]  # [N + 1]
     loss_mask: NDArray[np.uint8]  # [T]
-    logprobs: NDArray[np.float32]  # [T] the behaviour policy's
+    logprobs: NDArray[np.float32]  # [T] the behavior policy's
     versions: NDArray[np.int32]  # [T] of the weights that made each token
     finish: NDArray[np.uint8]  # [N]
     routed_experts: NDArray[np.integer[Any]] | None = None
-    """[S, layers, K] the experts that the behaviour policy sent each token to, for all of a sample's tokens, the prompt's
+    """[S, layers, K] the experts that the behavior policy sent each token to, for all of a sample's tokens, the prompt's
     too, but its last: S is the sum of lengths() - 1. The megatron trainer routes as they say."""
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """[T] each, of the tokens in the loss: other policies' logprobs by policy ("reference", "recomputed", "teacher"), a critic's

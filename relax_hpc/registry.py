@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
 
 MEND = "mend it and go on with `relax-hpc run RUN_DIR --code new`, which takes the edited file into the run"
 """How a run goes on whose user's code did something wrong."""

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.run_dir import RunDir, read_json, replace, to_json
+from relax_hpc.files.publish import read_json, replace, to_json
+from relax_hpc.files.run_dir import RunDir
 
-BEAT_EVERY_S = 0.5
+HEARTBEAT_EVERY_S = 0.5
 """Heartbeats come at most this often: a file operation each, on a shared file system."""
 
 
@@ -30,33 +31,38 @@ class Telemetry:
     """One role's voice. `role` is a unique name such as 'trainer-0' or 'rollout-3'."""
 
     def __init__(
-        self, run: RunDir, role: str, attempt: int, supervisor_pid: int | None = None, quiet_s: float = BEAT_EVERY_S
+        self,
+        run: RunDir,
+        role: str,
+        attempt: int,
+        supervisor_pid: int | None = None,
+        quiet_s: float = HEARTBEAT_EVERY_S,
     ) -> None:
         """quiet_s: how long a heartbeat may be the last one while nothing that it says has changed."""
         self.role, self.attempt = role, attempt
         self.log = logging.getLogger(role)
-        self._beat_path = run.heartbeats / f"{role}.json"
+        self._heartbeat_path = run.heartbeats / f"{role}.json"
         self._metrics_path = run.metrics / f"{role}.jsonl"
         self._trained_path = run.metrics / f"{role}.trained.jsonl"
-        self._supervisor, self._quiet_s = supervisor_pid, max(quiet_s, BEAT_EVERY_S)
-        self._looked_at = self._last_beat = float("-inf")
+        self._supervisor, self._quiet_s = supervisor_pid, max(quiet_s, HEARTBEAT_EVERY_S)
+        self._looked_at = self._last_heartbeat = float("-inf")
         self._said: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
         self._checked: set[Path] = set()
 
-    def beat(self, state: str | None = None, *, at_once: bool = False, **progress: Any) -> None:
+    def heartbeat(self, state: str | None = None, *, at_once: bool = False, **progress: Any) -> None:
         """Say that the role lives, and how far it is; cheap enough to call in any loop. A new state is written at once."""
         changed = at_once or (state is not None and state != self._last.get("state"))
         self._last |= {k: v for k, v in {"state": state, **progress}.items() if v is not None}
         now = time.monotonic()
-        if not changed and now - self._looked_at < BEAT_EVERY_S:
+        if not changed and now - self._looked_at < HEARTBEAT_EVERY_S:
             return
         self._looked_at = now
         if self._supervisor is not None and os.getppid() != self._supervisor:
             raise Orphaned(f"{self.role}: supervisor {self._supervisor} is gone")
-        if not changed and self._last == self._said and now - self._last_beat < self._quiet_s:
+        if not changed and self._last == self._said and now - self._last_heartbeat < self._quiet_s:
             return
-        self._last_beat, self._said = now, dict(self._last)
+        self._last_heartbeat, self._said = now, dict(self._last)
         record = {
             "role": self.role,
             "attempt": self.attempt,
@@ -66,7 +72,7 @@ class Telemetry:
             **self._last,
         }
         try:
-            replace(self._beat_path, to_json(record), durable=False)
+            replace(self._heartbeat_path, to_json(record), durable=False)
         except OSError as error:  # a full disk must not take a healthy role down; the supervisor sees the silence
             self.log.warning("heartbeat not written: %s", error)
 
@@ -84,8 +90,8 @@ class Telemetry:
         """Write down which samples entered the loss of a step, after it was made: what an audit counts."""
         samples: dict[str, list[int]] = {}
         for name in ids:
-            order, _, index = name.partition("/")
-            samples.setdefault(order, []).append(int(index))
+            request, _, index = name.partition("/")
+            samples.setdefault(request, []).append(int(index))
         self._append(self._trained_path, {"step": step, "incarnation": incarnation, "samples": samples})
 
     def _append(self, path: Path, record: dict[str, Any]) -> None:
@@ -114,14 +120,14 @@ def _json(record: dict[str, Any]) -> str:
         return json.dumps({**whole, "non_finite": [n for n, text in parts.items() if json.dumps(whole[n]) != text]})
 
 
-def read_beat(run: RunDir, role: str) -> dict[str, Any] | None:
+def read_heartbeat(run: RunDir, role: str) -> dict[str, Any] | None:
     """A role's last heartbeat; None before its first, or where a loss of power left half of it: the next one replaces it. Nor where something else
     has its name."""
     try:
-        beat = read_json(run.heartbeats / f"{role}.json")
+        heartbeat = read_json(run.heartbeats / f"{role}.json")
     except (ValueError, IsADirectoryError):
         return None
-    return beat if isinstance(beat, dict) else None
+    return heartbeat if isinstance(heartbeat, dict) else None
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.analysis.audit import Audit, audit
-from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis.audit import Audit, audit
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = """
@@ -44,7 +45,7 @@ learning_rate = 1e-3
 
 [rollout]
 workers = 1
-groups_per_order = 4
+groups_per_request = 4
 max_new_tokens = 6
 
 [supervision]
@@ -65,7 +66,7 @@ operators = ["+"]
 allow_parentheses = false
 allow_negation = false
 """
-"""6 steps of 2 orders of 4 groups of 4 samples."""
+"""6 steps of 2 requests of 4 groups of 4 samples."""
 STRONG = SMALL.replace('task = "basic', f'reward = "{ROOT / "tools" / "bench" / "varied.py"}:score"\ntask = "basic')
 """The same, with a reward that gives every step a gradient: for runs whose bits are compared."""
 
@@ -117,13 +118,13 @@ def steps_of(run: RunDir) -> list[dict[str, Any]]:
 
 
 def step_now(run: RunDir) -> int:
-    return int((read_beat(run, "trainer-0") or {}).get("step", 0))
+    return int((read_heartbeat(run, "trainer-0") or {}).get("step", 0))
 
 
 def pid_of(run: RunDir, role: str) -> int | None:
     """The process of a role that has begun to work."""
-    beat = read_beat(run, role)
-    return None if beat is None or beat.get("state") == "starting" else int(beat["pid"])
+    heartbeat = read_heartbeat(run, role)
+    return None if heartbeat is None or heartbeat.get("state") == "starting" else int(heartbeat["pid"])
 
 
 def audited(run: RunDir) -> Audit:

@@ -54,7 +54,7 @@ def rollouts(
     seed: int = 0,
     masked: float = 0.0,
 ) -> Rollouts:
-    """Samples with random rewards and behaviour logprobs; `masked`: the share of tokens that stay out of the loss."""
+    """Samples with random rewards and behavior logprobs; `masked`: the share of tokens that stay out of the loss."""
     rng = np.random.default_rng(seed)
     offsets = np.cumsum([0, *map(len, answers)])
     mask = (rng.random(offsets[-1]) >= masked).astype(np.uint8)
@@ -85,5 +85,5 @@ def random_rollouts(samples: int, group_size: int = 4, seed: int = 0, masked: fl
 def routed(made: Rollouts, layers: int, experts: int, chosen: int, seed: int = 0) -> Rollouts:
     """The same samples with recorded experts, at random: no router would choose them."""
     tokens = int((made.lengths() - 1).sum())
-    order = np.random.default_rng(seed).random((tokens, layers, experts)).argsort(-1)
-    return dataclasses.replace(made, routed_experts=order[..., :chosen].astype(np.uint8))
+    request = np.random.default_rng(seed).random((tokens, layers, experts)).argsort(-1)
+    return dataclasses.replace(made, routed_experts=request[..., :chosen].astype(np.uint8))

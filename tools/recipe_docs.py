@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from relax_hpc.recipe.describe import KeyInfo, alias, keys, member_key, member_name, tables
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.table import Table
+from relax_hpc.recipe.tables.table import Table
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 
@@ -30,7 +30,7 @@ comes from. Unknown keys and values of the wrong type are errors.
 - **resume** marks what `--set` may change when a run is resumed; any other change makes another run (`--fork`).
 - Relative paths are made absolute when the recipe is read. What must be there already (`model.path`, `prompts`,
   FILE.py:NAME) is looked up in the recipe's folder first, then in the working directory; a value from `--set` the other
-  way round. `run.root` and `spool.front` are seen from the working directory.
+  way round. `run.root` and `spool.node_cache` are seen from the working directory.
 - A site profile (`--site FILE`, `$RELAX_HPC_SITE` or `~/.config/relax_hpc/site.toml`) holds what is the same for all recipes
   at a site, such as `[slurm]` with account, partition and setup. It is laid under the recipe when a run is made: the
   recipe wins, and `--set` wins over both.

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from relax_hpc.launch.slurm.by_hand import by_hand
+from relax_hpc.slurm.submission.by_hand import by_hand
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "slurm"

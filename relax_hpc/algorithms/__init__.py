@@ -7,7 +7,7 @@ from relax_hpc.algorithms.base import NEEDS, Algorithm, LossInputs, Totals
 from relax_hpc.algorithms.own import Own
 from relax_hpc.algorithms.policy import PolicyAlgorithm
 from relax_hpc.algorithms.supervised import Supervised
-from relax_hpc.recipe.algorithm import AnyAlgorithm, OwnAlgorithm, Ppo, Sft
+from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, OwnAlgorithm, Ppo, Sft
 
 __all__ = ["NEEDS", "ActorCritic", "Algorithm", "LossInputs", "Supervised", "Totals", "make_algorithm"]
 

@@ -13,7 +13,7 @@ import relax_hpc.algorithms.advantages as estimates
 from relax_hpc.algorithms.base import VALUES
 from relax_hpc.algorithms.losses import clipped_value
 from relax_hpc.algorithms.policy import PolicyAlgorithm, Said
-from relax_hpc.recipe.algorithm import Ppo
+from relax_hpc.recipe.tables.algorithm import Ppo
 from relax_hpc.records import Rollouts
 
 

@@ -12,14 +12,14 @@ STD_EPS = 1e-6
 """Added to a standard deviation; in the reward's unit."""
 
 
-def group_relative(rewards: Tensor, group: Tensor, *, normalise_std: bool, eps: float = STD_EPS) -> Tensor:
+def group_relative(rewards: Tensor, group: Tensor, *, normalize_std: bool, eps: float = STD_EPS) -> Tensor:
     """[N] (r - mean of its group) / (std of its group + eps), GRPO (arXiv 2402.03300, section 4.1.2).
 
     rewards: [N]; group: [N] int64, any numbers. The standard deviation is the sample's (n - 1). Without it, as in
     Dr. GRPO (arXiv 2503.20783), the advantage keeps the reward's unit. A group of one gets 0.
     """
     centred, count, member = _centred(rewards, group)
-    if normalise_std:
+    if normalize_std:
         variance = torch.zeros_like(count).index_add_(0, member, centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[member]
     return centred.to(rewards.dtype)
@@ -55,7 +55,7 @@ def token_rewards(rewards: Tensor, penalties: Tensor, rollouts: Rollouts) -> Ten
 
 
 def gae(rewards: Tensor, values: Tensor, rollouts: Rollouts, discount: float, smoothing: float) -> Tensor:
-    """[T] float64: generalised advantage estimation (arXiv 1506.02438, eq. 16), 0 where the loss mask is 0.
+    """[T] float64: generalized advantage estimation (arXiv 1506.02438, eq. 16), 0 where the loss mask is 0.
 
     A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} - V_t, over a sample's tokens in the loss: those are the actions, and
     what lies between two of them (an observation) belongs to the state of the next. After the last, V and A are 0.

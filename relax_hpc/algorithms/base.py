@@ -41,7 +41,7 @@ class LossInputs:
 
     logprobs: Tensor  # [M] of the policy being trained, with gradient
     entropies: Tensor  # [M] of its distributions; with gradient when the algorithm's needs say "entropy"
-    behaviour: Tensor  # [M] of the policy that sampled, as the engine reported them: from the shard
+    old_logprobs: Tensor  # [M] of the policy that sampled, as the engine reported them: from the shard
     advantages: Tensor  # [M]
     reference: Tensor | None  # [M] of the reference policy; there when the needs say "reference"
     recomputed: Tensor | None  # [M] of the policy before the step, or a scorer's; there when the needs say so

@@ -1,6 +1,6 @@
 """Off-policy correction: what the policy's loss of a token weighs, since another policy than the trainer's own sampled it.
 
-A token's weight is w = exp(recomputed - behaviour): the trainer's logprob of before the step's first update against the
+A token's weight is w = exp(recomputed - behavior): the trainer's logprob of before the step's first update against the
 engine's, which sampled with other kernels and perhaps older weights. No gradient flows through it.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from relax_hpc.algorithms.base import LossInputs
 from relax_hpc.algorithms.losses import exp_ratio
 from relax_hpc.algorithms.sequences import means, spread, sums
-from relax_hpc.recipe.correction import Correction, Mis, Tis
+from relax_hpc.recipe.tables.correction import Correction, Mis, Tis
 
 VANISHED = 0.01
 """A token with less weight teaches next to nothing, though it is in bounds and in the mean: products over long answers come to that."""
@@ -26,7 +26,7 @@ def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, 
     at all of its tokens, 0 outside.
     """
     assert inputs.recomputed is not None
-    log_weights = inputs.recomputed - inputs.behaviour
+    log_weights = inputs.recomputed - inputs.old_logprobs
     if isinstance(config, Mis):
         over = sums if config.weight == "product" else means
         log_weights = spread(over(log_weights, inputs.lengths), inputs.lengths)
@@ -43,7 +43,7 @@ def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, 
 
 
 def sequence_mask(threshold: float, inputs: LossInputs) -> Tensor:
-    """[M] 0.0 where the advantage is negative and the mean of behaviour - current over the sample's tokens is above
+    """[M] 0.0 where the advantage is negative and the mean of behavior - current over the sample's tokens is above
     `threshold`, else 1.0 (DeepSeek-V3.2, arXiv 2512.02556, eq. 9)."""
-    drift = spread(means(inputs.behaviour - inputs.logprobs.detach(), inputs.lengths), inputs.lengths)
+    drift = spread(means(inputs.old_logprobs - inputs.logprobs.detach(), inputs.lengths), inputs.lengths)
     return 1 - ((inputs.advantages < 0) & (drift > threshold)).to(torch.float32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+from relax_hpc.files.errors import RunError
 from relax_hpc.records import Group
 from relax_hpc.registry import MEND, check_call, resolve, shown, users_code
-from relax_hpc.run_dir import RunError
 
 Filter = Callable[[Group], str | None]
 """filter(group) -> why the group is kept out of training, or None."""

@@ -34,11 +34,11 @@ def k3(logprobs: Tensor, other: Tensor) -> Tensor:
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
-def importance_weighted(estimator: str, logprobs: Tensor, other: Tensor, behaviour: Tensor) -> Tensor:
-    """[M] ρ·k, whose expected gradient over tokens drawn from `behaviour` is that of KL(current ‖ other) (arXiv 2512.02556, eq. 7).
+def importance_weighted(estimator: str, logprobs: Tensor, other: Tensor, old_logprobs: Tensor) -> Tensor:
+    """[M] ρ·k, whose expected gradient over tokens drawn from `behavior` is that of KL(current ‖ other) (arXiv 2512.02556, eq. 7).
 
-    ρ = current / behaviour. For k1 and k3 it has a gradient: E[ρ·k] is the KL itself. k2 is not the KL in value, but is in gradient: there
+    ρ = current / behavior. For k1 and k3 it has a gradient: E[ρ·k] is the KL itself. k2 is not the KL in value, but is in gradient: there
     ρ only weighs.
     """
-    ratio = exp_ratio(logprobs - behaviour)
+    ratio = exp_ratio(logprobs - old_logprobs)
     return (ratio.detach() if estimator == "k2" else ratio) * ESTIMATORS[estimator](logprobs, other)

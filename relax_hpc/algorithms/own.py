@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from relax_hpc.algorithms.base import NEEDS, Algorithm, LossInputs
-from relax_hpc.recipe.algorithm import OwnAlgorithm
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.algorithm import OwnAlgorithm
 from relax_hpc.records import Rollouts
 from relax_hpc.registry import MEND, RegistryError, check_call, resolve, shown, users_code
-from relax_hpc.run_dir import RunError
 
 TRAINERS = frozenset({"loss", "tokens", "skipped", "grad_norm", "learning_rate"})
 """Metrics that the trainer makes itself."""

@@ -16,7 +16,7 @@ from relax_hpc.algorithms.base import TEACHER, LossInputs
 from relax_hpc.algorithms.correction import importance_weights, sequence_mask
 from relax_hpc.algorithms.kl import ESTIMATORS, importance_weighted, k1
 from relax_hpc.algorithms.sequences import weights
-from relax_hpc.recipe.algorithm import (
+from relax_hpc.recipe.tables.algorithm import (
     Cispo,
     Clipped,
     DrGrpo,
@@ -41,7 +41,7 @@ class PolicyAlgorithm:
 
     def __init__(self, config: PolicyGradient) -> None:
         self.config = config
-        self.decoupled = isinstance(config, Ratio) and config.behaviour == "recomputed"
+        self.decoupled = isinstance(config, Ratio) and config.old_logprobs == "recomputed"
         asked = {
             "reference": config.kl_coef > 0,
             "recomputed": self.decoupled or config.correction is not None,
@@ -58,7 +58,7 @@ class PolicyAlgorithm:
         missing = [name for name in self.needs & {"reference", "recomputed", TEACHER} if getattr(inputs, name) is None]
         if missing:
             raise ValueError(f"{self.config!r} needs the logprobs of {missing} and got none")
-        old = inputs.recomputed if self.decoupled and inputs.recomputed is not None else inputs.behaviour
+        old = inputs.recomputed if self.decoupled and inputs.recomputed is not None else inputs.old_logprobs
         loss, metrics = self._surrogate(inputs, old)
         loss, said = self._corrected(loss, inputs)
         metrics |= said
@@ -93,16 +93,16 @@ class PolicyAlgorithm:
         if isinstance(config, Rloo):
             return estimates.over_tokens(estimates.leave_one_out(rewards, group), rollouts)
         plain = isinstance(config, (DrGrpo, ReinforcePlusPlusBaseline))
-        normalise = config.normalise_std if isinstance(config, Grpo) else not plain
-        relative = estimates.group_relative(rewards, group, normalise_std=normalise)
+        normalise = config.normalize_std if isinstance(config, Grpo) else not plain
+        relative = estimates.group_relative(rewards, group, normalize_std=normalise)
         spread = estimates.over_tokens(relative, rollouts)
         return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
 
     def _distance(self, rollouts: Rollouts) -> Tensor:
         """[T] teacher_coef·(log π - log π_teacher), π the policy that sampled, at each token in the loss: its mean over samples
         is the reverse KL, and as a negative advantage it has the policy gradient of the next token's reverse KL."""
-        behaviour, teacher = (torch.from_numpy(x) for x in (rollouts.logprobs, rollouts.columns[TEACHER]))
-        kl = self.config.teacher_coef * k1(behaviour, teacher)
+        old_logprobs, teacher = (torch.from_numpy(x) for x in (rollouts.logprobs, rollouts.columns[TEACHER]))
+        kl = self.config.teacher_coef * k1(old_logprobs, teacher)
         return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
 
     def _rewards(self, rollouts: Rollouts) -> Tensor:
@@ -117,10 +117,10 @@ class PolicyAlgorithm:
         config = self.config
         if not (config.kl_coef > 0 and config.kl_in == "reward"):
             return torch.zeros(len(rollouts.tokens), dtype=torch.float64)
-        behaviour, reference = (
+        old_logprobs, reference = (
             torch.from_numpy(x).double() for x in (rollouts.logprobs, rollouts.columns["reference"])
         )
-        kl = config.kl_coef * ESTIMATORS[config.kl_estimator](behaviour, reference)
+        kl = config.kl_coef * ESTIMATORS[config.kl_estimator](old_logprobs, reference)
         return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
 
     def _surrogate(self, inputs: LossInputs, old: Tensor) -> Said:
@@ -157,7 +157,7 @@ class PolicyAlgorithm:
             kl = ESTIMATORS[config.kl_estimator](inputs.logprobs, inputs.reference)
             metrics["reference_kl"] = kl.detach()
             if config.kl_unbiased:
-                kl = importance_weighted(config.kl_estimator, inputs.logprobs, inputs.reference, inputs.behaviour)
+                kl = importance_weighted(config.kl_estimator, inputs.logprobs, inputs.reference, inputs.old_logprobs)
             if config.kl_in == "loss":
                 terms = terms + config.kl_coef * kl
         if config.entropy_coef > 0:

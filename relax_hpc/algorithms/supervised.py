@@ -7,12 +7,12 @@ from torch import Tensor
 
 from relax_hpc.algorithms.base import LossInputs
 from relax_hpc.algorithms.sequences import weights
-from relax_hpc.recipe.algorithm import Sft
+from relax_hpc.recipe.tables.algorithm import Sft
 from relax_hpc.records import Rollouts
 
 
 class Supervised:
-    """Cross-entropy; see relax_hpc.algorithms.base.Algorithm. Nobody sampled the tokens: there is no behaviour policy."""
+    """Cross-entropy; see relax_hpc.algorithms.base.Algorithm. Nobody sampled the tokens: there is no behavior policy."""
 
     needs: frozenset[str] = frozenset()
 

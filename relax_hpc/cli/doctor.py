@@ -17,7 +17,7 @@ from relax_hpc.cli.run import Sets, Site
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from relax_hpc.launch.doctor.checks import Check
+    from relax_hpc.planning.doctor.checks import Check
 
 WIDTH = 200
 COLOURS = {"ok": "green", "note": "dim", "warning": "yellow", "failed": "bold red"}
@@ -61,9 +61,9 @@ def doctor(
 
     from rich.console import Console
 
-    from relax_hpc.launch.doctor.checks import worst
-    from relax_hpc.launch.doctor.examine import AREAS, examine
-    from relax_hpc.launch.doctor.examine import target as opened
+    from relax_hpc.planning.doctor.checks import worst
+    from relax_hpc.planning.doctor.examine import AREAS, examine
+    from relax_hpc.planning.doctor.examine import target as opened
 
     known = (*AREAS, "nodes")
     unknown = [area for area in only if area not in known]

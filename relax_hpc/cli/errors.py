@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 import typer
 
 from relax_hpc import __version__
+from relax_hpc.files.errors import RunError, explain_os
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.registry import RegistryError
-from relax_hpc.run_dir import RunDir, RunError, explain_os
 
 EXIT_USER_ERROR = 2
 EXIT_UNEXPECTED = os.EX_SOFTWARE

@@ -28,7 +28,7 @@ def evaluate(
         Optional[Path],
         typer.Argument(
             metavar="[RECIPE]",
-            help="What is asked, and how it is played. [dim]default: the run's own[/dim]",
+            help="What is asked, and how it is generated. [dim]default: the run's own[/dim]",
             show_default=False,
             readable=False,
         ),
@@ -52,7 +52,7 @@ def evaluate(
 ) -> None:
     """Score a run's checkpoint, or a model, on the evaluation prompts of a recipe: its held-out share and [bold]evaluation.source[/bold]s.
 
-    One engine of this machine plays them, as a worker of a run would; `relax-hpc shards` and `report` open the directory that it makes. The same command again goes on with what is missing. A run may be going on meanwhile.
+    One engine of this machine generates them, as a worker of a run would; `relax-hpc shards` and `report` open the directory that it makes. The same command again goes on with what is missing. A run may be going on meanwhile.
 
     [dim]relax-hpc eval runs/gsm --set evaluation.samples=16 --set evaluation.temperature=0.6[/dim]
     [dim]relax-hpc eval models/Qwen3-4B recipes/math.toml --json[/dim]
@@ -67,12 +67,12 @@ def evaluate(
     prepare_cpu()
     errors = Console(stderr=True)
     with friendly(), Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        from relax_hpc.launch.evaluate import evaluate as play
+        from relax_hpc.launch.evaluate import evaluate as generate
 
         task = progress.add_task("evaluating", total=None)
-        done = play(
+        done = generate(
             target, recipe, sets, step=step, output=output, site=site,
-            begin=lambda done, orders: progress.update(task, completed=done, total=orders),
+            begin=lambda done, requests: progress.update(task, completed=done, total=requests),
             advance=lambda: progress.advance(task),
         )  # fmt: skip
     if done.seen:

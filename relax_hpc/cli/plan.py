@@ -11,7 +11,7 @@ from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.run import Sets, Site
 
 if TYPE_CHECKING:
-    from relax_hpc.launch.sizing.estimate import Estimate
+    from relax_hpc.planning.sizing.estimate import Estimate
     from relax_hpc.recipe.schema import Recipe
 
 DOES_NOT_FIT = 1
@@ -65,10 +65,10 @@ def plan(
     """  # fmt: skip
     import json
 
-    from relax_hpc.launch.sizing.estimate import GIB, Asked, estimate
-    from relax_hpc.launch.sizing.model import shape_of
+    from relax_hpc.planning.sizing.estimate import GIB, Asked, estimate
+    from relax_hpc.planning.sizing.model import shape_of
     from relax_hpc.recipe import load_recipe, site_file
-    from relax_hpc.recipe.source import left_out
+    from relax_hpc.recipe.tables.source import left_out
 
     with friendly():
         recipe = load_recipe(path, sets, site_file(site))
@@ -87,8 +87,8 @@ def plan(
 
 def _rows(recipe: Recipe) -> tuple[dict[str, dict[str, int]], str]:
     """How many rows of each source are left out; and why they could not be counted, as where files or tokenizer are on another machine."""
+    from relax_hpc.files.errors import RunError
     from relax_hpc.launch.create import count_rows
-    from relax_hpc.run_dir import RunError
 
     try:
         return count_rows(recipe), ""
@@ -99,7 +99,7 @@ def _rows(recipe: Recipe) -> tuple[dict[str, dict[str, int]], str]:
 def _print(made: Estimate, where: str, rows: list[str]) -> None:
     from rich.console import Console
 
-    from relax_hpc.cli.plan_tables import show
+    from relax_hpc.cli.tables.plan_tables import show
 
     console = Console()
     if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80

@@ -28,8 +28,8 @@ def report(
 
     [dim]relax-hpc report runs/countdown -o countdown.html[/dim]
     """
-    from relax_hpc.analysis import RunView
-    from relax_hpc.analysis.report import write
+    from relax_hpc.monitor.analysis import RunView
+    from relax_hpc.monitor.analysis.report import write
 
     with friendly("--output FILE writes elsewhere"):
         view = RunView(run)

@@ -10,7 +10,7 @@ import typer
 from relax_hpc.cli.errors import fail, friendly, warn
 
 if TYPE_CHECKING:
-    from relax_hpc.run_dir import RunDir
+    from relax_hpc.files.run_dir import RunDir
 
 Sets = Annotated[
     list[str],
@@ -103,9 +103,9 @@ def run(
     from rich.console import Console
     from rich.markup import escape
 
-    from relax_hpc.launch.local import open_or_create, run_here
-    from relax_hpc.recipe.source import left_out
-    from relax_hpc.run_dir import read_json
+    from relax_hpc.files.publish import read_json
+    from relax_hpc.recipe.tables.source import left_out
+    from relax_hpc.supervise.local import open_or_create, run_here
 
     with friendly():
         tell("checking the recipe")
@@ -131,5 +131,5 @@ def run(
             soft_wrap=True,
         )
         raise typer.Exit(0)
-    shards = f"  ·  relax-hpc shards stats {escape(str(opened.run.root))}" if opened.recipe.plays else ""
+    shards = f"  ·  relax-hpc shards stats {escape(str(opened.run.root))}" if opened.recipe.generates else ""
     console.print(f"look closer: [bold]relax-hpc report {escape(str(opened.run.root))}[/bold]{shards}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`relax-hpc scale`: wish for more, or fewer, rollout nodes."""
+"""`relax-hpc scale`: desired size for more, or fewer, rollout nodes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_hpc.cli.status import RunPath
 
 def scale(
     run: RunPath,
-    wish: Annotated[
+    desired_size: Annotated[
         Optional[str], typer.Argument(metavar="rollout=N", help="Rollout nodes in all.", show_default=False)
     ] = None,
     partition: Annotated[
@@ -31,30 +31,31 @@ def scale(
     """
     import getpass
 
-    from relax_hpc.launch.slurm.elastic import cancel_wish, make_wish
-    from relax_hpc.launch.slurm.elastic import wish as wished
+    from relax_hpc.files.errors import RunError
+    from relax_hpc.files.run_dir import open_existing
     from relax_hpc.recipe import load_recipe
-    from relax_hpc.run_dir import RunError, open_existing
+    from relax_hpc.slurm.elastic import clear_desired_size, set_desired_size
+    from relax_hpc.slurm.elastic import desired_size as desired
 
     with friendly():
         opened = open_existing(run)
         recipe = load_recipe(opened.recipe)
         if recipe.slurm is None:
             raise RunError(f"'{run}' has no [slurm] table: it runs on one machine, where rollout.workers says how many")
-        if not recipe.plays:
+        if not recipe.generates:
             raise RunError(
                 f"'{run}' is supervised fine-tuning without [evaluation]: rollout nodes would have nothing to do"
             )
-        if cancel == (wish is not None):
-            now = wished(opened)
+        if cancel == (desired_size is not None):
+            now = desired(opened)
             asked = f"{now.rollout} by {now.by}" if now else f"{recipe.rollout.nodes}, as the recipe says"
-            raise RunError(f"say either rollout=N or --cancel; rollout nodes wished for now: {asked}")
-        if wish is None:
-            cancel_wish(opened, recipe.rollout.nodes)
+            raise RunError(f"say either rollout=N or --cancel; rollout nodes desired for now: {asked}")
+        if desired_size is None:
+            clear_desired_size(opened, recipe.rollout.nodes)
             typer.echo(f"back to {recipe.rollout.nodes} rollout nodes, as the recipe says")
             return
-        number = re.fullmatch(r"rollout=(\d+)", wish)
+        number = re.fullmatch(r"rollout=(\d+)", desired_size)
         if number is None:
-            raise RunError(f"'{wish}': expected rollout=N, such as rollout=4")
-        make_wish(opened, recipe.rollout.nodes, int(number[1]), partition, getpass.getuser())
-        typer.echo(f"wished for {number[1]} rollout nodes; `relax-hpc status {run}` shows how far it is")
+            raise RunError(f"'{desired_size}': expected rollout=N, such as rollout=4")
+        set_desired_size(opened, recipe.rollout.nodes, int(number[1]), partition, getpass.getuser())
+        typer.echo(f"desired for {number[1]} rollout nodes; `relax-hpc status {run}` shows how far it is")

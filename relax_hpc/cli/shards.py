@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.run_dir import Damaged, RunError
+from relax_hpc.files.errors import Damaged, RunError
 
 if TYPE_CHECKING:
-    from relax_hpc.analysis import RunView
+    from relax_hpc.monitor.analysis import RunView
 
 app = typer.Typer(
     name="shards",
@@ -19,17 +19,17 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""Look at what a run generated. Works on a run that is going on, too.
 
-    A [bold]shard[/bold] is one HDF5 file: all answers to one [bold]order[/bold], which is a handful of prompts with several
+    A [bold]shard[/bold] is one HDF5 file: all answers to one [bold]request[/bold], which is a handful of prompts with several
     answers (a [bold]group[/bold]) each. Every group that was generated is kept, with what became of it:
 
     [green]trained[/green]  in the loss · [yellow]filtered[/yellow]  a filter kept it out · [red]failed[/red]  could not be
-    played or scored · [magenta]late[/magenta]  dropped, too old · [blue]unused[/blue]  not taken by a step (yet) ·
+    generated or scored · [magenta]late[/magenta]  dropped, too old · [blue]unused[/blue]  not taken by a step (yet) ·
     [cyan]evaluation[/cyan]  held out
     """,
 )
 
 Run = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False, readable=False)]
-FATE_HELP = "Only this fate: trained, filtered, failed, late, unused or evaluation."
+STATUS_HELP = "Only this status: trained, filtered, failed, late, unused or evaluation."
 
 
 @app.command("ls")
@@ -37,62 +37,64 @@ def ls(
     run: Run,
     last: Annotated[int, typer.Option("--last", "-n", help="Show this many, the last.", min=1)] = 30,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Show all of them.")] = False,
-    fate: Annotated[Optional[str], typer.Option(help=FATE_HELP, show_default=False)] = None,
+    status: Annotated[Optional[str], typer.Option(help=STATUS_HELP, show_default=False)] = None,
     step: Annotated[Optional[int], typer.Option(help="Only what this step took.", show_default=False)] = None,
 ) -> None:
-    """List shards: one line an order, by its batch (an evaluation's: by its version).
+    """List shards: one line a request, by its batch (an evaluation's: by its version).
 
-    AGE is in versions: how far the weights had moved on when the order's oldest token was trained on.
+    AGE is in versions: how far the weights had moved on when the request's oldest token was trained on.
 
-    [dim]relax-hpc shards ls runs/countdown --fate late[/dim]
+    [dim]relax-hpc shards ls runs/countdown --status late[/dim]
     """
-    from relax_hpc.cli import shard_tables
+    from relax_hpc.cli.tables import shard_tables
 
     with friendly():
-        view, fate = _open(run), _fate(fate)
-        fates = view.fates(broken=[])  # they are named with the rows
-        paths = sorted((p for p in view.shard_paths() if _matches(fates.of(p), fate, step)), key=_place)
+        view, status = _open(run), _status(status)
+        statuses = view.statuses(broken=[])  # they are named with the rows
+        paths = sorted((p for p in view.shard_paths() if _matches(statuses.of(p), status, step)), key=_place)
         # Only a shard itself knows of failed groups: for them all have to be opened.
-        opened = paths if everything or fate == "failed" else paths[-last:]
+        opened = paths if everything or status == "failed" else paths[-last:]
         broken: list[RunError] = []
-        rows = [r for r in view.order_rows(opened, broken) if fate != "failed" or r["failed_groups"]]
+        rows = [r for r in view.request_rows(opened, broken) if status != "failed" or r["failed_groups"]]
         shown = rows if everything else rows[-last:]
         hidden = len(paths) - len(opened) + len(rows) - len(shown)
-        shard_tables.show_orders(shown, hidden, broken)
+        shard_tables.show_requests(shown, hidden, broken)
 
 
 @app.command("show")
 def show(
     run: Run,
-    order: Annotated[str, typer.Argument(help="An order's id as `ls` prints it, or ORDER/SAMPLE.", show_default=False)],
+    request: Annotated[
+        str, typer.Argument(help="A request's id as `ls` prints it, or REQUEST/SAMPLE.", show_default=False)
+    ],
     group: Annotated[Optional[int], typer.Option("--group", "-g", help="Only this group.", show_default=False)] = None,
     full: Annotated[bool, typer.Option("--full", help="Do not shorten texts.")] = False,
 ) -> None:
-    """Print one order: its prompts, every answer with its reward, and why groups failed or were filtered.
+    """Print one request: its prompts, every answer with its reward, and why groups failed or were filtered.
 
-    [dim]relax-hpc shards show runs/countdown o000012-003 --group 2 --full[/dim]
+    [dim]relax-hpc shards show runs/countdown r000012-003 --group 2 --full[/dim]
     """
-    from relax_hpc.cli import shard_tables
+    from relax_hpc.cli.tables import shard_tables
     from relax_hpc.spool.shard import Shard
 
     with friendly():
         view = _open(run)
-        order_id, _, sample = order.removeprefix("aside/").partition("/")
-        path = _find(view, order_id)
+        request_id, _, sample = request.removeprefix("quarantine/").partition("/")
+        path = _find(view, request_id)
         with Shard(path) as shard:
-            shard_tables.show_order(
-                view, shard, view.fates().of(path), group, int(sample) if sample.isdigit() else None, full
+            shard_tables.show_request(
+                view, shard, view.statuses().of(path), group, int(sample) if sample.isdigit() else None, full
             )
 
 
 @app.command("stats")
 def stats(run: Run) -> None:
-    """Count everything: groups, samples, tokens and bytes by fate, with rewards, lengths and ages.
+    """Count everything: groups, samples, tokens and bytes by status, with rewards, lengths and ages.
 
     Reads every shard's small columns; damaged shards are left out and named.
     """
-    from relax_hpc.analysis.counts import count
-    from relax_hpc.cli import shard_tables
+    from relax_hpc.cli.tables import shard_tables
+    from relax_hpc.monitor.analysis.counts import count
 
     with friendly():
         view = _open(run)
@@ -140,7 +142,7 @@ def export(
         bool, typer.Option("--tokens", help="Token ids, loss mask, logprobs and versions too, a list a row.")
     ] = False,
     text: Annotated[bool, typer.Option("--text/--no-text", help="Prompts, answers and completions as text.")] = True,
-    fate: Annotated[Optional[str], typer.Option(help=FATE_HELP, show_default=False)] = None,
+    status: Annotated[Optional[str], typer.Option(help=STATUS_HELP, show_default=False)] = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave damaged shards and ledger entries out, and name them.")
     ] = False,
@@ -151,14 +153,14 @@ def export(
 
     [dim]relax-hpc shards export runs/countdown countdown.parquet[/dim]
     """
-    from relax_hpc.analysis.export import export_parquet
+    from relax_hpc.monitor.analysis.export import export_parquet
 
     with friendly():
-        view, fate, broken = _open(run), _fate(fate), list[RunError]()
+        view, status, broken = _open(run), _status(status), list[RunError]()
         try:
             skipped = broken if skip_damaged else None
             rows = export_parquet(
-                view, output, text=text, tokens=tokens, fates=[fate] if fate else None, broken=skipped
+                view, output, text=text, tokens=tokens, statuses=[status] if status else None, broken=skipped
             )
         except Damaged as error:
             raise RunError(f"{error}; to leave damaged files out, say --skip-damaged") from error
@@ -174,42 +176,42 @@ def _name(broken: list[RunError]) -> None:
 
 
 def _place(path: Path) -> tuple[int, str]:
-    """By the batch, or the version of an evaluation, that an order is of: file times are another machine's, or of a copy."""
+    """By the batch, or the version of an evaluation, that a request is of: file times are another machine's, or of a copy."""
     number = path.stem[1:7]
     return int(number) if number.isdecimal() else -1, path.name
 
 
 def _open(run: Path) -> RunView:
-    from relax_hpc.analysis import RunView
+    from relax_hpc.monitor.analysis import RunView
 
     return RunView(run)
 
 
-def _fate(fate: str | None) -> str | None:
-    from relax_hpc.analysis import FATES
+def _status(status: str | None) -> str | None:
+    from relax_hpc.monitor.analysis import STATUSES
 
-    if fate is not None and fate not in FATES:
-        raise RunError(f"--fate {fate!r}: use one of {list(FATES)}")
-    return fate
+    if status is not None and status not in STATUSES:
+        raise RunError(f"--status {status!r}: use one of {list(STATUSES)}")
+    return status
 
 
-def _matches(of: Any, fate: str | None, step: int | None) -> bool:
-    """Whether an order may hold groups of this fate: groups of a taken order may have been filtered, of any, failed."""
+def _matches(of: Any, status: str | None, step: int | None) -> bool:
+    """Whether a request may hold groups of this status: groups of a taken request may have been filtered, of any, failed."""
     if step is not None and of.step != step:
         return False
-    if fate == "filtered":
+    if status == "filtered":
         return bool(of.filtered)
-    return fate in (None, "failed", of.fate)
+    return status in (None, "failed", of.status)
 
 
-def _find(view: RunView, order: str) -> Path:
-    """The shard called `order`. Raises RunError naming some that there are."""
+def _find(view: RunView, request: str) -> Path:
+    """The shard called `request`. Raises RunError naming some that there are."""
 
     paths = view.shard_paths()
     for path in paths:
-        if path.stem == order:
+        if path.stem == request:
             return path
     some = [p.stem for p in paths[-5:]]
     raise RunError(
-        f"no shard of order '{order}' in '{view.run.root}'; there are {len(paths)}, the last: {some} (`relax-hpc shards ls`)"
+        f"no shard of request '{request}' in '{view.run.root}'; there are {len(paths)}, the last: {some} (`relax-hpc shards ls`)"
     )

@@ -12,7 +12,7 @@ from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.run import Sets, Site
 
 if TYPE_CHECKING:
-    from relax_hpc.launch.simulation.outcome import Outcome
+    from relax_hpc.planning.simulation.outcome import Outcome
     from relax_hpc.recipe import Recipe
 
 STEPS = 300
@@ -47,11 +47,11 @@ def simulate(
         Optional[str],
         typer.Option(metavar="N,N,…", help="async.max_staleness. [dim]default: the recipe's[/dim]", show_default=False),
     ] = None,
-    late: Annotated[
+    on_stale: Annotated[
         Optional[str],
         typer.Option(
             metavar="POLICY,…",
-            help="async.late: wait, drop, mask. [dim]default: the recipe's[/dim]",
+            help="async.on_stale: wait, drop, mask. [dim]default: the recipe's[/dim]",
             show_default=False,
         ),
     ] = None,
@@ -106,7 +106,7 @@ def simulate(
 ) -> None:
     """Simulate a run: how many rollout workers, which max_staleness, which late policy, what faults and file systems cost.
 
-    The run's own rules decide (which orders are asked for, what a step may take, what is late), in simulated time; every combination is a row. A RUN is simulated with the times that its metrics tell, a RECIPE with assumed ones, which are printed. Nothing is started; a row of two thousand workers takes about ten seconds.
+    The run's own rules decide (which requests are asked for, what a step may take, what is late), in simulated time; every combination is a row. A RUN is simulated with the times that its metrics tell, a RECIPE with assumed ones, which are printed. Nothing is started; a row of two thousand workers takes about ten seconds.
 
     [dim]relax-hpc simulate recipe.toml --answer-tokens 3000 --sigma 1 --workers 8,16,32,64[/dim]
     [dim]relax-hpc simulate runs/countdown --staleness 0,1,2,4 --late wait,drop[/dim]
@@ -117,11 +117,12 @@ def simulate(
     from rich.console import Console
     from rich.progress import Progress
 
-    from relax_hpc.launch.simulation.assume import Asked
-    from relax_hpc.launch.simulation.sweep import Grid, late_of, recommend, sweep, times_of_recipe, times_of_run
+    from relax_hpc.files.errors import RunError
+    from relax_hpc.files.run_dir import open_existing
+    from relax_hpc.planning.simulation.assume import Asked
+    from relax_hpc.planning.simulation.sweep import Grid, on_stale_of, recommend, sweep, times_of_recipe, times_of_run
     from relax_hpc.recipe import load_recipe, site_file
     from relax_hpc.recipe.load import change_on_resume
-    from relax_hpc.run_dir import RunError, open_existing
 
     asked = Asked(
         answer_tokens, sigma, token_s, train_s, publish_s, fetch_s, checkpoint_s, restart_s,
@@ -134,24 +135,24 @@ def simulate(
                 raise RunError(
                     f"--site and --config are for a recipe: '{target}' is a run, whose recipe and metrics say all"
                 )
-            recipe = _played(change_on_resume(load_recipe(run.recipe), sets), target)
+            recipe = _generated(change_on_resume(load_recipe(run.recipe), sets), target)
             times = times_of_run(recipe, target, asked)
         else:
-            recipe = _played(load_recipe(target, sets, site_file(site)), target)
+            recipe = _generated(load_recipe(target, sets, site_file(site)), target)
             times = times_of_recipe(recipe, target, config, asked)
         grid = Grid(
             workers=_numbers("--workers", workers, 1) if workers else _some_workers(recipe),
             staleness=_numbers("--staleness", staleness, 0) if staleness else [recipe.async_.max_staleness],
-            late=late_of(late.split(",")) if late else [recipe.async_.late],
+            on_stale=on_stale_of(on_stale.split(",")) if on_stale else [recipe.async_.on_stale],
             mtbf_h=_hours(mtbf),
             steps=steps,
             seed=seed,
         )
-        orders = recipe.orders_per_step
+        requests = recipe.requests_per_step
         notes = [
-            f"{steps} steps (--steps) of {orders} orders (trainer.prompts_per_step / rollout.groups_per_order), so {orders} workers "
+            f"{steps} steps (--steps) of {requests} requests (trainer.prompts_per_step / rollout.groups_per_request), so {requests} workers "
             "and as many for each version of max_staleness have something to do at most",
-            "orders that are given back, or replace a dropped one, last as long again",
+            "requests that are given back, or replace a dropped one, last as long again",
             *times(grid.workers[0])[1],
         ]
         with Progress(console=Console(stderr=True), transient=True) as bar:
@@ -165,20 +166,20 @@ def simulate(
         _print(outcomes, best, why, notes)
 
 
-def _played(recipe: Recipe, target: Path) -> Recipe:
+def _generated(recipe: Recipe, target: Path) -> Recipe:
     """`recipe`. Raises RunError where the trainer waits for nobody."""
-    from relax_hpc.run_dir import RunError
+    from relax_hpc.files.errors import RunError
 
     if recipe.supervised:
         raise RunError(
-            f"'{target}' is supervised fine-tuning: no worker plays for its trainer, so there is nothing to simulate"
+            f"'{target}' is supervised fine-tuning: no worker generates for its trainer, so there is nothing to simulate"
         )
     return recipe
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
     """Raises RunError for what is no list of whole numbers from `least` on."""
-    from relax_hpc.run_dir import RunError
+    from relax_hpc.files.errors import RunError
 
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) >= least for word in words):
@@ -190,7 +191,7 @@ def _numbers(option: str, text: str, least: int) -> list[int]:
 
 def _hours(text: str) -> list[float | None]:
     """Raises RunError for what is no list of hours above 0."""
-    from relax_hpc.run_dir import RunError
+    from relax_hpc.files.errors import RunError
 
     found: list[float | None] = []
     for word in (word.strip() for word in text.split(",")):
@@ -213,7 +214,7 @@ def _some_workers(recipe: Recipe) -> list[int]:
 def _print(outcomes: list[Outcome], best: Outcome, why: str, notes: list[str]) -> None:
     from rich.console import Console
 
-    from relax_hpc.cli.simulate_table import show
+    from relax_hpc.cli.tables.simulate_table import show
 
     console = Console()
     if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80

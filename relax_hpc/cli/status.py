@@ -22,10 +22,10 @@ def status(run: RunPath) -> None:
     """
     from rich.console import Console
 
+    from relax_hpc.files.run_dir import RunDir, open_existing
     from relax_hpc.launch.making import being_made
-    from relax_hpc.launch.status import Status
-    from relax_hpc.launch.view import render
-    from relax_hpc.run_dir import RunDir, open_existing
+    from relax_hpc.monitor.live_view import render
+    from relax_hpc.monitor.status import Status
 
     with friendly():
         if not RunDir(run).exists and (doing := being_made(run.absolute())):
@@ -41,10 +41,10 @@ def watch(run: RunPath) -> None:
 
     from rich.console import Console
 
+    from relax_hpc.files.run_dir import RunDir, open_existing
     from relax_hpc.launch.making import being_made
-    from relax_hpc.launch.status import Status
-    from relax_hpc.launch.view import live, render
-    from relax_hpc.run_dir import RunDir, open_existing
+    from relax_hpc.monitor.live_view import live, render
+    from relax_hpc.monitor.status import Status
 
     with friendly():
         console, said = Console(), ""
@@ -80,8 +80,8 @@ def logs(
     """
     import contextlib
 
-    from relax_hpc.launch import logs as found
-    from relax_hpc.run_dir import open_existing
+    from relax_hpc.files.run_dir import open_existing
+    from relax_hpc.monitor import logs as found
 
     with friendly():
         opened = open_existing(run)
@@ -101,8 +101,8 @@ def logs(
 
 def stop(run: RunPath) -> None:
     """Ask a run to end its step, checkpoint and stop; one that only waits in a queue leaves it. `relax-hpc run RUN` or `submit RUN` goes on with it later."""
+    from relax_hpc.files.run_dir import open_existing
     from relax_hpc.launch.stop import stop as end
-    from relax_hpc.run_dir import open_existing
 
     with friendly():
         typer.echo(end(open_existing(run)))

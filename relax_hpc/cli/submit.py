@@ -34,10 +34,10 @@ def submit(
     [dim]relax-hpc submit /lustre/me/runs/gsm --set run.steps=600[/dim]
     """
     with friendly():
-        from relax_hpc.launch.slurm import submit as slurm
+        from relax_hpc.files.publish import read_json
         from relax_hpc.recipe import load_recipe
-        from relax_hpc.recipe.source import left_out
-        from relax_hpc.run_dir import read_json
+        from relax_hpc.recipe.tables.source import left_out
+        from relax_hpc.slurm.submission import submit as slurm
 
         if dry_run:
             for kind, text in slurm.preview(target, sets, site=site).items():
@@ -75,7 +75,7 @@ def render(
     [dim]relax-hpc render recipe.toml -o jobs && sbatch jobs/gsm-leader.sbatch[/dim]
     """
     with friendly():
-        from relax_hpc.launch.slurm.by_hand import write_by_hand
+        from relax_hpc.slurm.submission.by_hand import write_by_hand
 
         for path in write_by_hand(recipe, sets, output, seeds=seeds, site=site):
             typer.echo(path)

@@ -23,13 +23,13 @@ def trace(
 ) -> None:
     """Write a run's timeline: a track for each role, to see who waits for whom.
 
-    Steps with their parts, orders being played, weights from their publication to each worker's first order with them, losses and restarts.
+    Steps with their parts, requests being generated, weights from their publication to each worker's first request with them, losses and restarts.
     Open the file in https://ui.perfetto.dev (it stays on your machine) or chrome://tracing.
 
     [dim]relax-hpc trace runs/countdown -o countdown.json[/dim]
     """
-    from relax_hpc.analysis import RunView
-    from relax_hpc.analysis.trace import write
+    from relax_hpc.monitor.analysis import RunView
+    from relax_hpc.monitor.analysis.trace import write
 
     with friendly("--output FILE writes elsewhere"):
         view = RunView(run)

@@ -24,11 +24,11 @@ def track(
     [dim]relax-hpc track runs/countdown[/dim]
     [dim]relax-hpc track runs/countdown --set 'tracking=[{name = "tensorboard"}]'[/dim]
     """
-    from relax_hpc.launch.lease import refuse_if_held
+    from relax_hpc.files.run_dir import open_existing
+    from relax_hpc.monitor.tracking.follow import Follower
     from relax_hpc.recipe import load_recipe
-    from relax_hpc.run_dir import open_existing
+    from relax_hpc.supervise.lease import refuse_if_held
     from relax_hpc.telemetry import set_up_logging
-    from relax_hpc.tracking.follow import Follower
 
     with friendly():
         opened = open_existing(run)

@@ -2,7 +2,7 @@
 
 [[source]] ──► PromptSources ──(index ──► Prompt)──► rollout
                     ▲
-PromptCursor ───────┴──(which index next)──► orders
+PromptCursor ───────┴──(which index next)──► requests
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 entry s: how many samples of each source were solved ──► pass rates after s ──► the weights of all prompts asked for step s + 1 + ahead
 
-Weights go by the step that they are for, not by when an order is released: that may be held back, and a restart must draw the same.
+Weights go by the step that they are for, not by when a request is released: that may be held back, and a restart must draw the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.recipe.source import Curriculum
+from relax_hpc.recipe.tables.source import Curriculum
 
 
 @dataclass(slots=True)

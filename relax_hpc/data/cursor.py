@@ -1,6 +1,6 @@
 """Which prompt comes next: an endless, seeded, shuffled stream of (source, index, epoch) that resumes exactly.
 
-    position ──next_source──► source ──order(seed, source, epoch)──► index ──held out, dropped? the next one──► PromptRef
+    position ──next_source──► source ──request(seed, source, epoch)──► index ──held out, dropped? the next one──► PromptRef
 
 The stream depends on the seed, the position and the weights that it was asked with. Its state is a few counters a source, so
 resuming costs the same wherever the stream stands.
@@ -21,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from relax_hpc.data.shuffle import order
 from relax_hpc.data.sources import PromptSources, next_source
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class PromptCursor:
 
 
 class _Names(Dataset[PromptRef]):
-    """The loader's data set: a reference stands for itself, prompts are tokenized where they are played."""
+    """The loader's data set: a reference stands for itself, prompts are tokenized where they are generated."""
 
     def __getitem__(self, ref: PromptRef) -> PromptRef:
         return ref

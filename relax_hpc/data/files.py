@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from relax_hpc.data.items import Item
 from relax_hpc.data.render import ContentError, message_of
-from relax_hpc.recipe.source import FilePrompts
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import FilePrompts
 
 ROW_GROUPS_CACHED = 4
 _BLOCK_BYTES = 1 << 20

@@ -1,4 +1,4 @@
-"""A shuffled order that is a function of its name alone: the same on every machine and under every library version."""
+"""A shuffled request that is a function of its name alone: the same on every machine and under every library version."""
 
 from __future__ import annotations
 

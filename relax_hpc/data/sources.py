@@ -20,10 +20,10 @@ from relax_hpc.data.items import Item, Items
 from relax_hpc.data.render import ContentError, render, render_answer
 from relax_hpc.data.shuffle import order
 from relax_hpc.data.tasks import TaskItems
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.source import AnyEvaluationSource, AnySource, FilePrompts, keys_of
+from relax_hpc.recipe.tables.source import AnyEvaluationSource, AnySource, FilePrompts, keys_of
 from relax_hpc.records import Prompt
-from relax_hpc.run_dir import RunError
 
 MOST_FAULTS = 20
 """Broken rows that are named at once."""
@@ -60,14 +60,14 @@ class PromptSources:
         self._items: list[Items] = [FileItems(s) if isinstance(s, FilePrompts) else TaskItems(s) for s in every]
         self._side: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
         """What `_side_of` found, by index."""
-        self._fate: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
-        """What `_fate_of` found, by index."""
+        self._status: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
+        """What `_status_of` found, by index."""
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: Any, context: int) -> PromptSources:
         """Those of `recipe`."""
         asked = recipe.evaluation
-        learns = recipe.supervised or recipe.warmup is not None
+        learns = recipe.supervised or recipe.sft_warm_start is not None
         return cls(
             recipe.source, tokenizer, context, asked.holdout if asked else 0.0, asked.source if asked else (), learns
         )
@@ -122,16 +122,16 @@ class PromptSources:
 
     def is_dropped(self, source: int, index: int) -> bool:
         """Whether the source leaves this row out: it is too long, or lacks an answer. Raises RunError for a broken row."""
-        return self._fate_of(source, index) != _KEPT
+        return self._status_of(source, index) != _KEPT
 
-    def _fate_of(self, source: int, index: int) -> int:
+    def _status_of(self, source: int, index: int) -> int:
         """_KEPT, _TOO_LONG or _NO_ANSWER. Found once, then remembered; it depends on the row, the tokenizer and the recipe alone."""
-        own, fate = self._every[source], self._fate[source]
+        own, status = self._every[source], self._status[source]
         if not isinstance(own, FilePrompts) or not own.drops:
             return _KEPT
-        if not fate[index]:
-            fate[index] = self._look(source, index, own)
-        return int(fate[index])
+        if not status[index]:
+            status[index] = self._look(source, index, own)
+        return int(status[index])
 
     def _look(self, source: int, index: int, own: FilePrompts) -> int:
         item = self._items[source][index]
@@ -176,8 +176,8 @@ class PromptSources:
         for source, own in enumerate(self._every):
             if not isinstance(own, FilePrompts) or not own.counted:
                 continue
-            rows, fate = len(self._items[source]), self._fate[source]
-            left_out = {"too_long": int((fate == _TOO_LONG).sum()), "no_answer": int((fate == _NO_ANSWER).sum())}
+            rows, status = len(self._items[source]), self._status[source]
+            left_out = {"too_long": int((status == _TOO_LONG).sum()), "no_answer": int((status == _NO_ANSWER).sum())}
             if sum(left_out.values()) == rows:
                 raise RunError(
                     f"{self._keys[source]}.prompts = '{own.prompts}': all {rows} rows are left out ({left_out['too_long']} too long, "

@@ -7,8 +7,8 @@ import difflib
 from typing import Any
 
 from relax_hpc.data.items import Item
-from relax_hpc.recipe.source import TaskPrompts
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import TaskPrompts
 
 
 def load_task(source: TaskPrompts) -> Any:

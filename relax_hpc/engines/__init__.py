@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from relax_hpc.engines.base import Completion, Engine, EngineError, EngineRestarted, Enough, Sampling
+from relax_hpc.engines.base import Abort, Completion, Engine, EngineError, EngineRestarted, Sampling
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.recipe.schema import Recipe
 
-__all__ = ["ENGINES", "Completion", "Engine", "EngineError", "EngineRestarted", "Enough", "Sampling", "make_engine"]
+__all__ = ["ENGINES", "Completion", "Engine", "EngineError", "EngineRestarted", "Abort", "Sampling", "make_engine"]
 
 ENGINES: dict[str, Callable[[Recipe, Path], Engine]] = {"sglang": SglangEngine, "torch": TorchEngine}
 

@@ -41,12 +41,12 @@ class Completion:
     """From the request to its last token."""
 
 
-class Enough(Exception):
+class Abort(Exception):
     """Raised by `progress`: `generate` ends where it is, and returns what there is."""
 
 
 class EngineError(Exception):
-    """The engine cannot go on by itself: its worker ends, and others play its orders."""
+    """The engine cannot go on by itself: its worker ends, and others generate its requests."""
 
 
 class EngineRestarted(EngineError):
@@ -83,7 +83,7 @@ class Engine(Protocol):
     def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
-        copies: int,
+        samples_per_prompt: int,
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
@@ -100,11 +100,11 @@ class Engine(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Give the device's memory back, weights and cache; nothing is called before `wake`."""
         ...
 
-    def wake(self, progress: Callable[[], None] = lambda: None) -> None:
+    def onload(self, progress: Callable[[], None] = lambda: None) -> None:
         """Go on after `rest`, without weights: `load` brings them. `progress`: as in `load`."""
         ...
 

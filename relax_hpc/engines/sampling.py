@@ -25,7 +25,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tupl
 
 
 def _truncate(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Probabilities, not normalised, of the k likeliest tokens and among them the smallest set that holds top_p of the whole."""
+    """Probabilities, not normalized, of the k likeliest tokens and among them the smallest set that holds top_p of the whole."""
     if top_p >= 1 and not 0 < top_k < probabilities.shape[1]:
         return probabilities
     count = top_k if 0 < top_k < probabilities.shape[1] else probabilities.shape[1]

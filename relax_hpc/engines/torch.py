@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from relax_hpc.engines.base import Completion, Enough, Sampling
+from relax_hpc.engines.base import Abort, Completion, Sampling
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sampling import draw
@@ -111,16 +111,16 @@ class TorchEngine:
     def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
-        copies: int,
+        samples_per_prompt: int,
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[NDArray[np.int32]] = (),
     ) -> list[Completion]:
-        if not len(prompts) * copies:
+        if not len(prompts) * samples_per_prompt:
             return []
         began, rooms = time.monotonic(), room_for(prompts, self.context, sampling.max_new_tokens, begun)
-        steps, count = max(rooms), len(prompts) * copies
+        steps, count = max(rooms), len(prompts) * samples_per_prompt
         out = _Output(
             tokens=torch.zeros(count, steps, dtype=torch.long, device=self.device),
             logprobs=torch.zeros(count, steps, device=self.device),
@@ -131,22 +131,22 @@ class TorchEngine:
             times=[],
         )
         contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
-        with contextlib.suppress(Enough):
-            cache, logits, batch = self._prefill(contexts, copies, rooms, progress)
+        with contextlib.suppress(Abort):
+            cache, logits, batch = self._prefill(contexts, samples_per_prompt, rooms, progress)
             try:
                 self._decode(cache, logits, batch, out, steps, sampling, seed, progress, begun)
             finally:
                 out.going.zero_()[batch.rows] = batch.alive
         return self._completions(out)
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         self.version = -1
         for tensor, _ in self._resting:
             tensor.untyped_storage().resize_(0)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def wake(self, progress: Callable[[], None] = lambda: None) -> None:
+    def onload(self, progress: Callable[[], None] = lambda: None) -> None:
         for tensor, size in self._resting:
             tensor.untyped_storage().resize_(size)
 
@@ -206,12 +206,18 @@ class TorchEngine:
         return logits
 
     def _prefill(
-        self, prompts: Sequence[NDArray[np.int32]], copies: int, room: list[int], progress: Callable[[int], None]
+        self,
+        prompts: Sequence[NDArray[np.int32]],
+        samples_per_prompt: int,
+        room: list[int],
+        progress: Callable[[int], None],
     ) -> tuple[InPlaceCache, Tensor, _Batch]:
         """Run each distinct prompt once, then repeat its cache row, its last logits and its padding for every copy."""
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         place = {key: i for i, key in enumerate(distinct)}
-        of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=self.device).repeat_interleave(copies)
+        of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=self.device).repeat_interleave(
+            samples_per_prompt
+        )
         width = max(len(prompt) for prompt in prompts)
         padded = np.zeros((len(distinct), width), np.int64)
         for i, prompt in enumerate(distinct.values()):
@@ -231,7 +237,7 @@ class TorchEngine:
         batch = _Batch(
             rows=torch.arange(len(of), device=self.device),
             alive=torch.ones(len(of), dtype=torch.bool, device=self.device),
-            room=torch.tensor(room, device=self.device).repeat_interleave(copies),
+            room=torch.tensor(room, device=self.device).repeat_interleave(samples_per_prompt),
             position=lengths[of][:, None],
             visible=visible[of][:, None, None],
         )

@@ -1,4 +1,4 @@
-"""What an environment is: it answers the model's turns until it says done. One instance plays one sample."""
+"""What an environment is: it answers the model's turns until it says done. One instance generates one sample."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from relax_hpc.environments.base import Environment, Turn
 from relax_hpc.environments.load import make_environments
 from relax_hpc.parent import end_with
-from relax_hpc.recipe.source import AnyPrompts
+from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, finite_number, finite_numbers, said, shown
 

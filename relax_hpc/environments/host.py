@@ -24,7 +24,7 @@ from relax_hpc.environments.child import Call, Wrong, serve
 from relax_hpc.environments.load import BUILT_IN, make_environments
 from relax_hpc.parent import LightContext
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.source import AnyPrompts
+from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.records import Failure, Prompt
 
 LEAST_PROCESSES = 2
@@ -33,7 +33,7 @@ START_S = 120.0
 """Within which a process must have imported the users' code."""
 CLOSE_S = 5.0
 """At most, for a close: its sample is over, or was given up."""
-_BEAT_S = 0.5
+_HEARTBEAT_S = 0.5
 """How often `progress` is called while environments are at work."""
 Progress = Callable[[], None]
 
@@ -46,7 +46,7 @@ class Seat:
     group: int
     prompt: Prompt
     here: Environment | None
-    """A built-in one, which plays in this process."""
+    """A built-in one, which generates in this process."""
     answers: list[str] = field(default_factory=list)
     """All that it was shown, or is to be shown next."""
     turns: list[Turn] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Environments:
                         for host in self._hosts:
                             host.leave_out(seat.group)
                 if not ended:
-                    multiprocessing.connection.wait([h.connection for h in busy if h.connection], _BEAT_S)
+                    multiprocessing.connection.wait([h.connection for h in busy if h.connection], _HEARTBEAT_S)
                 progress()
         except BaseException:  # asked to stop: nobody waits for what is under way
             for host in self._hosts:

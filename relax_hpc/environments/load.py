@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from relax_hpc.environments.base import Environment
 from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.recipe.source import AnyPrompts
+from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.registry import RegistryError, check_call, resolve
 
 BUILT_IN = {"single_turn": SingleTurn}
@@ -15,7 +15,7 @@ METHODS: dict[str, tuple[str, ...]] = {"reset": ("prompt",), "step": ("answer",)
 
 
 def make_environments(sources: Sequence[AnyPrompts]) -> list[Callable[[], Environment]]:
-    """For every source a function that makes an environment; each plays one sample.
+    """For every source a function that makes an environment; each generates one sample.
 
     Raises RegistryError for a class that does not load, lacks a method, or takes other arguments.
     """

@@ -22,27 +22,19 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import relax_hpc
-from relax_hpc import seals
+from relax_hpc.files import folder_checksums
+from relax_hpc.files.errors import RunError, explain_os
+from relax_hpc.files.permissions import keep_private, make_private
+from relax_hpc.files.publish import read_json, replace, to_json, write_file
+from relax_hpc.files.run_dir import RunDir, drafted
 from relax_hpc.launch import making, user_code
-from relax_hpc.launch.members import PIPE_BYTES, how_it_ended
-from relax_hpc.launch.nursery import PREPARE, Child, Nursery
-from relax_hpc.launch.sizing.trainer import needs_reference
+from relax_hpc.planning.sizing.trainer import needs_reference
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe, without_folders
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.source import FilePrompts
-from relax_hpc.run_dir import (
-    RunDir,
-    RunError,
-    drafted,
-    explain_os,
-    keep_private,
-    make_private,
-    read_json,
-    replace,
-    to_json,
-    write_file,
-)
-from relax_hpc.telemetry import read_beat
+from relax_hpc.recipe.tables.source import FilePrompts
+from relax_hpc.supervise.fork_server import PREPARE, ForkedProcess, ForkServer
+from relax_hpc.supervise.processes import PIPE_BYTES, how_it_ended
+from relax_hpc.telemetry import read_heartbeat
 
 LOADING = "copying the code, loading torch and transformers (some seconds; more the first time)"
 LOOK_S = 0.2
@@ -62,7 +54,7 @@ def place(recipe: Recipe) -> RunDir:
 
 def create(
     recipe: Recipe,
-    nursery: Nursery,
+    fork_server: ForkServer,
     debug: Debug | None = None,
     shards_from: Path | None = None,
     fork_of: RunDir | None = None,
@@ -86,7 +78,7 @@ def create(
             tell(LOADING)
             _snapshot(draft)
             write_file(draft.recipe, dump_recipe(user_code.seen_from(draft, user_code.copy(recipe, draft))).encode())
-            _prepare(draft, nursery, tell=tell)
+            _prepare(draft, fork_server, tell=tell)
             about = {
                 "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
                 "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
@@ -115,11 +107,11 @@ def create(
 
 
 def resume(
-    run: RunDir, overrides: list[str], nursery: Nursery, code: str | None = None, redo: str | None = None
+    run: RunDir, overrides: list[str], fork_server: ForkServer, code: str | None = None, redo: str | None = None
 ) -> Recipe:
     """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step.
 
-    code: "new" takes the user's files as they are now, once a child of `nursery` has seen that they load.
+    code: "new" takes the user's files as they are now, once a child of `fork server` has seen that they load.
     redo: how failed groups that no step took are made once more; with new code, they are scored. Raises RunError or RecipeError.
     """
     if code not in (None, "new"):
@@ -136,7 +128,7 @@ def resume(
     changes = [change._asdict() for change in differences(old, new)]
     if code is not None:
         new, edited = user_code.take_new(run, new)
-        _check_code(run, new, nursery)
+        _check_code(run, new, fork_server)
         changes += [{"key": "code", **one._asdict()} for one in edited]
     if changes:
         _write_down(run, changes)
@@ -146,13 +138,13 @@ def resume(
 
         how = cast(Redo, redo or "score")
         redone = redo_failed(run, new, how)
-        _write_down(run, [{"key": "redo", "how": how, "orders": redone}])
+        _write_down(run, [{"key": "redo", "how": how, "requests": redone}])
     return new
 
 
 def _write_down(run: RunDir, changes: list[dict[str, Any]]) -> None:
     """Add to RUN/changes.jsonl: a line each, with step and time."""
-    step = (read_beat(run, "trainer-0") or {}).get("step", 0)
+    step = (read_heartbeat(run, "trainer-0") or {}).get("step", 0)
     before = run.changes.read_bytes() if run.changes.exists() else b""
     lines = [to_json({"step": step, "time": time.time(), **change}).replace(b"\n", b"") + b"\n" for change in changes]
     replace(run.changes, before + b"".join(lines))
@@ -205,16 +197,19 @@ def count_rows(recipe: Recipe) -> dict[str, dict[str, int]]:
     """Count the rows that a run of `recipe` would leave out or cut, as its making does; by the keys of their sources. Raises RunError."""
     if not any(isinstance(source, FilePrompts) and source.counted for source in recipe.sources):
         return {}
-    with tempfile.TemporaryDirectory(prefix="relax-hpc-") as folder, Nursery(scratch := RunDir(folder)) as nursery:
+    with (
+        tempfile.TemporaryDirectory(prefix="relax-hpc-") as folder,
+        ForkServer(scratch := RunDir(folder)) as fork_server,
+    ):
         scratch.logs.mkdir()
         write_file(scratch.recipe, dump_recipe(recipe).encode())
-        _prepare(scratch, nursery, "rows")
+        _prepare(scratch, fork_server, "rows")
         counts: dict[str, dict[str, int]] = read_json(scratch.rows)
         return counts
 
 
 def _prepare(
-    run: RunDir, nursery: Nursery, what: str = "all", tell: Callable[[str], None] = lambda doing: None
+    run: RunDir, fork_server: ForkServer, what: str = "all", tell: Callable[[str], None] = lambda doing: None
 ) -> None:
     """Build the model's folder and check everything that needs torch; what = "code" or "rows": the user's code or the prompts alone.
 
@@ -223,7 +218,7 @@ def _prepare(
     log = run.logs / "prepare.log"
     reading, writing = os.pipe()
     try:
-        child = nursery.bear([PREPARE, str(run.root), what], log, writing)
+        child = fork_server.spawn([PREPARE, str(run.root), what], log, writing)
         os.close(writing)
         try:
             code = _wait(child, run, tell)
@@ -241,7 +236,7 @@ def _prepare(
     raise PrepareError(f"the run could not be prepared: {text.strip().splitlines()[-1]}\n{text}")
 
 
-def _wait(child: Child, run: RunDir, tell: Callable[[str], None]) -> int:
+def _wait(child: ForkedProcess, run: RunDir, tell: Callable[[str], None]) -> int:
     """Until it ends; its exit code."""
     said = LOADING
     while True:
@@ -251,13 +246,13 @@ def _wait(child: Child, run: RunDir, tell: Callable[[str], None]) -> int:
             return child.wait(LOOK_S)
 
 
-def _check_code(run: RunDir, recipe: Recipe, nursery: Nursery) -> None:
+def _check_code(run: RunDir, recipe: Recipe, fork_server: ForkServer) -> None:
     """Raises RunError for code that does not load, or does not fit."""
     with tempfile.TemporaryDirectory(prefix=".code.", dir=run.root) as folder:
         scratch = RunDir(folder)
         scratch.logs.mkdir()
         write_file(scratch.recipe, dump_recipe(recipe).encode())
-        _prepare(scratch, nursery, "code")
+        _prepare(scratch, fork_server, "code")
 
 
 def _snapshot(run: RunDir) -> None:
@@ -310,8 +305,8 @@ def _copied(old: RunDir, new: RunDir, steps: Sequence[int], to: int | None = Non
         copy = new.checkpoint(step if to is None else to)
         shutil.copytree(old.checkpoint(step), copy)
         try:
-            seals.compare_all(copy)
-        except seals.DamagedCheckpoint as error:
+            folder_checksums.compare_all(copy)
+        except folder_checksums.DamagedCheckpoint as error:
             shutil.rmtree(copy)
             damage.append(str(error).replace(str(copy), str(old.checkpoint(step))))
             logging.getLogger("fork").warning("an older checkpoint is taken: %s", damage[-1])
@@ -326,7 +321,7 @@ def _fork_critic(old: RunDir, new: RunDir, step: int) -> None:
     if nearest:
         _copied(old, new, nearest, to=step)
         copy = new.checkpoint(step)
-        known = seals.expected(copy)
+        known = folder_checksums.expected(copy)
         replace(copy / "state.json", to_json({"step": step}))
-        (copy / seals.SEAL).unlink()
-        seals.write(copy, {name: checksum for name, checksum in known.items() if name != "state.json"})
+        (copy / folder_checksums.SEAL).unlink()
+        folder_checksums.write(copy, {name: checksum for name, checksum in known.items() if name != "state.json"})

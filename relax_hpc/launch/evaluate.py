@@ -1,8 +1,8 @@
-"""Scores of a checkpoint or a model, outside of its run: an engine of this process plays the evaluation orders of a recipe.
+"""Scores of a checkpoint or a model, outside of its run: an engine of this process generates the evaluation requests of a recipe.
 
-    RUN's checkpoint │ MODEL ──► engine;   evaluation orders ──Player──► OUTPUT/evals/ORDER.h5 ──► scores
+    RUN's checkpoint │ MODEL ──► engine;   evaluation requests ──RolloutRunner──► OUTPUT/evals/REQUEST.h5 ──► scores
 
-OUTPUT is laid out like a run, so that whatever reads runs reads it. The same evaluation again plays only what is missing.
+OUTPUT is laid out like a run, so that whatever reads runs reads it. The same evaluation again generates only what is missing.
 """
 
 from __future__ import annotations
@@ -26,26 +26,18 @@ import relax_hpc
 from relax_hpc.data import PromptSources
 from relax_hpc.engines import EngineError, EngineRestarted
 from relax_hpc.engines.model_folder import context_of
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.permissions import keep_private, make_private
+from relax_hpc.files.publish import publish, read_json, to_json, write_file
+from relax_hpc.files.run_dir import RunDir, drafted, open_existing
 from relax_hpc.recipe import dump_recipe, load_recipe, site_file
 from relax_hpc.recipe.describe import toml
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.source import AnyPrompts, labels
+from relax_hpc.recipe.tables.source import AnyPrompts, labels
 from relax_hpc.records import Group
-from relax_hpc.roles.evaluation import Score, evaluation_orders, read_score
-from relax_hpc.roles.player import Player
-from relax_hpc.run_dir import (
-    RunDir,
-    RunError,
-    drafted,
-    keep_private,
-    make_private,
-    open_existing,
-    publish,
-    read_json,
-    to_json,
-    write_file,
-)
-from relax_hpc.spool.orders import Order
+from relax_hpc.roles.rollout.runner import RolloutRunner
+from relax_hpc.roles.training.evaluation import Score, evaluation_requests, read_score
+from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import encode
 from relax_hpc.telemetry import Telemetry
 from relax_hpc.trainers.build import materialise
@@ -98,12 +90,12 @@ def evaluate(
     step: int | None = None,
     output: Path | None = None,
     site: Path | None = None,
-    begin: Callable[[int, int], None] = lambda done, orders: None,
+    begin: Callable[[int, int], None] = lambda done, requests: None,
     advance: Callable[[], None] = lambda: None,
 ) -> Evaluated:
     """Evaluate a run's checkpoint (the newest, or that of `step`) or a model. Raises RunError, RecipeError, RegistryError.
 
-    `begin` is told how many orders were played before, of how many; `advance` is called after each other one.
+    `begin` is told how many requests were generated before, of how many; `advance` is called after each other one.
     """
     subject = find(target.absolute(), step)
     recipe = recipe_for(subject, recipe_path, overrides, site)
@@ -114,12 +106,12 @@ def evaluate(
     sources = PromptSources.of(
         recipe, AutoTokenizer.from_pretrained(place.model), context_of(AutoConfig.from_pretrained(place.model))
     )
-    orders = evaluation_orders(recipe, sources.evaluated(recipe.evaluation.prompts), subject.step)
-    missing = [order for order in orders if not place.shard(order.id).exists()]
-    begin(len(orders) - len(missing), len(orders))
+    requests = evaluation_requests(recipe, sources.evaluated(recipe.evaluation.prompts), subject.step)
+    missing = [request for request in requests if not place.shard(request.id).exists()]
+    begin(len(requests) - len(missing), len(requests))
     if missing:
-        play(place, subject, recipe, missing, advance)
-    score = read_score(place, recipe, [order.id for order in orders])
+        generate(place, subject, recipe, missing, advance)
+    score = read_score(place, recipe, [request.id for request in requests])
     if missing:
         Telemetry(place, "trainer-0", 0).metrics("eval", **score.to_json())
     publish(
@@ -150,7 +142,7 @@ def find(target: Path, step: int | None) -> Subject:
 
 
 def recipe_for(subject: Subject, path: Path | None, overrides: list[str], site: Path | None) -> Recipe:
-    """The recipe that says what is asked and how it is played, with the subject as its model."""
+    """The recipe that says what is asked and how it is generated, with the subject as its model."""
     if path is None and subject.run is None:
         raise RunError(f"'{subject.target}' is a model: say by a RECIPE what it is asked (relax-hpc eval MODEL RECIPE)")
     if path is None:
@@ -187,7 +179,7 @@ def _names(recipe: Recipe) -> list[str]:
 
 
 def _what(source: AnyPrompts) -> dict[str, Any]:
-    """Which prompts they are, whatever they are worth and how they are played."""
+    """Which prompts they are, whatever they are worth and how they are generated."""
     return source.model_dump(
         exclude={"reward", "reward_options", "environment", "environment_options", "answer_key", "limit"}
     )
@@ -221,48 +213,50 @@ def prepare(folder: Path, subject: Subject, recipe: Recipe) -> RunDir:
     return place
 
 
-def play(place: RunDir, subject: Subject, recipe: Recipe, orders: list[Order], advance: Callable[[], None]) -> None:
-    """Play `orders` with the subject's weights; each becomes a shard in `place`."""
+def generate(
+    place: RunDir, subject: Subject, recipe: Recipe, requests: list[Request], advance: Callable[[], None]
+) -> None:
+    """Generate `requests` with the subject's weights; each becomes a shard in `place`."""
     with ExitStack() as opened:
-        player = Player(recipe, place.model)
-        opened.callback(player.close)
+        runner = RolloutRunner(recipe, place.model)
+        opened.callback(runner.close)
         folder = opened.enter_context(hugging_face(subject))
-        load(player, folder, subject.step, recipe)
+        load(runner, folder, subject.step, recipe)
         own = place.read_id()
-        for order in orders:
+        for request in requests:
             began = time.perf_counter()
-            groups = groups_of(player, order, lambda: load(player, folder, subject.step, recipe))
+            groups = groups_of(runner, request, lambda: load(runner, folder, subject.step, recipe))
             meta = {
-                "run": own, "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": order.seed,
-                "copies": order.copies, "created": time.time(), "generate_s": time.perf_counter() - began,
+                "run": own, "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": request.seed,
+                "samples_per_prompt": request.samples_per_prompt, "created": time.time(), "generate_s": time.perf_counter() - began,
             }  # fmt: skip
-            publish(place.shard(order.id), encode(order.id, groups, meta, recipe.spool.compression))
+            publish(place.shard(request.id), encode(request.id, groups, meta, recipe.spool.compression))
             advance()
 
 
-def groups_of(player: Player, order: Order, load_again: Callable[[], None]) -> list[Group]:
-    """The order's groups, once more where the engine was lost and came back. Raises RunError for one that is lost."""
-    prompts = player.prompts(order)
+def groups_of(runner: RolloutRunner, request: Request, load_again: Callable[[], None]) -> list[Group]:
+    """The request's groups, once more where the engine was lost and came back. Raises RunError for one that is lost."""
+    prompts = runner.prompts(request)
     try:
         try:
-            return player.groups(order, prompts, lambda state: None)
+            return runner.groups(request, prompts, lambda state: None)
         except EngineRestarted:
             load_again()
-            return player.groups(order, prompts, lambda state: None)
+            return runner.groups(request, prompts, lambda state: None)
     except EngineError as error:
         raise RunError(
-            f"the engine was lost while it played {order.id}: {error}; the same command goes on from there"
+            f"the engine was lost while it generated {request.id}: {error}; the same command goes on from there"
         ) from error
 
 
-def load(player: Player, folder: Path, version: int, recipe: Recipe) -> None:
+def load(runner: RolloutRunner, folder: Path, version: int, recipe: Recipe) -> None:
     """Give the engine the weights in `folder`. Raises RunError for those of another model, or damaged ones."""
     dtype = getattr(torch, recipe.trainer.dtype)
     try:
         try:
-            player.engine.load(version, tensors(folder, dtype))
+            runner.engine.load(version, tensors(folder, dtype))
         except EngineRestarted:
-            player.engine.load(version, tensors(folder, dtype))
+            runner.engine.load(version, tensors(folder, dtype))
     except (ValueError, SafetensorError, FileNotFoundError) as error:
         raise RunError(f"the weights in '{folder}' do not fit its config.json, or are damaged: {error}") from error
     except EngineError as error:
@@ -290,7 +284,7 @@ def hugging_face(subject: Subject) -> Iterator[Path]:
     if not (subject.weights / DISTRIBUTED).exists():
         yield subject.weights
         return
-    from relax_hpc.trainers.megatron.convert import to_hugging
+    from relax_hpc.trainers.megatron.export.convert import to_hugging
 
     with tempfile.TemporaryDirectory(prefix="relax-hpc-eval-") as folder:
         to_hugging(subject.weights, subject.config, Path(folder))

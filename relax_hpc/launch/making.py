@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.run_dir import RunDir, read_json, replace, to_json
+from relax_hpc.files.publish import read_json, replace, to_json
+from relax_hpc.files.run_dir import RunDir
 
 
 def say(draft: RunDir, doing: str) -> None:

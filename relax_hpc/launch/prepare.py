@@ -1,6 +1,6 @@
 """Before a run begins: build the model's folder, and check all of a recipe that needs heavy imports.
 
-In a child of the nursery, so that the supervisor, which lives as long as the run, never imports torch. What is wrong goes
+In a child of the fork server, so that the supervisor, which lives as long as the run, never imports torch. What is wrong goes
 through a pipe to whoever makes the run: its folder may lie on a disk that is full.
 """
 
@@ -21,15 +21,17 @@ from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptSources
 from relax_hpc.engines.model_folder import context_of
 from relax_hpc.environments import make_environments
+from relax_hpc.files.errors import RunError, explain_os
+from relax_hpc.files.publish import to_json, write_file
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch import making
+from relax_hpc.monitor.tracking import LIBRARIES
+from relax_hpc.monitor.tracking.messages import addresses, targets
 from relax_hpc.recipe import RecipeError, load_recipe
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.registry import RegistryError
 from relax_hpc.rewards import make_rewards
-from relax_hpc.roles.process import is_full
-from relax_hpc.run_dir import RunDir, RunError, explain_os, to_json, write_file
-from relax_hpc.tracking import LIBRARIES
-from relax_hpc.tracking.messages import addresses, targets
+from relax_hpc.roles.common.process import is_full
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, materialise
 
@@ -47,7 +49,7 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
     fit.check(recipe, run.model)
     need_libraries(recipe)
     context = context_of(AutoConfig.from_pretrained(run.model))
-    if recipe.plays and recipe.rollout.max_new_tokens >= context:
+    if recipe.generates and recipe.rollout.max_new_tokens >= context:
         raise RunError(
             f"rollout.max_new_tokens = {recipe.rollout.max_new_tokens} leaves no room for a prompt in the context of {context} tokens that "
             f"the model's config.json allows: lower it, to {context // 2} for instance, or take a model with a longer one"
@@ -61,7 +63,7 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
 def check_rows(run: RunDir, recipe: Recipe, context: int) -> PromptSources:
     """The recipe's sources, all of whose rows can be used; how many they leave out goes to RUN/rows.json. Raises RunError."""
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
-    if counts := sources.check(answers=recipe.supervised or recipe.warmup is not None):
+    if counts := sources.check(answers=recipe.supervised or recipe.sft_warm_start is not None):
         write_file(run.rows, to_json(counts))
     return sources
 
@@ -76,7 +78,7 @@ def check_code(recipe: Recipe) -> None:
     """Raises RunError or RegistryError for an algorithm, filter, reward or environment that does not load, or does not fit."""
     check_scores(recipe)
     make_filters(recipe.algorithm.filters)
-    if recipe.plays:
+    if recipe.generates:
         make_rewards(recipe.sources)
         make_environments(recipe.sources)
 
@@ -110,8 +112,8 @@ def need_libraries(recipe: Recipe) -> None:
         targets(addresses(recipe.notify, recipe.run.root))
 
 
-def main(root: str, what: str, last_words: int) -> NoReturn:
-    """last_words: where an error goes, as JSON: [whether a person can mend it, its text]."""
+def main(root: str, what: str, final_message: int) -> NoReturn:
+    """final_message: where an error goes, as JSON: [whether a person can mend it, its text]."""
     run = RunDir(root)
     try:
         recipe = load_recipe(run.recipe)
@@ -133,5 +135,7 @@ def main(root: str, what: str, last_words: int) -> NoReturn:
             said = False, traceback.format_exc()
     else:
         sys.exit(0)
-    os.write(last_words, json.dumps([said[0], said[1][-SAID_BYTES // 2 :]], ensure_ascii=False).encode()[:SAID_BYTES])
+    os.write(
+        final_message, json.dumps([said[0], said[1][-SAID_BYTES // 2 :]], ensure_ascii=False).encode()[:SAID_BYTES]
+    )
     sys.exit(1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 
-from relax_hpc.launch.lease import holder
-from relax_hpc.launch.slurm.overview import job_rows
-from relax_hpc.launch.slurm.queue_state import cancel
-from relax_hpc.run_dir import RunDir, RunError, publish, replace, to_json
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import publish, replace, to_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.slurm.client import cancel
+from relax_hpc.slurm.overview import job_rows
+from relax_hpc.supervise.lease import holder
 
 
 def stop(run: RunDir) -> str:

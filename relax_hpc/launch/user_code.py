@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 import xxhash
 
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import Recipe, with_files
 from relax_hpc.registry import ORIGINS
-from relax_hpc.run_dir import RunDir, RunError, read_json, to_json, write_file
 
 Modules = dict[str, list[Path]]
 """Modules and packages beside a file, by name, and the Python files of each."""

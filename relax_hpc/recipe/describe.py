@@ -14,7 +14,7 @@ import tomli_w
 from pydantic.fields import FieldInfo
 
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.table import TAGS, Table
+from relax_hpc.recipe.tables.table import TAGS, Table
 
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path", Any: "anything"}
 _BOUNDS = {annotated_types.Gt: ">", annotated_types.Ge: ">=", annotated_types.Lt: "<", annotated_types.Le: "<="}

@@ -4,7 +4,7 @@
 
 A run is resumed from anywhere, so no relative path is kept. What must be there already (prompt files, model.path,
 FILE.py:NAME) is looked up in the recipe's folder first, then in the working directory; a value from `--set` the other
-way round. What the run makes (run.root, spool.front) is seen from the working directory. `~` is the home directory.
+way round. What the run makes (run.root, spool.node_cache) is seen from the working directory. `~` is the home directory.
 
 A site profile is a TOML file with what is the same for all recipes at a site (account, partition, modules). It is laid
 under the recipe: the recipe wins, and --set wins over both. It is read where a run is made, never where one goes on.
@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from relax_hpc.recipe.describe import alias, mark, toml
 from relax_hpc.recipe.problems import RecipeError, explain
 from relax_hpc.recipe.schema import NAME_PATTERN, Recipe
-from relax_hpc.recipe.table import Table
+from relax_hpc.recipe.tables.table import Table
 
 USER_FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>\w+)$")
 """A reference to code in a file of the user's."""

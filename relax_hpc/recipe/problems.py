@@ -19,7 +19,7 @@ from relax_hpc.recipe.describe import (
     type_text,
 )
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.table import Table
+from relax_hpc.recipe.tables.table import Table
 
 _LONGEST_VALUE = 120
 """Characters of a wrong value that an error shows."""

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from relax_hpc.recipe.source import AnyPrompts, TaskPrompts, keys_of
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import AnyPrompts, TaskPrompts, keys_of
 from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, check_call, resolve, shown
 from relax_hpc.rewards.base import BATCH, Reward, parts
 from relax_hpc.rewards.exact import exact
-from relax_hpc.run_dir import RunError
 
 BUILT_IN = ("exact", "math", "reasoning_gym")
 

@@ -16,7 +16,7 @@ from pebble import ProcessPool
 
 import relax_hpc.rewards.load as load
 from relax_hpc.parent import LightContext, end_with
-from relax_hpc.recipe.source import AnyPrompts
+from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, said
 from relax_hpc.rewards.load import LoadedReward, make_rewards
@@ -30,18 +30,18 @@ _rewards: list[LoadedReward] = []
 
 
 def make_pool(sources: Sequence[AnyPrompts], processes: int) -> ProcessPool:
-    """A pool whose children have the sources' rewards loaded; run `judge_in_child` in it."""
+    """A pool whose children have the sources' rewards loaded; run `score_in_child` in it."""
     return ProcessPool(
         processes, initializer=_begin_child, initargs=(list(sources), os.getpid()), context=LightContext()
     )
 
 
-def judge_in_child(source: int, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
+def score_in_child(source: int, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
     """`judge` with the child's own copy of the source's reward."""
-    return judge(_rewards[source], prompt, answers)
+    return reward_runner(_rewards[source], prompt, answers)
 
 
-def judge(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
+def reward_runner(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
     """Call a reward, whatever it does: what came of each answer, or what went wrong with all of them."""
     try:
         return [*reward(prompt, answers)]

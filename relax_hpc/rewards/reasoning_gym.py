@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from relax_hpc.data.tasks import load_task
-from relax_hpc.recipe.source import TaskPrompts
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import TaskPrompts
 from relax_hpc.records import Prompt
-from relax_hpc.run_dir import RunError
 
 QUICK_VERIFIERS = frozenset({"chain_sum", "products"})
 """Tasks whose own verifier is reasoning_gym.utils.compute_decimal_reward: it compares decimals and nothing else."""

@@ -1,4 +1,4 @@
-"""`python -m relax_hpc.roles ROLE RUN …`: one process of a role, as a job step starts it; others are forked (launch/nursery.py).
+"""`python -m relax_hpc.roles ROLE RUN …`: one process of a role, as a job step starts it; others are forked (supervise/fork_server.py).
 
 The environment is prepared before torch is imported, so the role's module is imported last.
 """
@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from relax_hpc import checkpoint
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import OPTIMIZERS, RunDir
 from relax_hpc.recipe import RecipeError
 from relax_hpc.registry import RegistryError
-from relax_hpc.roles.process import BEGINNING, Exit, RoleProcess, Stop, place_of
-from relax_hpc.run_dir import OPTIMIZERS, RunDir, RunError
+from relax_hpc.roles.common.process import BEGINNING, Exit, RoleProcess, Stop, place_of
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
 ROLES = ("trainer", "rollout", "scorer", "critic")
@@ -38,7 +39,7 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--attempt", type=int, default=0, help="how often it was started before")
     parser.add_argument("--supervisor", type=int, help="pid of the supervisor; when it is gone, the role leaves")
     parser.add_argument("--last-words", type=int, help="file descriptor for what it says when it fails")
-    parser.add_argument("--workplace", help="rollout: name of the folder for claims; one process has it, once")
+    parser.add_argument("--claim directory", help="rollout: name of the folder for claims; one process has it, once")
     parser.add_argument("--incarnation", help="trainer: folder through which it commits")
     parser.add_argument(
         "--rank",
@@ -74,7 +75,7 @@ def run(process: RoleProcess, role: str) -> Exit:
     try:
         if role in OPTIMIZERS:
             read_ahead(process, role)
-        gc.disable()  # see launch/nursery.py
+        gc.disable()  # see supervise/fork_server.py
         module = importlib.import_module(f"relax_hpc.roles.{role}")
         gc.freeze()
         gc.enable()
@@ -87,12 +88,12 @@ def run(process: RoleProcess, role: str) -> Exit:
         return Exit.FENCED
     except (RunError, RecipeError, RegistryError) as error:
         process.log.error("%s", error)
-        say_last_words(process, "failed", str(error))
+        send_final_message(process, "failed", str(error))
         return Exit.FATAL
     except Exception as error:
         process.log.exception("unexpected error")
         place = place_of(error) if process.telemetry.state in BEGINNING else ""
-        say_last_words(process, "crashed", f"{type(error).__name__}: {error}", place)
+        send_final_message(process, "crashed", f"{type(error).__name__}: {error}", place)
         return Exit.CRASHED
 
 
@@ -109,11 +110,11 @@ def read_ahead(process: RoleProcess, role: str) -> None:
             checkpoint.begin_reading(run, OPTIMIZERS[role])
 
 
-def say_last_words(process: RoleProcess, state: str, error: str, place: str = "") -> None:
+def send_final_message(process: RoleProcess, state: str, error: str, place: str = "") -> None:
     """To the supervisor's pipe, and into the heartbeat for whoever looks later. place: of an error that the next start will meet again."""
-    if process.arguments.last_words is not None:
-        os.write(process.arguments.last_words, error.encode()[:PIPE_BYTES])
-    process.telemetry.beat(state, error=error, place=place or None)
+    if process.arguments.final_message is not None:
+        os.write(process.arguments.final_message, error.encode()[:PIPE_BYTES])
+    process.telemetry.heartbeat(state, error=error, place=place or None)
 
 
 def prepare_cpu() -> None:

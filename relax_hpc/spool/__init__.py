@@ -1,6 +1,6 @@
-"""The spool: orders, shards and the ledger, all of them files.
+"""The spool: requests, shards and the ledger, all of them files.
 
-trainer: OrderBook.release ──► Queue.put ──► open/ ──► worker: Queue.claim ──► claimed/WORKER/
+trainer: RequestPlanner.release ──► Queue.put ──► open/ ──► worker: Queue.claim ──► claimed/WORKER/
                                                           │
-trainer: Ledger.commit ◄── OrderBook.choose ◄── SHARDS/ ◄─┘ publish
+trainer: Ledger.commit ◄── RequestPlanner.choose ◄── SHARDS/ ◄─┘ publish
 """

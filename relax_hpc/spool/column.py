@@ -1,8 +1,8 @@
 """A column: what another model says of a shard's tokens, in a file beside it; complete or absent, never changed.
 
-    scorer, critic: Shard ──forward──► logprobs, values ──encode──► one HDF5 image ──publish──► COLUMNS/ORDER.NAME.h5 ──► trainer, analysis
+    scorer, critic: Shard ──forward──► logprobs, values ──encode──► one HDF5 image ──publish──► COLUMNS/REQUEST.NAME.h5 ──► trainer, analysis
 
-Its name is the order's and the column's, so the first that is done counts. Its attributes say
+Its name is the request's and the column's, so the first that is done counts. Its attributes say
 of which shard it is, which weights said it, and the checksum of the numbers.
 """
 
@@ -20,7 +20,7 @@ from relax_hpc.spool import hdf5
 
 FORMAT = "relax_hpc.column"
 SCHEMA = 1
-ATTRIBUTES = ("format", "schema", "name", "order", "shard", "model", "checksum")
+ATTRIBUTES = ("format", "schema", "name", "request", "shard", "model", "checksum")
 
 
 class DamagedColumn(Exception):
@@ -32,7 +32,7 @@ class Column:
     """A column, read and compared with its checksum."""
 
     name: str
-    order: str
+    request: str
     shard: int
     """The shard's `meta_checksum`."""
     model: str
@@ -49,10 +49,10 @@ class Column:
         return f"{self.model}/{self.checksum}"
 
 
-def encode(name: str, order: str, shard: int, model: str, values: NDArray[np.float32]) -> list[bytes | memoryview]:
+def encode(name: str, request: str, shard: int, model: str, values: NDArray[np.float32]) -> list[bytes | memoryview]:
     """The bytes of a column, in pieces."""
     about: Mapping[str, str | int] = {
-        "format": FORMAT, "schema": SCHEMA, "name": name, "order": order, "shard": shard, "model": model,
+        "format": FORMAT, "schema": SCHEMA, "name": name, "request": request, "shard": shard, "model": model,
         "checksum": _checksum(values),
     }  # fmt: skip
     return hdf5.image({name: hdf5.Column([values], np.float32)}, about, {})
@@ -74,7 +74,7 @@ def read_column(path: Path, name: str) -> Column | None:
         raise DamagedColumn(f"'{path}' is truncated or no column '{name}': {error}") from error
     if (checksum := _checksum(values)) != found["checksum"]:
         raise DamagedColumn(f"'{path}' has checksum {checksum}, {found['checksum']} was written: the file was damaged")
-    return Column(name, found["order"], int(found["shard"]), found["model"], checksum, values, file.bytes)
+    return Column(name, found["request"], int(found["shard"]), found["model"], checksum, values, file.bytes)
 
 
 def _checksum(values: NDArray[np.float32]) -> str:

@@ -1,6 +1,6 @@
 """The ledger: one file a step that says what the step trains on, created exclusively before any process steps.
 
-Whoever finds entry s adopts it; an order in the ledger is never taken again, whether its shard is still there or not. What is
+Whoever finds entry s adopts it; a request in the ledger is never taken again, whether its shard is still there or not. What is
 trained on once more is named as that, group by group, and was taken before.
 
 Entry ──commit──► LEDGER/STEP.json {…, "checksum": XXH3-64 of all else} ──► compared by whoever reads it
@@ -16,20 +16,22 @@ from typing import Any
 
 import xxhash
 
-from relax_hpc.run_dir import Damaged, RunDir, publish, read_json, to_json
+from relax_hpc.files.errors import Damaged
+from relax_hpc.files.publish import publish, read_json, to_json
+from relax_hpc.files.run_dir import RunDir
 
 FAILED = "failed: "
 SURPLUS = "surplus: "
-"""How the reasons begin of groups that could not be played or scored, and of those that pass in a batch that is full."""
+"""How the reasons begin of groups that could not be generated or scored, and of those that pass in a batch that is full."""
 CHECKSUM = "checksum"
 MEND = "put it back from a copy of the run; a fork from a checkpoint after its step needs it no more"
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """An order that a step trains on."""
+    """A request that a step trains on."""
 
-    order: str
+    request: str
     first_version: int
     columns: dict[str, str] = field(default_factory=dict)
     """Versions of the columns that others made of it: the weights' checksum, or version, and the numbers' checksum."""
@@ -37,9 +39,9 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """An order that a step gave up."""
+    """A request that a step gave up."""
 
-    order: str
+    request: str
     reason: str
     replacement: str
 
@@ -53,20 +55,20 @@ class Entry:
     lineage: int
     take: tuple[Taken, ...]
     filtered: dict[str, str] = field(default_factory=dict)
-    """ORDER/GROUP -> why this group is kept out of the loss."""
+    """REQUEST/GROUP -> why this group is kept out of the loss."""
     dropped: tuple[Dropped, ...] = ()
-    again: dict[str, int] = field(default_factory=dict)
-    """ORDER/GROUP -> the step whose loss this group was in first, of what is trained on once more (algorithm.replay)."""
+    reused: dict[str, int] = field(default_factory=dict)
+    """REQUEST/GROUP -> the step whose loss this group was in first, of what is trained on once more (algorithm.sample_reuse)."""
     solved: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Source -> samples that solved their prompts, of how many that were played for this step ([curriculum])."""
-    refills: int = 0
-    """Further orders that were released for this step, before it was taken."""
+    """Source -> samples that solved their prompts, of how many that were generated for this step ([curriculum])."""
+    extra_requests: int = 0
+    """Further requests that were released for this step, before it was taken."""
     learned: tuple[tuple[int, int, int], ...] = ()
-    """Of supervised fine-tuning, which takes no orders: (source, index, epoch) of the prompts whose answers the step learns."""
+    """Of supervised fine-tuning, which takes no requests: (source, index, epoch) of the prompts whose answers the step learns."""
     time: float = field(default_factory=time.time)
 
     @property
-    def lessons(self) -> list[str]:
+    def sft_examples(self) -> list[str]:
         """A name for each of `learned`, as samples have one."""
         return [f"l{self.step:06d}/{k}" for k in range(len(self.learned))]
 
@@ -112,8 +114,8 @@ def checksum(content: dict[str, Any]) -> str:
 class Ledger:
     """The entries of a run. `via`: the folder of the incarnation that commits; None only reads."""
 
-    def __init__(self, run: RunDir, via: Path | None = None) -> None:
-        self._run, self._via = run, via
+    def __init__(self, run: RunDir, commit_dir: Path | None = None) -> None:
+        self._run, self._commit_dir = run, commit_dir
 
     def find(self, step: int) -> Entry | None:
         """The entry of a step; None when nobody has committed one. Raises Damaged naming one that is damaged."""
@@ -123,7 +125,7 @@ class Ledger:
         """Commit `entry`, or adopt the one that is there. Raises FileNotFoundError in a superseded incarnation."""
         content = entry.to_json()
         sealed = to_json({**content, CHECKSUM: checksum(content)})
-        if publish(self._run.ledger_entry(entry.step), sealed, via=self._via):
+        if publish(self._run.ledger_entry(entry.step), sealed, commit_dir=self._commit_dir):
             return entry
         adopted = self.find(entry.step)
         assert adopted is not None, f"ledger entry {entry.step} exists and cannot be read"

@@ -1,4 +1,4 @@
-"""Publishing beside the work: while shards go to the disk, their worker plays the next orders.
+"""Publishing beside the work: while shards go to the disk, their worker generates the next requests.
 
 worker ──put──► THREADS threads, a shard each: write, flush, link, flush of the folder ──► `ended`, in the order of `put`
 
@@ -15,8 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from relax_hpc.run_dir import Data, RunDir
-from relax_hpc.spool.front import Front
+from relax_hpc.files.node_cache import NodeCache
+from relax_hpc.files.publish import Data
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.queue import Claim, publish_shard
 
 THREADS = 4
@@ -41,8 +42,8 @@ class Publication:
 class ShardPublisher:
     """Publishes a worker's shards, several at once. Each one's claim stays until it is there: a kill loses nothing."""
 
-    def __init__(self, run: RunDir, worker: str, front: Front) -> None:
-        self._run, self._worker, self._front = run, worker, front
+    def __init__(self, run: RunDir, worker: str, node_cache: NodeCache) -> None:
+        self._run, self._worker, self._node_cache = run, worker, node_cache
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="publish")
         self._on_the_way: deque[Publication] = deque()
 
@@ -72,7 +73,7 @@ class ShardPublisher:
     def _publish(self, claim: Claim, image: Data) -> float:
         began = time.perf_counter()
         if publish_shard(self._run, claim, image, self._worker):
-            self._front.put(claim.order.id, image)
+            self._node_cache.put(claim.request.id, image)
         return time.perf_counter() - began
 
     def close(self) -> None:

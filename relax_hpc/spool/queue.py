@@ -1,12 +1,12 @@
-"""Orders as files that move by rename: released, claimed, published, given back.
+"""Requests as files that move by rename: released, claimed, published, given back.
 
-    open/ORDER.aATTEMPT.vOLDEST ──claim──► claimed/WORKER/ORDER.aATTEMPT.vSTARTED ──► SHARDS/ORDER.h5, claim removed
+    open/REQUEST.aATTEMPT.vOLDEST ──claim──► claimed/WORKER/REQUEST.aATTEMPT.vSTARTED ──► SHARDS/REQUEST.h5, claim removed
               ▲                                     │
               └────────────── give back ────────────┘   (the worker died: attempt + 1; it was drained: same attempt;
-                                                         it gave back what it had half-played (spool.parts): .pPARTS)
+                                                         it gave back what it had partly generated (spool.partial_rollouts): .pPARTS)
 
-Names carry what a claim is decided on, so that deciding costs no read: the oldest version an order may start from, and
-how many workers died on it, and which part of it there is already. Orders are not fsynced: what a power failure takes, the trainer's book puts back.
+Names carry what a claim is decided on, so that deciding costs no read: the oldest version a request may start from, and
+how many workers died on it, and which part of it there is already. Requests are not fsynced: what a power failure takes, the trainer's book puts back.
 """
 
 from __future__ import annotations
@@ -22,238 +22,241 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from relax_hpc.run_dir import Data, RunDir, is_there, names, publish, read_json, rename_once, to_json
-from relax_hpc.spool.orders import Order
-from relax_hpc.spool.watch import FolderWatch
+from relax_hpc.files.publish import Data, is_there, names, publish, read_json, rename_once, to_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.watch import FolderWatch
+from relax_hpc.spool.request import Request
 
 LOOK_AT_STARTS_S = 0.1
-"""Between two calls of `in_play`, which costs a folder a worker."""
+"""Between two calls of `in_progress`, which costs a folder a worker."""
 KNOWN_CLAIMS = 1000
 """A worker's latest claims, of which an old listing may speak still."""
-_TICKET = re.compile(r"(o\d{6}-\w+|e\d{6}(?:l\d+)?-\w+)\.a(\d+)\.v(\d+)(?:\.p(\d+))?")
+_REQUEST_FILE = re.compile(r"(r\d{6}-\w+|e\d{6}(?:l\d+)?-\w+)\.a(\d+)\.v(\d+)(?:\.p(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
-    """An order file's name, read."""
+class RequestFile:
+    """A request file's name, read."""
 
-    order_id: str
+    request_id: str
     attempt: int
     version: int
-    """The oldest version it may start from while it is open; the version it was started with once it is claimed, or half-played. An
+    """The oldest version it may start from while it is open; the version it was started with once it is claimed, or partly generated. An
     evaluation's is always the one that it names."""
-    parts: int = 0
-    """How often it was given back half-played."""
+    partials: int = 0
+    """How often it was given back partly generated."""
 
     @property
     def keeps_version(self) -> bool:
-        """Whether it stays of its version whoever claims it: evaluations, and orders whose first tokens there are."""
-        return self.order_id.startswith("e") or self.parts > 0
+        """Whether it stays of its version whoever claims it: evaluations, and requests whose first tokens there are."""
+        return self.request_id.startswith("e") or self.partials > 0
 
     @property
     def name(self) -> str:
-        begun = f".p{self.parts}" if self.parts else ""
-        return f"{self.order_id}.a{self.attempt}.v{self.version}{begun}"
+        begun = f".p{self.partials}" if self.partials else ""
+        return f"{self.request_id}.a{self.attempt}.v{self.version}{begun}"
 
     @classmethod
-    def parse(cls, name: str) -> Ticket | None:
-        """What a name says; None where it is no order's: somebody else put it there."""
-        match = _TICKET.fullmatch(name)
-        return Ticket(match[1], int(match[2]), int(match[3]), int(match[4] or 0)) if match else None
+    def parse(cls, name: str) -> RequestFile | None:
+        """What a name says; None where it is no request's: somebody else put it there."""
+        match = _REQUEST_FILE.fullmatch(name)
+        return RequestFile(match[1], int(match[2]), int(match[3]), int(match[4] or 0)) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """An order that this worker plays."""
+    """A request that this worker generates."""
 
-    order: Order
-    ticket: Ticket
+    request: Request
+    request_file: RequestFile
     path: Path
 
 
 class Queue:
-    """The order files of a run."""
+    """The request files of a run."""
 
     def __init__(self, run: RunDir, workers: int = 1) -> None:
         """workers: how many claim from it."""
         self._run = run
-        self._open = FolderWatch(run.open_orders, workers)
+        self._open = FolderWatch(run.open_requests, workers)
         self._names: frozenset[str] = frozenset()
-        self._tickets: list[Ticket] = []
+        self._request_files: list[RequestFile] = []
         """Those of `_names`, evaluations first."""
         self._mine = deque[Path](maxlen=KNOWN_CLAIMS)
         """What was claimed here, and not put back."""
 
     # the trainer's side
 
-    def put(self, orders: Iterable[Order], oldest: int = 0, parts: int = 0) -> None:
-        """Release orders; one that is open already stays as it is. `oldest` raises what they may start from; `parts`: which one there is."""
-        for order in orders:
-            ticket = Ticket(order.id, 0, max(order.min_version, oldest), parts)
-            publish(self._run.open_orders / ticket.name, to_json(order.to_json()), durable=False)
+    def put(self, requests: Iterable[Request], oldest: int = 0, partials: int = 0) -> None:
+        """Release requests; one that is open already stays as it is. `oldest` raises what they may start from; `partials`: which one there is."""
+        for request in requests:
+            request_file = RequestFile(request.id, 0, max(request.min_version, oldest), partials)
+            publish(self._run.open_requests / request_file.name, to_json(request.to_json()), durable=False)
 
-    def in_play(self) -> dict[str, int]:
-        """Version of every order that is open (oldest it may start from) or claimed (started with)."""
-        # Open ones twice: an order that is claimed or given back meanwhile is seen at least once.
-        before = _tickets(self._run.open_orders)
-        claimed = [ticket for worker in self._workers() for ticket in _tickets(worker)]
+    def in_progress(self) -> dict[str, int]:
+        """Version of every request that is open (oldest it may start from) or claimed (started with)."""
+        # Open ones twice: a request that is claimed or given back meanwhile is seen at least once.
+        before = _request_files(self._run.open_requests)
+        claimed = [request_file for worker in self._workers() for request_file in _request_files(worker)]
         versions: dict[str, int] = {}
-        for ticket in [*before, *claimed, *_tickets(self._run.open_orders)]:
-            versions[ticket.order_id] = min(ticket.version, versions.get(ticket.order_id, ticket.version))
+        for request_file in [*before, *claimed, *_request_files(self._run.open_requests)]:
+            versions[request_file.request_id] = min(
+                request_file.version, versions.get(request_file.request_id, request_file.version)
+            )
         return versions
 
     def remove_torn(self) -> None:
-        """Remove order files that a power failure left without their content, so that they count as missing."""
-        for folder in (self._run.open_orders, *self._workers()):
-            for path in (folder / ticket.name for ticket in _tickets(folder)):
+        """Remove request files that a power failure left without their content, so that they count as missing."""
+        for folder in (self._run.open_requests, *self._workers()):
+            for path in (folder / request_file.name for request_file in _request_files(folder)):
                 try:
                     read_json(path)
                 except ValueError:
                     path.unlink(missing_ok=True)
 
     def raise_oldest(self, version: int) -> bool:
-        """Orders that nobody has started may not start from versions before `version` any more; True if any was raised.
+        """Requests that nobody has started may not start from versions before `version` any more; True if any was raised.
 
-        Nothing was generated for them yet, so giving them a later deadline favours no answer.
+        Nothing was generated for them yet, so giving them a later deadline favors no answer.
         """
         raised = False
-        for ticket in _tickets(self._run.open_orders):
-            if not ticket.keeps_version and ticket.version < version:
-                later = replace(ticket, version=version)
-                raised |= _moved(self._run.open_orders / ticket.name, self._run.open_orders / later.name)
+        for request_file in _request_files(self._run.open_requests):
+            if not request_file.keeps_version and request_file.version < version:
+                later = replace(request_file, version=version)
+                raised |= _moved(self._run.open_requests / request_file.name, self._run.open_requests / later.name)
         return raised
 
-    def withdraw(self, order_ids: Iterable[str]) -> None:
-        """Remove orders that nobody needs any more, where they are still open."""
-        gone = set(order_ids)
-        for ticket in _tickets(self._run.open_orders):
-            if ticket.order_id in gone:
-                (self._run.open_orders / ticket.name).unlink(missing_ok=True)
+    def withdraw(self, request_ids: Iterable[str]) -> None:
+        """Remove requests that nobody needs any more, where they are still open."""
+        gone = set(request_ids)
+        for request_file in _request_files(self._run.open_requests):
+            if request_file.request_id in gone:
+                (self._run.open_requests / request_file.name).unlink(missing_ok=True)
 
     # a worker's side
 
     def has_open(self) -> bool:
-        """Whether there is an order that nobody has claimed; most often one stat."""
-        return bool(self._open_tickets())
+        """Whether there is a request that nobody has claimed; most often one stat."""
+        return bool(self._open_request_files())
 
-    def _open_tickets(self) -> list[Ticket]:
+    def _open_request_files(self) -> list[RequestFile]:
         now = self._open.names()
         if now is not self._names:
-            strays = {name for name in now - self._names if Ticket.parse(name) is None}
+            strays = {name for name in now - self._names if RequestFile.parse(name) is None}
             if strays:
                 logging.getLogger("queue").warning(
-                    "no orders, left alone in '%s': %s", self._open.folder, sorted(strays)
+                    "no requests, left alone in '%s': %s", self._open.folder, sorted(strays)
                 )
-            found = [ticket for name in now if (ticket := Ticket.parse(name)) is not None]
-            self._names, self._tickets = now, sorted(found, key=lambda ticket: ticket.order_id)
-        return self._tickets
+            found = [request_file for name in now if (request_file := RequestFile.parse(name)) is not None]
+            self._names, self._request_files = now, sorted(found, key=lambda request_file: request_file.request_id)
+        return self._request_files
 
     def claim(self, worker: str, version: int) -> Claim | None:
-        """Claim the first order that may be started where `version` is the newest, evaluations first; None when there is none.
+        """Claim the first request that may be started where `version` is the newest, evaluations first; None when there is none.
 
-        Raises FileNotFoundError when this worker counted as lost: its workplace is gone, only a new one can claim.
+        Raises FileNotFoundError when this worker counted as lost: its claim directory is gone, only a new one can claim.
         """
-        folder = self._run.claimed_orders / worker
-        for ticket in self._open_tickets():
-            if ticket.version > version:
+        folder = self._run.claimed_requests / worker
+        for request_file in self._open_request_files():
+            if request_file.version > version:
                 continue
-            mine = ticket if ticket.keeps_version else replace(ticket, version=version)
+            mine = request_file if request_file.keeps_version else replace(request_file, version=version)
             path = folder / mine.name
             if path in self._mine and is_there(path):
-                continue  # a listing of before we took it; once our claim is gone, the order was released again
-            if _moved(self._run.open_orders / ticket.name, path):
-                order = _read(path)
-                if order is None:  # torn; or given back to others since the rename: this worker counts as lost
+                continue  # a listing of before we took it; once our claim is gone, the request was released again
+            if _moved(self._run.open_requests / request_file.name, path):
+                request = _read(path)
+                if request is None:  # torn; or given back to others since the rename: this worker counts as lost
                     path.unlink(missing_ok=True)
                     continue
                 self._mine.append(path)
-                return Claim(order, mine, path)
+                return Claim(request, mine, path)
             if not folder.is_dir():
                 raise FileNotFoundError(
-                    f"'{folder}' is gone: this worker counted as lost, its orders were given to others"
+                    f"'{folder}' is gone: this worker counted as lost, its requests were given to others"
                 )
         return None
 
-    def put_back(self, claim: Claim, parts: int | None = None) -> bool:
-        """Open a claim again: no worker died on it. `parts`: which part there is of it now. False when it is ours no more."""
-        again = claim.ticket if parts is None else replace(claim.ticket, parts=parts)
+    def put_back(self, claim: Claim, partials: int | None = None) -> bool:
+        """Open a claim again: no worker died on it. `partials`: which part there is of it now. False when it is ours no more."""
+        again = claim.request_file if partials is None else replace(claim.request_file, partials=partials)
         with contextlib.suppress(ValueError):
             self._mine.remove(claim.path)  # it may be ours again
-        return _moved(claim.path, self._run.open_orders / again.name)
+        return _moved(claim.path, self._run.open_requests / again.name)
 
-    def open_workplace(self, worker: str) -> None:
-        (self._run.claimed_orders / worker).mkdir(exist_ok=True)
+    def open_claim_dir(self, worker: str) -> None:
+        (self._run.claimed_requests / worker).mkdir(exist_ok=True)
 
     # the supervisor's side
 
     def give_back(self, worker: str, lost: bool) -> list[str]:
-        """Open a worker's claims again; `lost`: it died on them. Returns the order ids. Its folder is removed."""
-        folder = self._run.claimed_orders / worker
+        """Open a worker's claims again; `lost`: it died on them. Returns the request ids. Its folder is removed."""
+        folder = self._run.claimed_requests / worker
         self._mine = deque((path for path in self._mine if path.parent != folder), KNOWN_CLAIMS)
         given = []
-        while tickets := _tickets(folder):  # again while a worker that counts as lost goes on claiming
-            given += [t.order_id for t in tickets if self._reopen(folder, t, lost)]
+        while request_files := _request_files(folder):  # again while a worker that counts as lost goes on claiming
+            given += [t.request_id for t in request_files if self._reopen(folder, t, lost)]
             with contextlib.suppress(OSError):
                 folder.rmdir()  # from here on it cannot claim
         with contextlib.suppress(OSError):
             folder.rmdir()
         return given
 
-    def _reopen(self, folder: Path, ticket: Ticket, lost: bool) -> bool:
-        again = replace(ticket, attempt=ticket.attempt + lost)
-        return _moved(folder / ticket.name, self._run.open_orders / again.name)
+    def _reopen(self, folder: Path, request_file: RequestFile, lost: bool) -> bool:
+        again = replace(request_file, attempt=request_file.attempt + lost)
+        return _moved(folder / request_file.name, self._run.open_requests / again.name)
 
     def workers(self) -> list[str]:
         return [folder.name for folder in self._workers()]
 
     def _workers(self) -> list[Path]:
-        return [Path(entry.path) for entry in os.scandir(self._run.claimed_orders) if entry.is_dir()]
+        return [Path(entry.path) for entry in os.scandir(self._run.claimed_requests) if entry.is_dir()]
 
 
 def publish_shard(run: RunDir, claim: Claim, image: Data, worker: str) -> bool:
-    """Publish a claim's shard and end the claim; False when another attempt came first (ours is put aside)."""
-    final = run.shard(claim.order.id)
+    """Publish a claim's shard and end the claim; False when another attempt came first (ours is quarantined)."""
+    final = run.shard(claim.request.id)
     if publish(final, image):
         end_claim(run, claim)
         return True
-    aside = run.aside / f"{claim.order.id}.{worker}.h5"
-    publish(aside, image, durable=False)
-    _say_why(aside, "another attempt was published first", worker=worker)
+    quarantine = run.quarantine / f"{claim.request.id}.{worker}.h5"
+    publish(quarantine, image, durable=False)
+    _say_why(quarantine, "another attempt was published first", worker=worker)
     end_claim(run, claim)
     return False
 
 
-def put_aside(run: RunDir, shard: Path, reason: str) -> None:
-    """Take a published shard out of the run: it is kept, with the reason, and its order counts as never played."""
-    aside = run.aside / f"{shard.stem}.{uuid.uuid4().hex[:8]}.h5"
-    _say_why(aside, reason)
-    os.rename(shard, aside)
+def move_to_quarantine(run: RunDir, shard: Path, reason: str) -> None:
+    """Take a published shard out of the run: it is kept, with the reason, and its request counts as never generated."""
+    quarantine = run.quarantine / f"{shard.stem}.{uuid.uuid4().hex[:8]}.h5"
+    _say_why(quarantine, reason)
+    os.rename(shard, quarantine)
 
 
-def _say_why(aside: Path, reason: str, **about: str) -> None:
-    words = {"order": aside.name.partition(".")[0], **about, "reason": reason, "time": time.time()}
-    publish(aside.with_suffix(".reason.json"), to_json(words), durable=False)
+def _say_why(quarantine: Path, reason: str, **about: str) -> None:
+    words = {"request": quarantine.name.partition(".")[0], **about, "reason": reason, "time": time.time()}
+    publish(quarantine.with_suffix(".reason.json"), to_json(words), durable=False)
 
 
 def end_claim(run: RunDir, claim: Claim) -> None:
     """Remove a claim whose shard is there, and what it went on from."""
     claim.path.unlink(missing_ok=True)
-    if claim.ticket.parts:
-        run.part(claim.order.id, claim.ticket.parts).unlink(missing_ok=True)
+    if claim.request_file.partials:
+        run.partial_rollout(claim.request.id, claim.request_file.partials).unlink(missing_ok=True)
 
 
-def _tickets(folder: Path) -> list[Ticket]:
-    """The orders in a folder; a missing one has none."""
-    return [ticket for name in names(folder) if (ticket := Ticket.parse(name)) is not None]
+def _request_files(folder: Path) -> list[RequestFile]:
+    """The requests in a folder; a missing one has none."""
+    return [request_file for name in names(folder) if (request_file := RequestFile.parse(name)) is not None]
 
 
-def _read(path: Path) -> Order | None:
-    """The order in a file; None where there is none, or a torn one."""
+def _read(path: Path) -> Request | None:
+    """The request in a file; None where there is none, or a torn one."""
     try:
         content = read_json(path)
     except ValueError:
         return None
-    return None if content is None else Order.from_json(content)
+    return None if content is None else Request.from_json(content)
 
 
 def _moved(source: Path, target: Path) -> bool:

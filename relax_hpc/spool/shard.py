@@ -1,6 +1,6 @@
-"""A shard: one HDF5 file with all groups of one order; complete or absent, never changed.
+"""A shard: one HDF5 file with all groups of one request; complete or absent, never changed.
 
-    worker: list[Group] ──encode──► one HDF5 image in memory ──publish──► SHARDS/ORDER.h5 ──► Shard (any reader)
+    worker: list[Group] ──encode──► one HDF5 image in memory ──publish──► SHARDS/REQUEST.h5 ──► Shard (any reader)
                                                                      each row compared with its checksum as it is read
 
 Flat columns plus offsets, so that a file of a thousand samples is a dozen datasets, one write and one read. The file is
@@ -25,8 +25,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from relax_hpc.files.errors import Damaged, RunError
+from relax_hpc.files.publish import Data
 from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
-from relax_hpc.run_dir import Damaged, Data, RunError
 from relax_hpc.spool import checked, hdf5
 from relax_hpc.spool.checked import Checked, Rows
 from relax_hpc.spool.index import Index
@@ -78,14 +79,21 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
     return flat
 
 
-def encode(order: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> Data:
-    """The bytes of a shard, in pieces. `meta`: what else to say about the order, JSON-like (attempt, worker, versions, …)."""
+def encode(request: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> Data:
+    """The bytes of a shard, in pieces. `meta`: what else to say about the request, JSON-like (attempt, worker, versions, …)."""
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     details = {str(i): g.detail for i, g in enumerate(groups) if g.detail}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
     checksums = {name: checked.checksums(column) for name, column in flat.items()}
-    about = {**meta, "order": order, "reasons": reasons, "details": details, "prompts": prompts, "checksums": checksums}
+    about = {
+        **meta,
+        "request": request,
+        "reasons": reasons,
+        "details": details,
+        "prompts": prompts,
+        "checksums": checksums,
+    }
     if ROUTED in flat:
         about[ROUTED] = next(
             s.routed_experts.shape[1:] for g in groups for s in g.samples if s.routed_experts is not None
@@ -210,8 +218,8 @@ class Shard:
         return cast(dict[str, Any], self._cache["meta"])
 
     @property
-    def order(self) -> str:
-        return str(self.meta["order"])
+    def request(self) -> str:
+        return str(self.meta["request"])
 
     @property
     def checksum(self) -> int:
@@ -291,10 +299,10 @@ class Shard:
 
         flat: dict[str, Any] = {name: self._pieces(name, pieces) for name in TOKEN_COLUMNS}
         flat["versions"] = gather(self.versions)
-        of_group, order = self.samples["group"][picked], self.order
+        of_group, request = self.samples["group"][picked], self.request
         prompts, prompt_offsets = self._small("prompt_tokens"), self.prompt_offsets
         return Rollouts(
-            ids=[f"{order}/{i}" for i in picked.tolist()],
+            ids=[f"{request}/{i}" for i in picked.tolist()],
             group=of_group.astype(np.int64),
             rewards=self.samples["reward"][picked],
             raw_rewards=self.samples["raw_reward"][picked],
@@ -368,9 +376,9 @@ class Shard:
         begin, end = self._cache["routed_rows"][sample : sample + 2] * layers * k
         return self.read(ROUTED, int(begin), int(end)).reshape(-1, layers, k)
 
-    def check_owner(self, order: str, run: str | None) -> None:
-        """Raises DamagedShard for another order's shard, or another run's. run: its id, where that is known."""
-        for what, expected, found in (("order", order, self.order), ("run", run, self.meta.get("run"))):
+    def check_owner(self, request: str, run: str | None) -> None:
+        """Raises DamagedShard for another request's shard, or another run's. run: its id, where that is known."""
+        for what, expected, found in (("request", request, self.request), ("run", run, self.meta.get("run"))):
             if None not in (expected, found) and expected != found:
                 raise DamagedShard(self.path, f"it is of {what} '{found}', its name says '{expected}'")
 
@@ -387,10 +395,10 @@ def _understood(meta: Any) -> dict[str, Any]:
     if not isinstance(meta["reasons"], dict) or not isinstance(meta["checksums"], dict):
         raise TypeError("its reasons or checksums are no JSON objects")
     details = meta.get("details", {})  # shards of older versions have none
-    texts = [meta["order"], *meta["reasons"].keys(), *meta["reasons"].values(), *details.keys(), *details.values()]
+    texts = [meta["request"], *meta["reasons"].keys(), *meta["reasons"].values(), *details.keys(), *details.values()]
     texts += [*meta["checksums"].keys(), *meta["checksums"].values()]
     if not all(isinstance(text, str) for text in texts) or not meta["checksums"].keys() >= {*COLUMNS} - {"meta"}:
-        raise ValueError("it lacks an order, reasons that are texts, or the checksum of a column")
+        raise ValueError("it lacks a request, reasons that are texts, or the checksum of a column")
     if not all(isinstance(prompt, dict) and {"answer", "metadata"} <= prompt.keys() for prompt in meta["prompts"]):
         raise ValueError("a prompt lacks its answer or metadata")
     if ROUTED in meta:

@@ -18,7 +18,7 @@ class Saving(Protocol):
     """A checkpoint on its way to the disk."""
 
     checksums: Mapping[str, str]
-    """Once it is finished: of files that this process knows, by name (see relax_hpc.seals)."""
+    """Once it is finished: of files that this process knows, by name (see relax_hpc.files.folder_checksums)."""
 
     def done(self) -> bool:
         """Whether this process has written its part."""
@@ -49,7 +49,7 @@ class Trainer(Protocol):
     """
 
     seconds: Mapping[str, float]
-    """What the parts of the last step took here: columns_s, forward_backward_s (with the gradients' norm), optimise_s."""
+    """What the parts of the last step took here: columns_s, forward_backward_s (with the gradients' norm), optimize_s."""
 
     def step(
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
@@ -59,7 +59,7 @@ class Trainer(Protocol):
         Or trainer.updates_per_step of them, each on its share of the groups. The loss is the sum over tokens divided by
         one global token count: the same under any number of processes and micro-batches. Returns metrics, equal on every
         process: loss, grad_norm, learning_rate, tokens, skipped (updates, for loss or gradient were not finite), kl
-        (behaviour to current), entropy, and what the algorithm adds; engine_diff where `step` is the version that made every token. While only a critic learns, neither kl nor entropy.
+        (behavior to current), entropy, and what the algorithm adds; engine_diff where `step` is the version that made every token. While only a critic learns, neither kl nor entropy.
         """
         ...
 
@@ -70,7 +70,7 @@ class Trainer(Protocol):
         ...
 
     def begin_training(self) -> None:
-        """After the warm-up: a fresh optimizer; the weights of now are the reference, and what a critic's body begins as."""
+        """After the SFT warm start: a fresh optimizer; the weights of now are the reference, and what a critic's body begins as."""
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -83,7 +83,7 @@ class Trainer(Protocol):
     def save(self, folder: Path) -> Mapping[str, str]:
         """Write weights, optimizer and random state into `folder`, an empty one, and onto the disk; all call.
 
-        Returns checksums of files that rank 0 knows, by name (see relax_hpc.seals). No pickle but what load() refuses when it is more than data. Raises OSError on rank 0 where the disk is full.
+        Returns checksums of files that rank 0 knows, by name (see relax_hpc.files.folder_checksums). No pickle but what load() refuses when it is more than data. Raises OSError on rank 0 where the disk is full.
         """
         ...
 
@@ -91,11 +91,11 @@ class Trainer(Protocol):
         """The same, but training may go on before it is finished: what is written is the state of now."""
         ...
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Give the device's memory back: all state waits in host memory for `wake`, and nothing else is called before it."""
         ...
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Go on after `rest`, with the same bits."""
         ...
 

@@ -21,9 +21,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from relax_hpc.recipe.model import PathModel, TinyModel
+from relax_hpc.files.errors import DamagedFile, RunError
+from relax_hpc.files.publish import read_json
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import DamagedFile, RunError, read_json
+from relax_hpc.recipe.tables.model import PathModel, TinyModel
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -6,8 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from relax_hpc import seals
-from relax_hpc.run_dir import RunError, open_existing, read_json, to_json
+from relax_hpc.files import folder_checksums
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json, to_json
+from relax_hpc.files.run_dir import open_existing
 
 DISTRIBUTED = ".metadata"
 """The index of a Megatron-core checkpoint."""
@@ -35,7 +37,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None = None, dtype: s
     written = dtype or (said if said in DTYPES else "float32")
     output.mkdir(parents=True)
     if (checkpoint / DISTRIBUTED).exists():
-        from relax_hpc.trainers.megatron.convert import to_hugging
+        from relax_hpc.trainers.megatron.export.convert import to_hugging
 
         to_hugging(checkpoint, opened.model, output, written)
     else:
@@ -73,8 +75,8 @@ def compare_weights(checkpoint: Path) -> None:
     """Compare the files of a run's checkpoint that its weights are read from. Raises RunError naming one that is damaged."""
     distributed = (checkpoint / DISTRIBUTED).exists()
     try:
-        seals.compare_all(checkpoint, None if distributed else ["model.safetensors"])
-    except seals.DamagedCheckpoint as error:
+        folder_checksums.compare_all(checkpoint, None if distributed else ["model.safetensors"])
+    except folder_checksums.DamagedCheckpoint as error:
         raise RunError(f"{error}; choose another checkpoint with --step, or put the file back from a copy") from error
 
 
@@ -87,7 +89,7 @@ def convert(source: Path, output: Path, model: Path | None = None) -> str:
         raise RunError(f"'{source}' is not a directory: a Hugging Face model or a Megatron-core checkpoint is expected")
     if output.exists():
         raise RunError(f"'{output}' exists: choose another directory")
-    from relax_hpc.trainers.megatron.convert import to_hugging, to_megatron
+    from relax_hpc.trainers.megatron.export.convert import to_hugging, to_megatron
 
     output.mkdir(parents=True)
     try:

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from relax_hpc.recipe.parallel import Sizes, misfit
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
-from relax_hpc.run_dir import RunError
+from relax_hpc.recipe.tables.parallel import Sizes, misfit
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types."""

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from relax_hpc.data.packing import MicroBatch
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.trainers.packing import MicroBatch
 
 LOGITS_PER_CHUNK = 2**24
 """Logits held at once, in numbers (64 MiB in float32)."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from relax_hpc.recipe.trainer import Trainer
+from relax_hpc.recipe.tables.trainer import Trainer
 
 BUCKET_BYTES = 64 * 2**20
 NORM_EPS = 1e-6

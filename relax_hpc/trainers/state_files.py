@@ -20,8 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import Parameter
 
-from relax_hpc import read_ahead, seals, tensor_files
-from relax_hpc.run_dir import OPTIMIZERS, RunError, write_file
+from relax_hpc.files import folder_checksums, read_ahead, tensor_files
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import write_file
+from relax_hpc.files.run_dir import OPTIMIZERS
 
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
 OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
@@ -41,7 +43,7 @@ def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, 
     def write_one(name: str) -> str:
         data = tensor_files.pieces(files[name].items())
         write_file(folder / name, data)
-        return seals.of_pieces(data)
+        return folder_checksums.of_pieces(data)
 
     return dict(zip(files, _in_threads(write_one, files), strict=True))
 
@@ -76,13 +78,13 @@ def _paths(folder: Path, stem: str) -> list[Path]:
 def read(path: Path) -> dict[str, Tensor]:
     """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError when it is missing, DamagedCheckpoint when it is
     not as it was written."""
-    seals.compare(path)
+    folder_checksums.compare(path)
     try:
         return load_file(path)
     except FileNotFoundError:
         raise RunError(INCOMPLETE.format(path)) from None
     except SafetensorError as error:
-        raise seals.DamagedCheckpoint(UNREADABLE.format(path, error)) from error
+        raise folder_checksums.DamagedCheckpoint(UNREADABLE.format(path, error)) from error
 
 
 def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
@@ -97,13 +99,13 @@ def _in_memory(path: Path) -> dict[str, Tensor]:
     # Not mapped: each page that AdamW writes of a mapped file is copied then, one by one, in its first step.
     try:
         memory, found = read_ahead.contents(path)
-        seals.compare(path, found)
+        folder_checksums.compare(path, found)
         return tensor_files.views(torch.frombuffer(memory, dtype=torch.uint8))
     except FileNotFoundError:
-        seals.compare(path)
+        folder_checksums.compare(path)
         raise RunError(INCOMPLETE.format(path)) from None
     except ValueError as error:
-        raise seals.DamagedCheckpoint(UNREADABLE.format(path, error)) from error
+        raise folder_checksums.DamagedCheckpoint(UNREADABLE.format(path, error)) from error
 
 
 def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:

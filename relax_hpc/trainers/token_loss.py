@@ -20,9 +20,9 @@ from relax_hpc.algorithms.advantages import explained_variance
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.algorithms.kl import k3
 from relax_hpc.algorithms.losses import exp_ratio
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
-from relax_hpc.run_dir import RunError
 
 Learner = Literal["policy", "critic"]
 """The models that a trainer trains."""
@@ -31,7 +31,7 @@ PEAK = "_max"
 
 
 class TokenLoss:
-    """The cross-entropy of a warm-up; `PolicyLoss` is an algorithm's, `ValueLoss` its critic's."""
+    """The cross-entropy of an SFT warm start; `PolicyLoss` is an algorithm's, `ValueLoss` its critic's."""
 
     learner: Learner = "policy"
     entropy_gradient = False
@@ -64,7 +64,7 @@ class PolicyLoss(TokenLoss):
     ) -> None:
         """advantages: [T]; budget: tokens that the model may generate for a sample at most."""
         self.algorithm, self.device, self.advantages = algorithm, device, advantages
-        self.behaviour = torch.from_numpy(rollouts.logprobs)
+        self.old_logprobs = torch.from_numpy(rollouts.logprobs)
         self.columns = {name: torch.from_numpy(values) for name, values in rollouts.columns.items()}
         self.sample_of = np.repeat(np.arange(len(rollouts)), np.diff(rollouts.offsets))
         chosen = self.sample_of[rollouts.loss_mask == 1]
@@ -80,7 +80,7 @@ class PolicyLoss(TokenLoss):
         inputs = LossInputs(
             logprobs=logprobs,
             entropies=entropies,
-            behaviour=here(self.behaviour),
+            old_logprobs=here(self.old_logprobs),
             advantages=here(self.advantages),
             reference=columns.get("reference"),
             # where no column was made, this is the step's first update: they are those of now
@@ -93,9 +93,9 @@ class PolicyLoss(TokenLoss):
         if isinstance(self.algorithm, Supervised):
             return loss, {"entropy": entropies, **metrics}
         now = logprobs.detach()
-        apart, ratio = (now - inputs.behaviour).abs(), exp_ratio(now - inputs.behaviour)
+        apart, ratio = (now - inputs.old_logprobs).abs(), exp_ratio(now - inputs.old_logprobs)
         return loss, {
-            "entropy": entropies, "kl": k3(inputs.behaviour, now),  # of behaviour to current: the tokens are the behaviour's
+            "entropy": entropies, "kl": k3(inputs.old_logprobs, now),  # of behavior to current: the tokens are the behavior's
             "logprob_diff": apart, "logprob_diff_max": apart, "importance": ratio, "importance_max": ratio, **metrics,
         }  # fmt: skip
 

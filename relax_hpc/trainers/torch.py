@@ -27,16 +27,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms.base import TEACHER, VALUES
-from relax_hpc.data.packing import MicroBatch, pack, plan
+from relax_hpc.files.errors import RunError
 from relax_hpc.huggingface import one_by_one, unfilled
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Rollouts
-from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.base import Saved
 from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.forward import Critic, check_head, token_logprobs, token_values
 from relax_hpc.trainers.host_copies import HostCopies
 from relax_hpc.trainers.optim import Learning
+from relax_hpc.trainers.packing import MicroBatch, pack, plan
 from relax_hpc.trainers.token_loss import Learner, TokenLoss, add, needs_reference
 from relax_hpc.trainers.update import CriticUpdating, PolicyUpdating, Updating
 

@@ -107,7 +107,7 @@ class Updating(ABC):
             metrics["grad_norm"] = norm = self._gradient_norm(token_loss.learner)
         if not (math.isfinite(norm) and math.isfinite(metrics["loss"])):
             return metrics | {"skipped": 1.0}
-        with self._timed("optimise_s"):
+        with self._timed("optimize_s"):
             self._update(token_loss.learner, norm, rate)
         return metrics
 
@@ -173,11 +173,11 @@ class PolicyUpdating(Updating):
         self.seconds = {}
         return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         modules, optimizers = self._held()
         self.host.take_away(state_of(modules, optimizers), gradients_of(modules))
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         self.host.bring_back()
 
     @abstractmethod

@@ -19,15 +19,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from relax_hpc.run_dir import RunDir
-from relax_hpc.spool.watch import FolderWatch
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.watch import FolderWatch
 from relax_hpc.weights.base import Export, Fetched, Progress, Version
 from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.file import FilePublisher, FileReceiver
-from relax_hpc.weights.meeting import Called, announce, called, members_folder
+from relax_hpc.weights.groups.protocol import BufferPool, Group, GroupError, Incoming, Outgoing, Received
+from relax_hpc.weights.groups.rendezvous import Called, announce, called, members_folder
 from relax_hpc.weights.parts import BUCKET_BYTES
 from relax_hpc.weights.versions import Manifest, expected, tensors_path
-from relax_hpc.weights.wire import Group, GroupError, Incoming, Outgoing, Received, Room
 
 log = logging.getLogger(__name__)
 POLL_S = 0.02
@@ -38,11 +38,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 """Between two tries to form a group of the same members: each costs all of them something."""
 
 
-class Meeting(Protocol):
+class Rendezvous(Protocol):
     """How a group comes about."""
 
     @property
-    def room(self) -> Room:
+    def buffers(self) -> BufferPool:
         """Memory for its groups to send from, or to receive into."""
         ...
 
@@ -59,10 +59,16 @@ class CollectivePublisher(FilePublisher):
     """The trainer's side; what the group cannot bring goes by files."""
 
     def __init__(
-        self, run: RunDir, via: Path, incarnation: int, meeting: Meeting, *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        run: RunDir,
+        commit_dir: Path,
+        incarnation: int,
+        rendezvous: Rendezvous,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        super().__init__(run, via, incarnation, bucket_bytes=bucket_bytes)
-        self._meeting, self._members = meeting, FolderWatch(members_folder(run))
+        super().__init__(run, commit_dir, incarnation, bucket_bytes=bucket_bytes)
+        self._rendezvous, self._members = rendezvous, FolderWatch(members_folder(run))
         self.line: Outgoing | None = None
         self.joined: frozenset[str] = frozenset()
         self._forming: threading.Thread | None = None
@@ -100,7 +106,7 @@ class CollectivePublisher(FilePublisher):
             if self._formed is not None:
                 self.close()
                 (group, self.joined), self._formed = self._formed, None
-                self.line = Outgoing(group, self._meeting.room)
+                self.line = Outgoing(group, self._rendezvous.buffers)
                 log.info("weights are broadcast to %s", sorted(self.joined))
         names = self._members.names()
         again = names != self._failed or time.monotonic() >= self._again_at
@@ -110,7 +116,7 @@ class CollectivePublisher(FilePublisher):
 
     def _form(self, names: frozenset[str]) -> None:
         try:
-            self._formed = self._meeting.form(names)
+            self._formed = self._rendezvous.form(names)
             self._failed = frozenset()
         except (GroupError, OSError) as error:
             log.warning("no group of %s: %s; versions go by files until there is one", sorted(names), error)
@@ -121,9 +127,9 @@ class CollectivePublisher(FilePublisher):
 class CollectiveReceiver(FileReceiver):
     """A worker's side. `name`: nobody had it before."""
 
-    def __init__(self, run: RunDir, name: str, meeting: Meeting) -> None:
+    def __init__(self, run: RunDir, name: str, rendezvous: Rendezvous) -> None:
         super().__init__(run)
-        self._name, self._meeting = name, meeting
+        self._name, self._rendezvous = name, rendezvous
         self._received: dict[str, Received] = {}
         """The version that came last, by its checksum; nothing once it was fetched."""
         self._swap = threading.Lock()
@@ -146,7 +152,7 @@ class CollectiveReceiver(FileReceiver):
         try:
             yield Fetched(received.tensors.items())
         finally:
-            self._meeting.room.give_back(received.segments)
+            self._rendezvous.buffers.give_back(received.segments)
 
     def close(self) -> None:
         self._closed = True
@@ -177,16 +183,16 @@ class CollectiveReceiver(FileReceiver):
             return self._closed or now is None or now.id != called_group.id
 
         try:
-            group = self._meeting.join(called_group, self._name, outdated)
+            group = self._rendezvous.join(called_group, self._name, outdated)
             self.sessions += 1
-            line = Incoming(group, self._meeting.room)
+            line = Incoming(group, self._rendezvous.buffers)
             while (received := line.receive(self._begun)) is not None:
                 came = {checksum(received.contents): received}
                 with self._swap:  # another group may end at this moment
                     unread, self._received = self._received, came
                 self._on_its_way = False
                 for old in unread.values():
-                    self._meeting.room.give_back(old.segments)
+                    self._rendezvous.buffers.give_back(old.segments)
         except (GroupError, OSError) as error:
             log.warning("left the group: %s", error)
         finally:

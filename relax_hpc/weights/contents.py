@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from relax_hpc.tensor_files import DTYPES, NAMES, as_bytes
+from relax_hpc.files.tensor_files import DTYPES, NAMES, as_bytes
 from relax_hpc.weights.base import DamagedWeights
 
 

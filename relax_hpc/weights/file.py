@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import relax_hpc.weights.delta as delta
-from relax_hpc import tensor_files
-from relax_hpc.run_dir import RunDir, RunError
-from relax_hpc.spool.watch import FolderWatch
+from relax_hpc.files import tensor_files
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.watch import FolderWatch
 from relax_hpc.weights.base import DamagedWeights, Export, Fetched, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry
 from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name
@@ -39,16 +40,16 @@ class FilePublisher:
     def __init__(
         self,
         run: RunDir,
-        via: Path,
+        commit_dir: Path,
         incarnation: int,
         *,
         bucket_bytes: int = BUCKET_BYTES,
-        front: Path | None = None,
+        node_cache: Path | None = None,
         full_every: int = 1,
     ) -> None:
-        self._run, self._versions = run, Versions(run, via, incarnation)
+        self._run, self._versions = run, Versions(run, commit_dir, incarnation)
         self._bucket_bytes, self._full_every = bucket_bytes, full_every
-        self._copies = NodeCopies(run, front) if front else None
+        self._copies = NodeCopies(run, node_cache) if node_cache else None
         self._asks = FolderWatch(run.weights / "wanted")
         self._checked = False
 
@@ -188,9 +189,9 @@ class _Staged:
 class FileReceiver:
     """A worker's side."""
 
-    def __init__(self, run: RunDir, front: Path | None = None) -> None:
+    def __init__(self, run: RunDir, node_cache: Path | None = None) -> None:
         self._run = run
-        self._copies = NodeCopies(run, front) if front else None
+        self._copies = NodeCopies(run, node_cache) if node_cache else None
         self._seen: tuple[tuple[int, int] | None, Version | None] = (None, None)
         self._read_at = float("-inf")
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from relax_hpc import tensor_files
-from relax_hpc.run_dir import read_json, sync_folder, to_json, write_file
+from relax_hpc.files import tensor_files
+from relax_hpc.files.publish import read_json, sync_folder, to_json, write_file
 from relax_hpc.weights.base import DamagedWeights, Progress, WeightsError
 from relax_hpc.weights.contents import Contents, Entry, compare, entry
 

@@ -19,9 +19,10 @@ from typing import Any
 from torch import Tensor
 
 import relax_hpc.weights.delta as delta
-from relax_hpc import tensor_files
-from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.spool.front import of_run
+from relax_hpc.files import tensor_files
+from relax_hpc.files.node_cache import of_run
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights.base import DamagedWeights, Progress, Version, WeightsError
 from relax_hpc.weights.contents import Contents
 from relax_hpc.weights.parts import (
@@ -146,8 +147,8 @@ def _copied(
 class NodeCopies:
     """Versions in the memory of this node. What is found here is compared like what is found elsewhere."""
 
-    def __init__(self, run: RunDir, front: Path) -> None:
-        self.folder = of_run(run, front) / "weights"
+    def __init__(self, run: RunDir, node_cache: Path) -> None:
+        self.folder = of_run(run, node_cache) / "weights"
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def find(self, version: Version) -> dict[str, Tensor] | None:

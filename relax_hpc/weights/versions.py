@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.run_dir import RunDir, names, publish, read_json, replace, sync_folder, to_json
+from relax_hpc.files.publish import names, publish, read_json, replace, sync_folder, to_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, from_plain, to_plain
 
@@ -41,8 +42,8 @@ class Manifest:
 class Versions:
     """The trainer's hand on them. `via`: the incarnation's folder; when a successor has renamed it, all of this fails."""
 
-    def __init__(self, run: RunDir, via: Path, incarnation: int) -> None:
-        self.run, self.via, self._incarnation = run, via, incarnation
+    def __init__(self, run: RunDir, commit_dir: Path, incarnation: int) -> None:
+        self.run, self.commit_dir, self._incarnation = run, commit_dir, incarnation
         self.lineage = 0
 
     def find(self, number: int) -> Manifest | None:
@@ -63,7 +64,7 @@ class Versions:
         """Make it exist, and the newest. Raises FileNotFoundError if fenced."""
         about = {**asdict(version), "tensors": to_plain(contents)}
         text = (json.dumps(about, separators=(",", ":")) + "\n").encode()
-        publish(manifest_path(self.run, version.number, version.lineage), text, via=self.via)
+        publish(manifest_path(self.run, version.number, version.lineage), text, commit_dir=self.commit_dir)
         self._say_newest(version)
         self.lineage = version.lineage
 
@@ -84,11 +85,11 @@ class Versions:
 
     def _say_newest(self, version: Version) -> None:
         """Not onto the disk: after a loss of power the trainer's restart says it again."""
-        replace(self.run.weights / "latest.json", to_json(asdict(version)), via=self.via, durable=False)
+        replace(self.run.weights / "latest.json", to_json(asdict(version)), commit_dir=self.commit_dir, durable=False)
 
     def stage(self) -> Path:
         """An empty folder to write tensors into."""
-        folder = self.via / f"weights-{uuid.uuid4().hex}"
+        folder = self.commit_dir / f"weights-{uuid.uuid4().hex}"
         folder.mkdir()
         return folder
 
@@ -102,7 +103,7 @@ class Versions:
 
     def remove(self, path: Path) -> None:
         """By way of our own folder: a superseded trainer deletes nothing."""
-        gone = self.via / f"{path.name}.{uuid.uuid4().hex}"
+        gone = self.commit_dir / f"{path.name}.{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, gone)
             shutil.rmtree(gone) if gone.is_dir() else gone.unlink()

@@ -18,15 +18,17 @@ from transformers import AutoTokenizer
 
 import relax_hpc as package
 from relax_hpc.algorithms import make_algorithm
-from relax_hpc.analysis.audit import audit
-from relax_hpc.analysis.report import render
-from relax_hpc.analysis.trace import write
 from relax_hpc.data import PromptCursor, PromptSources
-from relax_hpc.launch.local import open_or_create
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis.audit import audit
+from relax_hpc.monitor.analysis.report import render
+from relax_hpc.monitor.analysis.trace import write
 from relax_hpc.recipe import load_recipe
-from relax_hpc.roles.supervised import read
-from relax_hpc.run_dir import RunDir, RunError, read_json
+from relax_hpc.roles.training.sft_batches import read
 from relax_hpc.spool.ledger import Ledger
+from relax_hpc.supervise.local import open_or_create
 from relax_hpc.telemetry import read_metrics
 from relax_hpc.trainers import make_trainer
 from tests import metric_lists
@@ -44,12 +46,16 @@ def incarnations(run: RunDir) -> list[int]:
 
 def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp_path):
     roles = ["supervisor", "trainer-0", "rollout-0", "scorer-0"]
-    scored = ("algorithm.kl_coef=0.01", "algorithm.behaviour=recomputed", "scorer.scores=['recomputed', 'reference']")
+    scored = (
+        "algorithm.kl_coef=0.01",
+        "algorithm.old_logprobs=recomputed",
+        "scorer.scores=['recomputed', 'reference']",
+    )
     sets = ("async.max_staleness=0", *scored)
     calm = monkey(tmp_path, "calm", STEPS, 0, roles, lambda: None, *sets)
-    calm.play(0, STEPS)
+    calm.generate(0, STEPS)
     killed = monkey(tmp_path, "killed", STEPS, 1, roles, lambda: None, *sets)
-    killed.play(KILLS, STEPS)
+    killed.generate(KILLS, STEPS)
     assert len(killed.kills) == KILLS
     assert audited(killed.run).trained == audit(calm.run.root).trained
     assert same_bits(killed.run, calm.run, STEPS)
@@ -62,23 +68,23 @@ def test_one_bit_of_one_token_that_is_trained_on_makes_other_weights(tmp_path):
     calm, flipped = (
         monkey(tmp_path, name, steps, 0, [], lambda: None, "async.max_staleness=0") for name in ("calm", "flipped")
     )
-    calm.play(0, steps)
-    flipped.play_until(2)
-    order = flip_a_bit(flipped.run)
-    flipped.play(0, steps)
+    calm.generate(0, steps)
+    flipped.generate_until(2)
+    request = flip_a_bit(flipped.run)
+    flipped.generate(0, steps)
     assert audited(flipped.run).trained == audited(calm.run).trained
-    assert order in {shard.stem for shard in calm.run.shards.rglob("*.h5")}, "both trained on the same orders"
+    assert request in {shard.stem for shard in calm.run.shards.rglob("*.h5")}, "both trained on the same requests"
     assert not same_bits(flipped.run, calm.run, steps)
 
 
 def test_two_trainer_processes_and_a_worker_on_their_devices_survive_the_loss_of_each_and_keep_the_bits(tmp_path):
     sets = ("async.max_staleness=0", "trainer.processes=2")
     calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
-    calm.play(0, 24)
+    calm.generate(0, 24)
     # its workers have the trainer's devices in turn, which makes no difference to the bits either
     roles = ["trainer-0", "trainer-1", "rollout-0"]
     killed = monkey(tmp_path, "killed", 24, 2, roles, lambda: None, *sets, "run.placement=colocate")
-    killed.play(3, 24)
+    killed.generate(3, 24)
     audited(killed.run)
     assert same_bits(killed.run, calm.run, 24)
 
@@ -88,9 +94,9 @@ def test_a_critic_in_processes_of_its_own_killed_anywhere_leaves_both_models_wit
     sets = ("async.max_staleness=0", ppo, "scorer.scores=['reference']", "critic.processes=2")
     steps = 16
     calm = monkey(tmp_path, "calm", steps, 0, [], lambda: None, *sets)
-    calm.play(0, steps)
+    calm.generate(0, steps)
     killed = monkey(tmp_path, "killed", steps, 6, ["critic-0", "critic-1", "trainer-0"], lambda: None, *sets)
-    killed.play(4, steps)
+    killed.generate(4, steps)
     audited(killed.run)
     assert same_bits(killed.run, calm.run, steps)
     critics = [RunDir(monkey.run.critic).checkpoint(steps) / "critic.safetensors" for monkey in (calm, killed)]
@@ -102,9 +108,9 @@ def test_a_critic_in_processes_of_its_own_killed_anywhere_leaves_both_models_wit
 
 @pytest.mark.parametrize("late", ["wait", "drop"])
 def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path, late):
-    sets = ("async.max_staleness=2", f"async.late={late}", "rollout.workers=2")
+    sets = ("async.max_staleness=2", f"async.on_stale={late}", "rollout.workers=2")
     killed = monkey(tmp_path, "killed", 40, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
-    killed.play(4, 40)
+    killed.generate(4, 40)
     audited(killed.run)
     assert max(s["age_max"] for s in steps_of(killed.run)) <= 2
 
@@ -112,10 +118,10 @@ def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path,
 def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_same_bits(tmp_path):
     sets = ("async.max_staleness=0", "rollout.workers=2")
     calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
-    calm.play(0, 24)
+    calm.generate(0, 24)
     roles = ["rollout-0", "rollout-1", "trainer-0"]
     killed = monkey(tmp_path, "killed", 24, 4, roles, lambda: None, *sets, "weights.transport=collective")
-    killed.play(3, 24)
+    killed.generate(3, 24)
     audited(killed.run)
     assert same_bits(killed.run, calm.run, 24)
     logs = "".join(path.read_text() for path in killed.run.logs.glob("trainer-0.*.log"))
@@ -127,7 +133,7 @@ def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_sa
 def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs_no_workers(tmp_path):
     steps = 12
     killed = monkey(tmp_path, "killed", steps, 5, ["trainer-0"], lambda: None, "algorithm={name='sft'}")
-    killed.play(2, steps)
+    killed.generate(2, steps)
     run = killed.run
     assert audited(run).trained == steps * 8 and gradient_fraction(run) >= ENOUGH_GRADIENTS
     assert {path.stem for path in run.heartbeats.iterdir()} == {"trainer-0"} and not list(run.weights.iterdir())
@@ -220,18 +226,18 @@ def test_a_second_run_of_a_live_one_is_refused_and_a_dead_supervisor_is_followed
     audited(run)
 
 
-def test_a_zombie_that_publishes_an_order_long_consumed_and_removed_changes_nothing(tmp_path):
+def test_a_zombie_that_publishes_an_request_long_consumed_and_removed_changes_nothing(tmp_path):
     recipe = write_recipe(tmp_path, SMALL + '\n[spool]\nkeep = "needed"\n')
     relax_hpc("run", recipe, "--set", "run.keep_checkpoints=1")
     run = RunDir(tmp_path / "small")
-    consumed = run.shard("o000000-000")
+    consumed = run.shard("r000000-000")
     assert not consumed.exists(), "retention kept what no checkpoint replays"
     consumed.write_bytes(b"what a zombie made")
     relax_hpc("run", run.root, "--set", "run.steps=8")
     assert outcome(run)["outcome"] == "done" and [s["step"] for s in steps_of(run)] == list(range(8))
 
 
-def test_orders_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp_path):
+def test_requests_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp_path):
     deadly = tmp_path / "deadly.py"
     deadly.write_text(
         "import os\n"
@@ -258,7 +264,7 @@ def test_orders_that_kill_their_workers_end_as_failed_groups_with_the_reason(tmp
     run = RunDir(tmp_path / "small")
     entries = [json.loads(p.read_text()) for p in sorted(run.ledger.rglob("*.json"))]
     reasons = {r for e in entries for r in e["filtered"].values()}
-    assert any("2 workers died on the order" in r for r in reasons)
+    assert any("2 workers died on the request" in r for r in reasons)
     assert run.checkpoint_steps()[-1] == 4
 
 

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from relax_hpc.engines import ENGINES, Completion, Engine, Enough, Sampling, make_engine
+from relax_hpc.engines import ENGINES, Abort, Completion, Engine, Sampling, make_engine
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.records import Finish
-from relax_hpc.run_dir import RunDir
 from relax_hpc.trainers import make_trainer
 from relax_hpc.weights import FilePublisher, FileReceiver
 from tests import tiny
@@ -125,8 +125,8 @@ def test_tokens_come_with_their_probabilities(setup: Setup, temperature: float, 
     expected = whole[kept] / whole[kept].sum() * draws
     common = expected >= 5
     if common.sum() > 1:
-        rest = [counts[kept][~common].sum()], [expected[~common].sum()]
-        observed, wanted = np.append(counts[kept][common], rest[0]), np.append(expected[common], rest[1])
+        offload = [counts[kept][~common].sum()], [expected[~common].sum()]
+        observed, wanted = np.append(counts[kept][common], offload[0]), np.append(expected[common], offload[1])
         assert chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue > 1e-4
     for completion in done[:20]:
         assert completion.logprobs[0] == pytest.approx(np.log(whole[completion.tokens[0]]), abs=2e-5)
@@ -171,9 +171,9 @@ def test_a_prompt_goes_on_the_same_in_any_company(setup: Setup) -> None:
 def test_a_long_batch_of_prompts_is_prefilled_in_parts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_hpc.engines.torch.PREFILL_TOKENS", 20)
     greedy = Sampling(temperature=0, max_new_tokens=10)
-    parts = setup.engine.generate(PROMPTS, 2, greedy, 0)
+    partials = setup.engine.generate(PROMPTS, 2, greedy, 0)
     monkeypatch.undo()
-    assert [c.tokens.tolist() for c in parts] == [
+    assert [c.tokens.tolist() for c in partials] == [
         c.tokens.tolist() for c in setup.engine.generate(PROMPTS, 2, greedy, 0)
     ]
 
@@ -221,7 +221,7 @@ def test_what_was_cut_off_goes_on_as_if_it_had_not_been(setup: Setup, monkeypatc
 
     def stop(tokens: int) -> None:
         if time.monotonic() > began + 0.02:
-            raise Enough
+            raise Abort
 
     began = time.monotonic()
     cut = setup.engine.generate(PROMPTS, 2, greedy, 0, stop)
@@ -231,8 +231,8 @@ def test_what_was_cut_off_goes_on_as_if_it_had_not_been(setup: Setup, monkeypatc
         assert now.spans == ([(0, 3)] if len(now.tokens) else [])
         assert now.finish == was.finish if now.finish is not None else len(now.tokens) < len(was.tokens)
     rows = [i for i, c in enumerate(cut) if c.finish is None]
-    rest = setup.engine.generate([PROMPTS[i // 2] for i in rows], 1, greedy, 0, begun=[cut[i].tokens for i in rows])
-    for i, c in zip(rows, rest, strict=True):
+    offload = setup.engine.generate([PROMPTS[i // 2] for i in rows], 1, greedy, 0, begun=[cut[i].tokens for i in rows])
+    for i, c in zip(rows, offload, strict=True):
         assert [*cut[i].tokens, *c.tokens] == whole[i].tokens.tolist() and c.finish == whole[i].finish
         np.testing.assert_allclose([*cut[i].logprobs, *c.logprobs], whole[i].logprobs, atol=2e-5)
 
@@ -243,9 +243,9 @@ def test_a_stop_string_may_begin_in_what_was_there_before(setup: Setup) -> None:
     text = "".join(alphabet[t - 3] if t > 2 else "?" for t in done.tokens)
     at = next(k for k in range(1, 29) if text.find(text[k - 1 : k + 2]) == k - 1)
     stops = Sampling(temperature=0, max_new_tokens=30, stop=(text[at - 1 : at + 2],))
-    [rest] = setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[done.tokens[:at]])
-    assert rest.tokens.tolist() == done.tokens[at : at + 2].tolist() and rest.finish == Finish.STOP
-    assert len(rest.logprobs) == 2 and rest.spans == [(0, 3)]
+    [offload] = setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[done.tokens[:at]])
+    assert offload.tokens.tolist() == done.tokens[at : at + 2].tolist() and offload.finish == Finish.STOP
+    assert len(offload.logprobs) == 2 and offload.spans == [(0, 3)]
     with pytest.raises(ValueError, match="answer 0 has all of its 30 tokens"):
         setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[np.zeros(30, np.int32)])
 
@@ -285,9 +285,9 @@ def test_an_engine_that_rested_goes_on_with_the_weights_it_is_given_then(setup: 
     sampling = Sampling(temperature=0, max_new_tokens=5)
     before = setup.engine.generate(PROMPTS, 2, sampling, 0)
     for _ in range(2):
-        setup.engine.rest()
+        setup.engine.offload()
         assert setup.engine.version == -1
-        setup.engine.wake()
+        setup.engine.onload()
     setup.engine.load(3, setup.weights.items())
     assert alike(before, setup.engine.generate(PROMPTS, 2, sampling, 0))
 
@@ -295,10 +295,10 @@ def test_an_engine_that_rested_goes_on_with_the_weights_it_is_given_then(setup: 
 def test_a_version_is_read_where_the_file_transport_put_it(setup: Setup, tmp_path: Path) -> None:
     sampling, run = Sampling(temperature=0, max_new_tokens=5), RunDir(tmp_path)
     run.create()
-    (run.lease / "via").mkdir()
+    (run.lease / "commit_dir").mkdir()
     before = setup.engine.generate(PROMPTS, 2, sampling, 0)
     flipped = {name: tensor.flip(0) for name, tensor in setup.weights.items()}
-    version = FilePublisher(run, run.lease / "via", 1, bucket_bytes=1 << 15).publish(8, flipped.items)
+    version = FilePublisher(run, run.lease / "commit_dir", 1, bucket_bytes=1 << 15).publish(8, flipped.items)
     with FileReceiver(run).fetch(version) as fetched:
         # Who reads the files has no use for what the tensors hold.
         zeros = [(name, tensor * 0) for name, tensor in fetched]
@@ -317,7 +317,7 @@ def test_a_version_is_read_where_the_file_transport_put_it(setup: Setup, tmp_pat
 def test_the_torch_engine_at_rest_holds_no_weights(tmp_path: Path) -> None:
     engine = Setup("torch", tmp_path).engine
     assert isinstance(engine, TorchEngine)
-    engine.rest()
+    engine.offload()
     assert sum(p.untyped_storage().nbytes() for p in engine.model.parameters()) == 0
 
 

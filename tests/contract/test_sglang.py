@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from relax_hpc.engines import Completion, EngineError, Enough, Sampling
+from relax_hpc.engines import Abort, Completion, EngineError, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import Client, EngineRefused
 from relax_hpc.engines.sglang.engine import KEY_VARIABLE
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
 from tests import tiny
 from tests.runs import wait_for
 
@@ -90,10 +90,10 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     made.engine.close()
 
 
-def check(setup: Setup, done: list[Completion], copies: int) -> set[int]:
+def check(setup: Setup, done: list[Completion], samples_per_prompt: int) -> set[int]:
     """Every token's logprob is that of the version which its span names; how many spans the completions have."""
     for i, completion in enumerate(done):
-        prompt = PROMPTS[i // copies]
+        prompt = PROMPTS[i // samples_per_prompt]
         assert completion.spans[0][0] == 0
         ends = [start for start, _ in completion.spans[1:]] + [len(completion.tokens)]
         for (start, version), end in zip(completion.spans, ends, strict=True):
@@ -128,7 +128,7 @@ def test_what_was_aborted_goes_on_with_newer_weights(setup: Setup) -> None:
     setup.load(3)
 
     def stop(tokens: int) -> None:
-        raise Enough
+        raise Abort
 
     cut = setup.engine.generate(PROMPTS, 1, LONG, 0, stop)
     rows = [i for i, c in enumerate(cut) if c.finish is None]
@@ -140,11 +140,11 @@ def test_what_was_aborted_goes_on_with_newer_weights(setup: Setup) -> None:
     for i, old, new in zip(rows, begun, rest, strict=True):
         whole, prompt = np.concatenate([old, new.tokens]), PROMPTS[i]
         assert new.finish is not None and len(whole) <= LONG.max_new_tokens and new.spans == [(0, 4)]
-        for version, part, given in (
+        for version, partial, given in (
             (3, slice(0, len(old)), cut[i].logprobs),
             (4, slice(len(old), None), new.logprobs),
         ):
-            np.testing.assert_allclose(given, setup.logprobs(version, prompt, whole)[part], atol=5e-5)
+            np.testing.assert_allclose(given, setup.logprobs(version, prompt, whole)[partial], atol=5e-5)
         assert new.routed_experts is not None and len(new.routed_experts) == len(prompt) + len(whole) - 1
     setup.has_nothing_to_do()
 

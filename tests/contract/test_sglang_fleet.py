@@ -12,7 +12,7 @@ import torch
 import urllib3
 from transformers import AutoModelForCausalLM
 
-from relax_hpc.engines import EngineRestarted, Enough, Sampling
+from relax_hpc.engines import Abort, EngineRestarted, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import EngineRefused
@@ -61,7 +61,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     made.engine.close()
 
 
-def test_an_order_is_shared_out_and_every_server_takes_a_version_in_its_midst(setup: Setup) -> None:
+def test_an_request_is_shared_out_and_every_server_takes_a_version_in_its_midst(setup: Setup) -> None:
     setup.load(3)
     seen: list[list[int]] = []
 
@@ -89,7 +89,7 @@ def test_what_is_given_up_ends_on_every_server(setup: Setup) -> None:
 
     def enough(tokens: int) -> None:
         if min(setup.running()) > 0:
-            raise Enough
+            raise Abort
 
     done = setup.engine.generate(PROMPTS, COPIES, LONG, 1, enough)
     assert len(done) == len(PROMPTS) * COPIES and any(c.finish is None for c in done)

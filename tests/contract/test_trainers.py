@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from relax_hpc import seals
 from relax_hpc.algorithms import ActorCritic, LossInputs, make_algorithm
 from relax_hpc.engines import Sampling, make_engine
-from relax_hpc.recipe.algorithm import Sft
-from relax_hpc.recipe.model import PathModel
+from relax_hpc.files import folder_checksums
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.algorithm import Sft
+from relax_hpc.recipe.tables.model import PathModel
 from relax_hpc.records import Rollouts
-from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import BACKENDS, Trainer, make_critic, make_trainer
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.forward import token_logprobs
@@ -63,7 +63,7 @@ def resident(trainer: Trainer) -> int:
 
 def pickles(folder: Path) -> list[str]:
     """Files that could run code when they are read: all but tensors, and what reads as data alone."""
-    from relax_hpc.trainers.megatron import index
+    from relax_hpc.trainers.megatron.checkpoint import index
 
     data = {".safetensors", ".json"}
     if (folder / ".metadata").exists():
@@ -299,7 +299,7 @@ def test_a_critic_begins_with_the_policys_weights_of_after_the_warm_up_or_with_i
 
 def test_updates_of_a_step_train_on_groups_in_turn_and_recompute_before_the_first(backend: str, tmp_path: Path) -> None:
     """Two updates are two steps on their groups; the ratio of the second is to the policy of before the first."""
-    table = {"name": "grpo", "behaviour": "recomputed", "clip": [0.9, 9.0]}
+    table = {"name": "grpo", "old_logprobs": "recomputed", "clip": [0.9, 9.0]}
     several, one = (
         tiny.recipe(trainer={"backend": backend, "updates_per_step": n, "schedule": "constant"}, algorithm=table)
         for n in (2, 1)
@@ -315,7 +315,7 @@ def test_updates_of_a_step_train_on_groups_in_turn_and_recompute_before_the_firs
         advantages = staticmethod(algorithm.advantages)
 
         def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-            keys = [float(b) for b in inputs.behaviour]  # random: they tell tokens apart
+            keys = [float(b) for b in inputs.old_logprobs]  # random: they tell tokens apart
             if len(before) < rollouts.loss_mask.sum():
                 before.update(zip(keys, inputs.logprobs.tolist(), strict=True))
                 return inputs.logprobs * 0, {}
@@ -346,7 +346,7 @@ def test_recomputed_logprobs_are_those_of_the_updates_themselves_to_the_bit(
     """While nothing moves (no weight is changed by a rate of 1e-30), no ratio is off 1 and no sample of GSPO is clipped."""
     recipe = tiny.recipe(
         trainer={"backend": backend, "updates_per_step": 4, "learning_rate": 1e-30, "dtype": dtype},
-        algorithm={"name": "gspo", "behaviour": "recomputed", "clip": [0, 0]},
+        algorithm={"name": "gspo", "old_logprobs": "recomputed", "clip": [0, 0]},
     )
     rollouts, algorithm = tiny.random_rollouts(64, masked=0.1), make_algorithm(recipe.algorithm)
     parted: list[float] = []
@@ -386,7 +386,7 @@ def test_logprobs_agree_with_the_engine(backend: str, tmp_path: Path, temperatur
             return torch.zeros(len(rollouts.tokens))
 
         def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-            differences.append(float((inputs.logprobs.detach() - inputs.behaviour).abs().max()))
+            differences.append(float((inputs.logprobs.detach() - inputs.old_logprobs).abs().max()))
             return inputs.logprobs * 0, {}
 
     metrics = trainer.step(rollouts, Compare(), 0)
@@ -395,7 +395,7 @@ def test_logprobs_agree_with_the_engine(backend: str, tmp_path: Path, temperatur
 
 
 def test_a_head_in_chunks_is_the_same_head(tmp_path: Path) -> None:
-    from relax_hpc.data.packing import pack, plan
+    from relax_hpc.trainers.packing import pack, plan
 
     recipe = tiny.recipe()
     model = AutoModelForCausalLM.from_pretrained(tiny.folder(recipe, tmp_path))
@@ -417,7 +417,7 @@ def test_a_head_in_chunks_is_the_same_head(tmp_path: Path) -> None:
 def test_answers_behind_one_copy_of_their_prompt_have_the_logprobs_and_gradients_of_sequences_apart(
     tmp_path: Path,
 ) -> None:
-    from relax_hpc.data.packing import pack, plan
+    from relax_hpc.trainers.packing import pack, plan
 
     recipe = tiny.recipe()
     model = AutoModelForCausalLM.from_pretrained(tiny.folder(recipe, tmp_path))
@@ -432,8 +432,8 @@ def test_answers_behind_one_copy_of_their_prompt_have_the_logprobs_and_gradients
         model.zero_grad()
         logprobs, _ = token_logprobs(model, batch, torch.from_numpy(rollouts.tokens[batch.targets]).long(), 0.9)
         (logprobs * torch.from_numpy(np.cos(batch.targets))).sum().backward()
-        order = torch.from_numpy(np.argsort(batch.targets))
-        found.append((logprobs.detach()[order], model.model.embed_tokens.weight.grad.clone()))
+        request = torch.from_numpy(np.argsort(batch.targets))
+        found.append((logprobs.detach()[request], model.model.embed_tokens.weight.grad.clone()))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -541,7 +541,7 @@ def test_training_begins_with_a_fresh_optimizer_and_the_weights_of_now_as_refere
     trainer = trainer_of(recipe, tmp_path)
     for _ in range(3):
         trainer.supervised_step(tiny.prompts([3, 4]), tiny.prompts([3, 4]), 1e-2)
-    assert trainer.step(rollouts, algorithm, 0)["reference_kl"] > 1e-4  # against the weights before the warm-up
+    assert trainer.step(rollouts, algorithm, 0)["reference_kl"] > 1e-4  # against the weights before the SFT warm start
     trainer.begin_training()
     folder = tmp_path / "warm"
     shutil.copytree(tmp_path, folder, ignore=shutil.ignore_patterns("warm"))
@@ -620,9 +620,9 @@ def test_a_resumed_trainer_goes_on_to_the_bit(backend: str, tmp_path: Path, name
     for step in (2, 3):
         assert straight.step(batches[step], algorithm, step) == resumed.step(batches[step], algorithm, step)
         assert resident(straight) > 0
-        straight.rest()  # and so does one whose devices were others' in between
+        straight.offload()  # and so does one whose devices were others' in between
         assert resident(straight) == 0
-        straight.wake()
+        straight.onload()
     assert identical(weights(straight), weights(resumed))
 
 
@@ -703,13 +703,13 @@ def test_a_flipped_byte_in_any_file_of_a_sealed_checkpoint_is_found_when_it_is_l
     trainer = trainer_of(recipe, tmp_path / "model")
     trainer.step(tiny.random_rollouts(4), make_algorithm(recipe.algorithm), 0)
     (saved := tmp_path / "saved").mkdir()
-    seals.write(saved, trainer.save(saved))
-    sealed = seals.expected(saved)
-    assert sealed == {p.name: seals.of_file(p) for p in saved.iterdir() if p.name != seals.SEAL}
+    folder_checksums.write(saved, trainer.save(saved))
+    sealed = folder_checksums.expected(saved)
+    assert sealed == {p.name: folder_checksums.of_file(p) for p in saved.iterdir() if p.name != folder_checksums.SEAL}
     for path in (saved / name for name in sealed):
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        with pytest.raises(seals.DamagedCheckpoint, match=f"{re.escape(str(path))}.*{sealed[path.name]}"):
+        with pytest.raises(folder_checksums.DamagedCheckpoint, match=f"{re.escape(str(path))}.*{sealed[path.name]}"):
             trainer.load(saved)
         path.write_bytes(whole)
     trainer.load(saved)
@@ -785,11 +785,11 @@ def test_an_algorithm_of_the_wrong_shape_is_told_so(backend: str, tmp_path: Path
 
 def test_progress_is_reported(backend: str, tmp_path: Path) -> None:
     recipe = tiny.recipe(trainer={"backend": backend, "tokens_per_micro_batch": 40})
-    beats: list[None] = []
+    heartbeats: list[None] = []
     trainer_of(recipe, tmp_path).step(
-        tiny.random_rollouts(12), make_algorithm(recipe.algorithm), 0, lambda: beats.append(None)
+        tiny.random_rollouts(12), make_algorithm(recipe.algorithm), 0, lambda: heartbeats.append(None)
     )
-    assert len(beats) > 3
+    assert len(heartbeats) > 3
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights import (
-    MEETINGS,
+    RENDEZVOUS,
     CollectivePublisher,
     CollectiveReceiver,
     DamagedWeights,
@@ -57,9 +57,9 @@ class Transport:
         """The folder of a new incarnation; the one before is fenced."""
         for old in self.run.lease.glob("000001/i??????"):
             old.rename(old.with_name(old.name + ".over"))
-        via = self.run.lease / "000001" / f"i{number:06d}"
-        via.mkdir(parents=True)
-        return via
+        commit_dir = self.run.lease / "000001" / f"i{number:06d}"
+        commit_dir.mkdir(parents=True)
+        return commit_dir
 
     def trainer(self, number: int) -> Remembering:
         if self.now is not None:
@@ -86,15 +86,15 @@ class Remembering:
 
 
 def file_transport(run: RunDir) -> Transport:
-    return Transport(run, lambda via, n: FilePublisher(run, via, n), lambda: FileReceiver(run))
+    return Transport(run, lambda commit_dir, n: FilePublisher(run, commit_dir, n), lambda: FileReceiver(run))
 
 
 def file_with_changes(run: RunDir) -> Transport:
     """The trainer on one node, which has a copy of its own; receivers on others, some of which had the version before."""
     nodes = itertools.count()
 
-    def publisher(via: Path, number: int) -> Publisher:
-        return FilePublisher(run, via, number, front=run.root / "trainer", full_every=3, bucket_bytes=256)
+    def publisher(commit_dir: Path, number: int) -> Publisher:
+        return FilePublisher(run, commit_dir, number, node_cache=run.root / "trainer", full_every=3, bucket_bytes=256)
 
     def receiver() -> Receiver:
         return FileReceiver(run, run.root / f"node-{next(nodes) % 3}")
@@ -104,11 +104,11 @@ def file_with_changes(run: RunDir) -> Transport:
 
 def by_group(run: RunDir, transport: str) -> Transport:
     """One worker, there from the beginning, in a group with the trainer."""
-    meeting = MEETINGS[transport]
-    receiver = CollectiveReceiver(run, f"worker-{uuid.uuid4().hex}", meeting(run, LIMIT_S))
+    rendezvous = RENDEZVOUS[transport]
+    receiver = CollectiveReceiver(run, f"worker-{uuid.uuid4().hex}", rendezvous(run, LIMIT_S))
 
-    def publisher(via: Path, number: int) -> Publisher:
-        return CollectivePublisher(run, via, number, meeting(run, LIMIT_S, via), bucket_bytes=256)
+    def publisher(commit_dir: Path, number: int) -> Publisher:
+        return CollectivePublisher(run, commit_dir, number, rendezvous(run, LIMIT_S, commit_dir), bucket_bytes=256)
 
     def settle(publisher: Publisher) -> None:
         assert isinstance(publisher, CollectivePublisher)
@@ -306,7 +306,7 @@ def test_a_fenced_publisher_changes_nothing(transport: Transport) -> None:
 
 FETCH = """
 import sys
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights import FileReceiver
 receiver = FileReceiver(RunDir(sys.argv[1]))
 print("ready", flush=True)
@@ -336,7 +336,7 @@ def test_file_receivers_killed_while_they_fetch_harm_nothing(transport: Transpor
 PUBLISH = """
 import itertools, sys, torch
 from pathlib import Path
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights import FilePublisher
 publisher = FilePublisher(RunDir(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
 print("ready", flush=True)
@@ -350,8 +350,8 @@ def test_file_a_publisher_killed_at_any_moment_leaves_whole_versions(tmp_path: P
     run.create()
     transport, begin = file_transport(run), 0
     for attempt in range(1, 3):
-        via = transport.incarnation(attempt)
-        command = [sys.executable, "-c", PUBLISH, str(run.root), str(via), str(attempt), str(begin)]
+        commit_dir = transport.incarnation(attempt)
+        command = [sys.executable, "-c", PUBLISH, str(run.root), str(commit_dir), str(attempt), str(begin)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         wait_for(lambda: transport.receiver().newest())

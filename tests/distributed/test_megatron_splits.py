@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from relax_hpc.algorithms import Algorithm, make_algorithm
-from relax_hpc.launch.sizing.model import shape_of
-from relax_hpc.launch.sizing.trainer import Step, trainer_memory
+from relax_hpc.planning.sizing.model import shape_of
+from relax_hpc.planning.sizing.trainer import Step, trainer_memory
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
-from relax_hpc.recipe.scorer import Scorer
+from relax_hpc.recipe.tables.scorer import Scorer
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_scoring, make_trainer
 from tests import processes, tiny
@@ -84,7 +84,7 @@ class Live(TorchDispatchMode):
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # a token's loss depends on all tokens of its sample, which context parallelism splits
-    "dense": {"name": "gspo", "clip": [0.9, 9.0], "kl_coef": 0.3, "entropy_coef": 0.1, "behaviour": "recomputed",
+    "dense": {"name": "gspo", "clip": [0.9, 9.0], "kl_coef": 0.3, "entropy_coef": 0.1, "old_logprobs": "recomputed",
               "correction": {"name": "tis", "high": 20.0}, "teacher_coef": 0.1},
     "critic": {"name": "ppo", "kl_coef": 0.3},
     "experts": {"name": "grpo", "kl_coef": 0.3},
@@ -105,7 +105,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "expert, context, recomputed": {"name": "gspo", "clip": [0.9, 9.0]},
     "expert, pipeline": {"name": "grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     "expert, tensor apart": {"name": "dapo"},
-    "experts whole": {"name": "dr_grpo", "behaviour": "recomputed", "correction": {"name": "mis", "high": 20.0}},
+    "experts whole": {"name": "dr_grpo", "old_logprobs": "recomputed", "correction": {"name": "mis", "high": 20.0}},
 }
 """One more step of each split, with another algorithm than the model's own."""
 
@@ -200,7 +200,7 @@ def scores(recipe: Recipe, model_dir: Path, trainer: Any, exported: Path) -> Non
 def work(rank: int, folder: Path, results: Any) -> None:
     """Step 0 of every split, then step 1 from the checkpoint that the split before it wrote between the two."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # here, not in the process of the tests: others would inherit it
-    from relax_hpc.trainers.megatron.weights import export
+    from relax_hpc.trainers.megatron.export.weights import export
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)

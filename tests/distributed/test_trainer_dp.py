@@ -24,7 +24,7 @@ STEPS = 4
 SEQUENCES = {
     "name": "gspo",
     "clip": [0.9, 9.0],
-    "behaviour": "recomputed",
+    "old_logprobs": "recomputed",
     "correction": {"name": "mis", "high": 20.0, "weight": "geometric"},
 }
 """Whose loss of a token depends on all tokens of its sample, and whose mean on the number of samples."""

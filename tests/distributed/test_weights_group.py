@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights import CollectivePublisher, CollectiveReceiver, Version, WeightsError
-from relax_hpc.weights.gloo import GlooGroup
+from relax_hpc.weights.groups.gloo import GlooGroup
+from relax_hpc.weights.groups.protocol import GroupError
 from relax_hpc.weights.versions import latest, tensors_path
-from relax_hpc.weights.wire import GroupError
-from tests.meetings import MEETINGS
+from tests.rendezvous import RENDEZVOUS
 from tests.runs import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -34,12 +34,12 @@ TENSORS, ELEMENTS = 24, 2_000_000
 
 WORKER = """
 import sys, time, torch
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights import CollectiveReceiver, WeightsError
-from tests.meetings import MEETINGS
+from tests.rendezvous import RENDEZVOUS
 torch.set_num_threads(1)
 run, held, group = RunDir(sys.argv[1]), None, 0
-receiver = CollectiveReceiver(run, sys.argv[2], MEETINGS[sys.argv[4]](run, float(sys.argv[3])))
+receiver = CollectiveReceiver(run, sys.argv[2], RENDEZVOUS[sys.argv[4]](run, float(sys.argv[3])))
 while True:
     if receiver.sessions != group:
         group = receiver.sessions
@@ -59,7 +59,7 @@ while True:
 SENDER = """
 import os, sys, time
 import tests.distributed.test_weights_group as t
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 trainer = t.Trainer(RunDir(sys.argv[1]), 2, sys.argv[2])
 trainer.gather({"b", "c"})
 trainer.publish(7)
@@ -101,12 +101,12 @@ class Trainer:
     """What a trainer does with its transport."""
 
     def __init__(self, run: RunDir, incarnation: int, transport: str) -> None:
-        self.run, self.via = run, run.lease / "000001" / f"i{incarnation:06d}"
+        self.run, self.commit_dir = run, run.lease / "000001" / f"i{incarnation:06d}"
         for old in run.lease.glob("000001/i??????"):
             old.rename(old.with_name(old.name + ".over"))
-        self.via.mkdir(parents=True)
-        meeting = MEETINGS[transport](run, LIMIT_S, self.via)
-        self.publisher = CollectivePublisher(run, self.via, incarnation, meeting, bucket_bytes=4 * ELEMENTS)
+        self.commit_dir.mkdir(parents=True)
+        rendezvous = RENDEZVOUS[transport](run, LIMIT_S, self.commit_dir)
+        self.publisher = CollectivePublisher(run, self.commit_dir, incarnation, rendezvous, bucket_bytes=4 * ELEMENTS)
         self.number = -1
 
     def gather(self, names: set[str]) -> None:
@@ -280,14 +280,14 @@ def test_nobody_answers(run: RunDir, transport: str) -> None:
     version, seconds = trainer.publish(0)
     assert seconds < 2 and tensors_path(run, version).exists()
     with pytest.raises(GroupError, match="nobody answered"):
-        MEETINGS[transport](run, LIMIT_S, trainer.via).form(frozenset({"dead"}))
+        RENDEZVOUS[transport](run, LIMIT_S, trainer.commit_dir).form(frozenset({"dead"}))
     assert not os.listdir(run.weights / "members")
 
 
-@pytest.mark.parametrize("transport", MEETINGS, indirect=True)
+@pytest.mark.parametrize("transport", RENDEZVOUS, indirect=True)
 def test_tensors_of_all_sizes_a_long_description_of_them_and_others_later(run: RunDir, transport: str) -> None:
     """3000 names are many messages of a child; tensors that are not those described before end the group, and nothing else."""
-    receiver, trainer = CollectiveReceiver(run, "a", MEETINGS[transport](run, LIMIT_S)), Trainer(run, 1, transport)
+    receiver, trainer = CollectiveReceiver(run, "a", RENDEZVOUS[transport](run, LIMIT_S)), Trainer(run, 1, transport)
     sizes = (
         {"none": 0} | {f"layer.{i}.router": 64 for i in range(3000)} | {"embedding": 3_000_000, "nothing": 0, "norm": 3}
     )

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from relax_hpc.analysis.audit import audit
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis.audit import audit
 from tests.runs import SMALL, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 SIZE = 24 << 20

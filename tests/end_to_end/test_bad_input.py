@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from relax_hpc import open_run
-from relax_hpc.analysis.audit import audit
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.spool.shard import Shard
 from tests.runs import SMALL, audited, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
@@ -72,9 +72,9 @@ def test_a_reward_that_raises_now_and_then_costs_its_groups_and_no_more(tmp_path
     found = audit(run.root)
     assert found.lost == [] and found.trained == 6 * 32 - failed * 4
     rows = open_run(run.root).trajectories()
-    reasons = rows[rows.fate == "failed"].reason.unique()
+    reasons = rows[rows.status == "failed"].reason.unique()
     assert len(reasons) == 1 and "raised ValueError" in reasons[0], "reasons are counted, so they name no prompt"
-    assert rows[rows.fate == "failed"].detail.str.contains("math domain error").all()
+    assert rows[rows.status == "failed"].detail.str.contains("math domain error").all()
     assert f"{failed} groups failed: reward" in relax_hpc("status", run.root).stdout
     assert "math domain error" in "".join(p.read_text() for p in run.logs.glob("trainer-0*"))
 
@@ -107,7 +107,7 @@ def test_a_mended_reward_is_taken_and_scores_what_failed_in_a_run_that_was_moved
     failed = {p.stem: answers(p) for p in run.shards.rglob("*.h5")}
     relax_hpc("run", run.root, "--code", "new")
     assert outcome(run)["outcome"] == "done"
-    assert {order: answers(run.shard(order)) for order in failed} == failed, "they were generated again"
+    assert {request: answers(run.shard(request)) for request in failed} == failed, "they were generated again"
     assert sum(s["failed_groups"] for s in steps_of(run)) == 0
     audited(run)
     [code, redo] = [json.loads(line) for line in run.changes.read_text().splitlines()]
@@ -116,7 +116,7 @@ def test_a_mended_reward_is_taken_and_scores_what_failed_in_a_run_that_was_moved
         and code["old"] != code["new"]
         and code["step"] == 0
     )
-    assert (redo["key"], redo["how"], set(redo["orders"])) == ("redo", "score", set(failed))
+    assert (redo["key"], redo["how"], set(redo["requests"])) == ("redo", "score", set(failed))
 
 
 def test_code_that_does_not_load_is_not_taken(tmp_path):
@@ -193,10 +193,10 @@ def test_a_damaged_shard_stops_the_run_by_name(tmp_path):
     wait_for(lambda: run.exists and step_now(run) >= 3)
     process.kill()
     process.wait()
-    shard = run.shard("o000001-000")
+    shard = run.shard("r000001-000")
     os.truncate(shard, shard.stat().st_size // 2)
     error = refused(run.root)
-    assert "o000001-000.h5" in error and "truncated" in error
+    assert "r000001-000.h5" in error and "truncated" in error
 
 
 @pytest.mark.skipif(

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from relax_hpc.analysis import RunView
-from relax_hpc.analysis.audit import audit
 from relax_hpc.cli import app
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis import RunView
+from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.spool.column import read_column
 from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, trace_rules
@@ -44,7 +45,7 @@ def test_a_critic_beside_an_asynchronous_run_keeps_the_bound_and_is_seen(tmp_pat
         for taken in entry["take"]:
             learned = int(taken["columns"]["values"].split("/")[0].removeprefix("critic "))
             assert 0 <= entry["step"] - learned <= 2
-            last[taken["order"]] = learned
+            last[taken["request"]] = learned
     assert max(last.values()) >= STEPS - 3
     kinds, lines = metric_lists.listed(), read_metrics(run.metrics / "critic-0.jsonl")[0]
     assert not [wrong for line in lines if (wrong := kinds[line["kind"]].complaint(line))]
@@ -53,10 +54,10 @@ def test_a_critic_beside_an_asynchronous_run_keeps_the_bound_and_is_seen(tmp_pat
 
     ask = lambda *words: CliRunner().invoke(app, [str(word) for word in words])
     assert f"{STEPS} steps learned" in " ".join(ask("status", run.root).stdout.split())
-    order = sorted(last)[-1]
-    column = read_column(run.column(order, "values"), "values")
+    request = sorted(last)[-1]
+    column = read_column(run.column(request, "values"), "values")
     assert column is not None and abs(column.values).max() > 0
-    assert "value " in " ".join(ask("shards", "show", run.root, order).stdout.split())
+    assert "value " in " ".join(ask("shards", "show", run.root, request).stdout.split())
     ask("trace", run.root)
     drawn = [e["name"] for e in trace_rules.read(run.root / "trace.json") if e["ph"] == "X"]
     assert f"learn step {STEPS - 1}" in drawn and any(name.startswith("value o") for name in drawn)

@@ -9,7 +9,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.queue import Queue
 from relax_hpc.telemetry import read_metrics
@@ -30,20 +31,20 @@ def flip(path: Path) -> None:
 
 
 def trained(run: RunDir) -> set[str]:
-    """Orders in the ledger."""
+    """Requests in the ledger."""
     entries = (Ledger(run).find(step) for step in range(6))
-    return {taken.order for entry in entries if entry for taken in entry.take}
+    return {taken.request for entry in entries if entry for taken in entry.take}
 
 
 def frozen_with_untaken_shards(run: RunDir) -> tuple[int, list[Path]]:
-    """The trainer, stopped at a moment when no order is in play and there are shards after step 0 that no step has taken."""
+    """The trainer, stopped at a moment when no request is in progress and there are shards after step 0 that no step has taken."""
 
     def found() -> tuple[int, list[Path]] | None:
         trainer = pid_of(run, "trainer-0")
         if trainer is None or Ledger(run).find(0) is None:
             return None
         os.kill(trainer, signal.SIGSTOP)
-        wait_for(lambda: not Queue(run).in_play())
+        wait_for(lambda: not Queue(run).in_progress())
         taken = trained(run)
         untaken = [path for path in run.shards.glob("*/*.h5") if path.stem not in taken]
         if not untaken:
@@ -55,7 +56,7 @@ def frozen_with_untaken_shards(run: RunDir) -> tuple[int, list[Path]]:
 
 
 @pytest.mark.timeout(400)
-def test_shards_damaged_before_they_are_trained_on_are_played_again_to_the_same_bits(tmp_path: Path) -> None:
+def test_shards_damaged_before_they_are_trained_on_are_generated_again_to_the_same_bits(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     calm, hurt = (RunDir(tmp_path / name) for name in ("calm", "hurt"))
     relax_hpc("run", recipe, *ON_POLICY, "--set", "run.name=calm")
@@ -69,9 +70,9 @@ def test_shards_damaged_before_they_are_trained_on_are_played_again_to_the_same_
     finally:
         process.kill()
     assert process.returncode == 0, output
-    assert {path.name for path in hurt.aside.glob("*.damaged")} == {f"{shard.stem}.0.damaged" for shard in shards}
+    assert {path.name for path in hurt.quarantine.glob("*.damaged")} == {f"{shard.stem}.0.damaged" for shard in shards}
     said = [
-        line["order"] for line in read_metrics(hurt.metrics / "trainer-0.jsonl")[0] if line["kind"] == "damaged_shard"
+        line["request"] for line in read_metrics(hurt.metrics / "trainer-0.jsonl")[0] if line["kind"] == "damaged_shard"
     ]
     assert sorted(said) == sorted(shard.stem for shard in shards)
     assert any(step["grad_norm"] > 0 for step in steps_of(calm))

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from tests.runs import SMALL, audited, outcome, relax_hpc, write_recipe
 
 TWO_STEPS = SMALL.replace("steps = 6", "steps = 4")

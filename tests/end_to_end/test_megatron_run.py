@@ -8,9 +8,10 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM
 
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.evaluate import evaluate
-from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.telemetry import read_beat
+from relax_hpc.telemetry import read_heartbeat
 from tests.runs import SMALL, audited, outcome, pid_of, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
 
 EXPERTS = SMALL.replace("kv_heads = 1", "kv_heads = 2\nexperts = 4\nmoe_intermediate_size = 32").replace(
@@ -51,7 +52,7 @@ def test_scorers_that_are_one_group_are_started_again_together(tmp_path: Path) -
     process.wait(300)
     assert outcome(run)["outcome"] == "done"
     audited(run)
-    assert {read_beat(run, f"scorer-{rank}")["attempt"] for rank in range(2)} == {1}
+    assert {read_heartbeat(run, f"scorer-{rank}")["attempt"] for rank in range(2)} == {1}
     for entry in (read_json(path) for path in run.ledger.rglob("*.json")):
         for taken in entry["take"]:
             policy = taken["columns"]["recomputed"].removeprefix("policy ").partition(".")[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.telemetry import read_metrics
 from tests.runs import relax_hpc, steps_of
 

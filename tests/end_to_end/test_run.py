@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 import relax_hpc as package
-from relax_hpc.analysis.audit import audit
 from relax_hpc.cli import app
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.create import resume
 from relax_hpc.launch.evaluate import evaluate
-from relax_hpc.launch.nursery import Nursery
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.spool.shard import Shard
+from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, trace_rules
 from tests.runs import SMALL, audited, command, outcome, relax_hpc, start, step_now, steps_of, wait_for, write_recipe
@@ -85,40 +86,40 @@ def test_the_first_and_the_last_version_are_scored_on_prompts_that_training_neve
     scored = {e["version"] for e in view.evals().to_dict("records")}
     assert {0, 6} <= scored
     rows = view.trajectories()
-    evaluated = rows[rows.fate == "evaluation"]
-    assert not set(evaluated.prompt) & set(rows[rows.fate == "trained"].prompt)
-    assert set(evaluated.groupby(["order", "group"]).size()) == {2}, "answers a prompt"
+    evaluated = rows[rows.status == "evaluation"]
+    assert not set(evaluated.prompt) & set(rows[rows.status == "trained"].prompt)
+    assert set(evaluated.groupby(["request", "group"]).size()) == {2}, "answers a prompt"
     last = view.eval_sources().query("version == 6").set_index("name")
     assert last.prompts.to_dict() == {"basic_arithmetic": 16, "chain_sum": 5}
     assert last.samples.to_dict() == {"basic_arithmetic": 32, "chain_sum": 10}
     for name, source in (("basic_arithmetic", 0), ("chain_sum", 1)):
-        mine = evaluated[(evaluated.source == source) & evaluated.order.str.startswith("e000006")]
+        mine = evaluated[(evaluated.source == source) & evaluated.request.str.startswith("e000006")]
         best = mine.groupby("prompt_index").raw_reward.max()
         assert last.score[name] == pytest.approx(mine.raw_reward.mean())
         assert last["pass@2"][name] == pytest.approx((best >= 1).mean())
         assert 0 <= last.low[name] <= last.score[name] <= last.high[name] <= 1
 
 
-def test_eval_plays_what_the_run_played_and_only_what_is_missing(finished):
+def test_eval_generates_what_the_run_generated_and_only_what_is_missing(finished):
     _, run, _ = finished
     found = evaluate(run.root, None, [])
     own = package.open_run(run.root).metrics("trainer-0", "eval")[-1]
     told = found.score.to_json()
     assert found.step == own["version"] == 6 and not found.seen
-    assert told == {key: own[key] for key in told}, "the same weights, orders and seeds: the same answers"
+    assert told == {key: own[key] for key in told}, "the same weights, requests and seeds: the same answers"
     shards = sorted((found.folder / "evals").glob("*.h5"))
     before = tokens_of(shards[0])
     shards[0].unlink()
-    played: list[object] = []
-    evaluate(run.root, None, [], advance=lambda: played.append(None))
-    assert len(played) == 1 and tokens_of(shards[0]) == before
+    generated: list[object] = []
+    evaluate(run.root, None, [], advance=lambda: generated.append(None))
+    assert len(generated) == 1 and tokens_of(shards[0]) == before
     with pytest.raises(RunError, match="holds something else.*--output"):
         evaluate(run.root, None, ["evaluation.solved_at=0.5"])
     with pytest.raises(RunError, match="is an evaluation, no run"):
-        resume(RunDir(found.folder), [], Nursery(RunDir(found.folder)))
+        resume(RunDir(found.folder), [], ForkServer(RunDir(found.folder)))
     shown = json.loads(CliRunner().invoke(app, ["eval", str(run.root), "--json"]).stdout)
     assert shown.pop("folder") == str(found.folder) and shown.pop("step") == 6 and shown == told
-    assert set(package.open_run(found.folder).trajectories().fate) == {"evaluation"}
+    assert set(package.open_run(found.folder).trajectories().status) == {"evaluation"}
     table = CliRunner().invoke(app, ["eval", str(run.root)]).stdout
     assert "chain_sum" in table and "pass@2" in table and str(found.folder) in table
 
@@ -192,8 +193,8 @@ def test_status_report_and_shards_work_after_the_end(finished):
     relax_hpc("trace", run.root)
     events = trace_rules.read(run.root / "trace.json")
     heads = [e["cat"] for e in events if e["ph"] == "f"]
-    assert heads.count("order") == 12, "an order that no step is seen to take"
-    taken = {head for head in heads if head != "order"}
+    assert heads.count("request") == 12, "a request that no step is seen to take"
+    taken = {head for head in heads if head != "request"}
     assert "v0" in taken and len(taken) > 1, "which of the later versions a worker takes depends on its pace"
 
 
@@ -204,7 +205,7 @@ def test_every_metric_is_on_the_page_that_lists_them_and_every_listed_one_is_wri
         for line in read_metrics(run.metrics / f"{role}.jsonl")[0]:
             seen.setdefault(line["kind"], []).append(line)
             assert not kinds[line["kind"]].complaint(line), line
-    assert {"step", "eval", "checkpoint", "publish", "order"} <= set(seen)
+    assert {"step", "eval", "checkpoint", "publish", "request"} <= set(seen)
     usual = {
         "entropy",
         "kl",
@@ -213,10 +214,10 @@ def test_every_metric_is_on_the_page_that_lists_them_and_every_listed_one_is_wri
         "clip_high",
         "pg_loss",
         "forward_backward_s",
-        "optimise_s",
+        "optimize_s",
     }
     assert all(usual <= set(line) for line in seen["step"])
-    assert all(0 < o["longest_s"] <= o["generate_s"] for o in seen["order"])
+    assert all(0 < o["longest_s"] <= o["generate_s"] for o in seen["request"])
 
 
 def test_the_follower_copied_all_to_tensorboard_before_the_run_ended(finished):
@@ -307,13 +308,13 @@ def test_rollout_only_generates_and_train_only_trains_on_that(tmp_path):
 
 def test_a_spool_with_memory_in_front_trains_the_same_and_leaves_nothing_there(finished, tmp_path):
     _, run, _ = finished
-    front = tmp_path / "memory"
+    node_cache = tmp_path / "memory"
     recipe = write_recipe(tmp_path, SMALL.replace("max_staleness = 1", "max_staleness = 0"))
-    sets = ("--set", f"spool.front={front}", "--set", "spool.compression=lz4")
-    sets += ("--set", f"weights.front={front}", "--set", "weights.full_every=4")
+    sets = ("--set", f"spool.node_cache={node_cache}", "--set", "spool.compression=lz4")
+    sets += ("--set", f"weights.node_cache={node_cache}", "--set", "weights.full_every=4")
     relax_hpc("run", recipe, "--set", "run.name=plain")
     relax_hpc("run", recipe, *sets, "--set", "run.name=fronted")
-    plain, fronted = (RunDir(tmp_path / name) for name in ("plain", "fronted"))
-    assert front.is_dir() and not list(front.iterdir())
-    assert [s["loss"] for s in steps_of(plain)] == [s["loss"] for s in steps_of(fronted)]
-    assert len(list(fronted.shards.rglob("*.h5"))) == len(list(plain.shards.rglob("*.h5")))
+    plain, cached = (RunDir(tmp_path / name) for name in ("plain", "cached"))
+    assert node_cache.is_dir() and not list(node_cache.iterdir())
+    assert [s["loss"] for s in steps_of(plain)] == [s["loss"] for s in steps_of(cached)]
+    assert len(list(cached.shards.rglob("*.h5"))) == len(list(plain.shards.rglob("*.h5")))

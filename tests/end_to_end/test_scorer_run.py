@@ -8,11 +8,12 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from relax_hpc.analysis import RunView
-from relax_hpc.analysis.audit import audit
 from relax_hpc.cli import app
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis import RunView
+from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunDir, read_json
 from relax_hpc.telemetry import read_metrics
 from tests import metric_lists, tiny, trace_rules
 from tests.runs import STRONG, outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
@@ -26,7 +27,7 @@ SCORED = (
     .replace(
         'name = "grpo"',
         'name = "grpo"\nkl_coef = 0.05\nteacher = "{root}/teacher"\nteacher_coef = 0.1\n'
-        'behaviour = "recomputed"\ncorrection = {{ name = "tis" }}',
+        'old_logprobs = "recomputed"\ncorrection = {{ name = "tis" }}',
     )
     + '\n[scorer]\nscores = ["recomputed", "reference", "teacher"]\nprocesses = 2\n'
 )
@@ -40,7 +41,7 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     wait_for(lambda: step_now(run) >= 2)
     os.kill(wait_for(lambda: pid_of(run, "scorer-0")), signal.SIGKILL)
     wait_for(lambda: step_now(run) >= 5)
-    torn, gone = run.column("o000001-000", "reference"), run.column("o000002-001", "teacher")
+    torn, gone = run.column("r000001-000", "reference"), run.column("r000002-001", "teacher")
     os.truncate(torn, torn.stat().st_size // 2)
     gone.unlink()
     os.kill(wait_for(lambda: pid_of(run, "trainer-0")), signal.SIGKILL)  # nothing was checkpointed since step 0
@@ -59,8 +60,8 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     kinds = metric_lists.listed()
     lines = {role: read_metrics(run.metrics / f"{role}.jsonl")[0] for role in ("trainer-0", "scorer-0", "scorer-1")}
     assert not [wrong for role in lines for line in lines[role] if (wrong := kinds[line["kind"]].complaint(line))]
-    refused = [line["order"] for line in lines["trainer-0"] if line["kind"] == "refused_column"]
-    assert refused == ["o000001-000"]
+    refused = [line["request"] for line in lines["trainer-0"] if line["kind"] == "refused_column"]
+    assert refused == ["r000001-000"]
     assert max(line["attempt"] for line in lines["scorer-0"]) == 1 and lines["scorer-1"], "killed, and started again"
     ask = lambda *words: CliRunner().invoke(app, [str(word) for word in words])
     assert "scorer-1" in ask("status", run.root).stdout
@@ -69,7 +70,7 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     assert policies == {(step, f"policy {step}.0") for step in range(STEPS)}, (
         "at max_staleness 0 it is the step's own policy"
     )
-    shown = ask("shards", "show", run.root, "o000003-000").stdout.replace("│", " ")  # lines break within the words
+    shown = ask("shards", "show", run.root, "r000003-000").stdout.replace("│", " ")  # lines break within the words
     assert "log p of the teacher" in " ".join(shown.split())
     ask("trace", run.root)
     drawn = [e["name"] for e in trace_rules.read(run.root / "trace.json") if e["ph"] == "X"]

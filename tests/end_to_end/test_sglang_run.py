@@ -7,13 +7,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 from tests.runs import audited, outcome, pid_of, start, step_now, steps_of, wait_for, write_recipe
 
 SETS = (
-    "rollout.engine=sglang", "rollout.device=cpu", "async.late=mask", "model.context=600", "rollout.max_new_tokens=500",
+    "rollout.engine=sglang", "rollout.device=cpu", "async.on_stale=mask", "model.context=600", "rollout.max_new_tokens=500",
     "rollout.temperature=1.5", "run.steps=8",
 )  # fmt: skip
 """Long enough answers for a new version to come while they are generated."""

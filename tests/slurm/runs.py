@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_hpc.launch.slurm.send import jobs
-from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.slurm.submission.sbatch import jobs
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tests.runs import SMALL, audited, outcome, pid_of, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
 
@@ -26,7 +27,7 @@ partition = "rollout"
 STEPS = 80
 LONG = (f"run.steps={STEPS}", "run.checkpoint_every=10", "async.max_staleness=0")
 SLEEP = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep {}"
-QUICK = ("supervision.agent_silent_s=4.0", "supervision.leader_silent_s=8.0", "slurm.ask_every_s=4.0")
+QUICK = ("supervision.node_agent_silent_s=4.0", "supervision.leader_silent_s=8.0", "slurm.ask_every_s=4.0")
 """Set by all tests: nodes are lost often here."""
 
 
@@ -79,15 +80,15 @@ class ClusterRun:
         return outcome(self.run)
 
     def active_agents(self) -> list[str]:
-        """Nodes whose workers play, as their agents say."""
-        beats = [read_json(path) for path in self.run.heartbeats.glob("agent-*.json")]
-        return [beat["host"] for beat in beats if beat["state"] == "active"]
+        """Nodes whose workers generate, as their node agents say."""
+        heartbeats = [read_json(path) for path in self.run.heartbeats.glob("node agent-*.json")]
+        return [heartbeat["host"] for heartbeat in heartbeats if heartbeat["state"] == "active"]
 
     def kill(self, role: str) -> None:
         """kill -9 of a role's process, on whatever node it is."""
-        beat = read_beat(self.run, role)
-        assert beat is not None and pid_of(self.run, role)
-        self.cluster.exec("kill", "-9", str(beat["pid"]), node=beat["host"])
+        heartbeat = read_heartbeat(self.run, role)
+        assert heartbeat is not None and pid_of(self.run, role)
+        self.cluster.exec("kill", "-9", str(heartbeat["pid"]), node=heartbeat["host"])
 
     def log_of(self, job: str) -> str:
         """What a job's own script printed."""
@@ -141,8 +142,8 @@ def sound(ours: ClusterRun, steps: int) -> None:
 
 def undisturbed(ours: ClusterRun) -> None:
     """Nobody was taken for silent or lost: no process was started twice, and no node is avoided."""
-    files = [ours.run.metrics / "supervisor.jsonl", *ours.run.metrics.glob("agent-*.jsonl")]
+    files = [ours.run.metrics / "supervisor.jsonl", *ours.run.metrics.glob("node agent-*.jsonl")]
     events = [event for path in files for event in read_metrics(path)[0] if event["kind"] in ("lost", "silent")]
     assert not events, f"{events}\n{ours.logs()}"
-    assert len(list(ours.run.logs.glob("srun-agents.*.log"))) == 1
+    assert len(list(ours.run.logs.glob("srun-node agents.*.log"))) == 1
     assert not (ours.run.slurm / "excluded.json").exists()

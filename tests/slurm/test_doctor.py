@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.run_dir import read_json
+from relax_hpc.files.publish import read_json
 from tests.runs import SMALL, wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import GROUPS, SLURM, submit

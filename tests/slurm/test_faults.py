@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from relax_hpc.launch.slurm.send import jobs, read_leaders
-from relax_hpc.run_dir import RunDir, read_json
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.slurm.submission.sbatch import jobs, read_leaders
 from relax_hpc.telemetry import read_metrics
 from tests.runs import STRONG, relax_hpc, step_now, steps_of, wait_for, write_recipe
 from tests.slurm.cluster import SlurmCluster
@@ -61,7 +62,7 @@ def worker_killed(ours: ClusterRun) -> None:
 
 
 def agent_killed(ours: ClusterRun) -> None:
-    ours.kill(next(ours.run.heartbeats.glob("agent-*.json")).stem)
+    ours.kill(next(ours.run.heartbeats.glob("node agent-*.json")).stem)
 
 
 def rollout_job_cancelled(ours: ClusterRun) -> None:
@@ -146,7 +147,7 @@ def test_an_error_that_one_node_alone_meets_ends_the_run_at_the_second_start(clu
 
 
 @pytest.mark.parametrize("shape", ["split", "het"])
-def test_of_several_nodes_one_agent_is_lost_and_the_job_goes_on(cluster: SlurmCluster, shape: str) -> None:
+def test_of_several_nodes_one_node_agent_is_lost_and_the_job_goes_on(cluster: SlurmCluster, shape: str) -> None:
     several = (
         "trainer.processes=2",
         "trainer.nodes=2",
@@ -157,9 +158,9 @@ def test_of_several_nodes_one_agent_is_lost_and_the_job_goes_on(cluster: SlurmCl
     ours = submit(cluster, f"several-{shape}", f"slurm.shape={shape}", *several, "run.steps=48", SLOWLY)
     ours.wait_for_step(10)
     wait_for(lambda: len(set(ours.active_agents())) == 2)
-    beat = next(read_json(path) for path in ours.run.heartbeats.glob("agent-*-1.json"))
-    cluster.exec("kill", "-9", str(beat["pid"]), node=beat["host"])
-    wait_for(lambda: len(list(ours.run.heartbeats.glob("agent-*-1.json"))) == 2)
+    heartbeat = next(read_json(path) for path in ours.run.heartbeats.glob("node agent-*-1.json"))
+    cluster.exec("kill", "-9", str(heartbeat["pid"]), node=heartbeat["host"])
+    wait_for(lambda: len(list(ours.run.heartbeats.glob("node agent-*-1.json"))) == 2)
     ours.kill("trainer-1")  # the other rank's step is abandoned too
     assert ours.wait_for_end()["outcome"] == "done"
     sound(ours, 48)

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from relax_hpc import open_run
-from relax_hpc.analysis.report import restarts
-from relax_hpc.launch.slurm.send import jobs, read_leaders
-from relax_hpc.run_dir import read_json
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.files.publish import read_json
+from relax_hpc.monitor.analysis.report import restarts
+from relax_hpc.slurm.submission.sbatch import jobs, read_leaders
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tests.runs import SMALL, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
 from tests.slurm.runs import GROUPS, LONG, SLURM, STEPS, array, sent, sound, submit, undisturbed
@@ -47,7 +47,7 @@ def test_every_shape_reaches_its_end(cluster: SlurmCluster, shape: str, transpor
     assert cluster.state(ours.leaders()[0]) == "COMPLETED"
     assert {cluster.fields(job["id"])["Comment"] for job in jobs(ours.run)} == {str(ours.run.root)}
     out = "".join(path.read_text() for path in (ours.run.logs / "slurm").glob(f"{shape}-rollout-*.out"))
-    assert shape != "split" or "workers to rollout-*.log there\nits agents have left\n" in out
+    assert shape != "split" or "workers to rollout-*.log there\nits node agents have left\n" in out
     assert not any("nanobind" in path.read_text() for path in ours.run.logs.glob("*.log"))
     assert cluster.state(ours.leaders()[1]) == "CANCELLED", "the successor of a finished run was not cancelled"
 
@@ -90,7 +90,7 @@ def test_a_het_job_ends_with_its_rollout_component_its_successor_goes_on_and_sto
 def test_a_run_that_is_stopped_has_lost_nothing(cluster: SlurmCluster) -> None:
     """Also where its last step ends long after its rollout nodes were told."""
     paced = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=3.0}}, group_size=4}}'
-    ours = submit(cluster, "quiet", "run.steps=100000", f"algorithm={paced}", "slurm.ask_every_s=0.5")
+    ours = submit(cluster, "heartbeat_monitor", "run.steps=100000", f"algorithm={paced}", "slurm.ask_every_s=0.5")
     ours.wait_for_step(1)
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"
@@ -143,7 +143,7 @@ def test_a_mended_reward_is_taken_by_the_jobs_that_are_sent_next_and_rows_left_o
     assert ours.wait_for_end()["outcome"] == "done"
     assert sum(s["failed_groups"] for s in steps_of(ours.run)) == 0
     [code, redo] = [json.loads(line) for line in ours.run.changes.read_text().splitlines()]
-    assert (code["key"], code["file"], set(redo["orders"])) == ("code", str(reward), failed)
+    assert (code["key"], code["file"], set(redo["requests"])) == ("code", str(reward), failed)
     sound(ours, 6)
 
 
@@ -244,7 +244,7 @@ def test_no_step_is_begun_that_cannot_end_within_the_walltime(cluster: SlurmClus
     assert ours.wait_for_end()["outcome"] == "stopped"
 
 
-def test_rollout_nodes_come_and_go_as_wished(cluster: SlurmCluster) -> None:
+def test_rollout_nodes_come_and_go_as_desired(cluster: SlurmCluster) -> None:
     ours = submit(cluster, "scaled", "run.steps=100000", "async.max_staleness=2")
     ours.wait_for_step(2)
     for nodes, partition in ((3, "low"), (1, "low")):
@@ -282,8 +282,8 @@ def test_each_rank_has_a_gpu_of_its_own_and_one_that_has_not_is_named(cluster: S
     ours.relax_hpc("submit", ours.run.root, "--local-root-ok", "--set", own)
     taken = wait_for(lambda: len(found := [p.name for p in ours.run.lease.glob("*/i*/gpu-*")]) == 2 and found)
     assert sorted(taken) == ["gpu-t1-0", "gpu-t1-1"]
-    beats = wait_for(lambda: all(found := [read_beat(ours.run, f"rollout-{i}") for i in range(2)]) and found)
-    assert [beat["gpus"] for beat in beats] == [["0"], ["1"]]
+    heartbeats = wait_for(lambda: all(found := [read_heartbeat(ours.run, f"rollout-{i}") for i in range(2)]) and found)
+    assert [heartbeat["gpus"] for heartbeat in heartbeats] == [["0"], ["1"]]
     assert ours.wait_for_end()["outcome"] == "done"
 
 
@@ -300,10 +300,10 @@ def test_processes_run_from_an_environment_on_the_nodes_own_disk(cluster: SlurmC
     ours = submit(
         cluster, "staged", f"slurm.stage_environment={packed}", f"slurm.environment.TMPDIR={disk}", "run.steps=20"
     )
-    agent = wait_for(lambda: next((path.stem for path in ours.run.heartbeats.glob("agent-*.json")), None))
+    agent = wait_for(lambda: next((path.stem for path in ours.run.heartbeats.glob("node agent-*.json")), None))
     for role in ("trainer-0", agent):
-        beat = wait_for(lambda: read_beat(ours.run, role))  # noqa: B023
-        words = cluster.exec("cat", f"/proc/{beat['pid']}/cmdline", node=beat["host"]).stdout.split("\0")
+        heartbeat = wait_for(lambda: read_heartbeat(ours.run, role))  # noqa: B023
+        words = cluster.exec("cat", f"/proc/{heartbeat['pid']}/cmdline", node=heartbeat["host"]).stdout.split("\0")
         assert Path(words[0]) == next(disk.glob("*/environment-*")) / "bin" / "python"
     assert ours.wait_for_end()["outcome"] == "done"
     kept = {path.name.partition("-")[0] for path in disk.glob(f"*/{read_json(ours.run.identity)['id']}/[!.]*")}

@@ -28,12 +28,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "grpo, kl in reward": {"name": "grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     "grpo, unbiased kl": {"name": "grpo", "kl_coef": 0.2, "kl_unbiased": True},
     "grpo, opsm": {"name": "grpo", "opsm": 0.05},
-    "decoupled": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "tis", "high": 1.3}},
-    "icepop": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "icepop", "low": 0.8, "high": 1.3}},
-    "mis": {"name": "dr_grpo", "behaviour": "recomputed", "correction": {"name": "mis", "high": 1.5}},
+    "decoupled": {"name": "grpo", "old_logprobs": "recomputed", "correction": {"name": "tis", "high": 1.3}},
+    "icepop": {"name": "grpo", "old_logprobs": "recomputed", "correction": {"name": "icepop", "low": 0.8, "high": 1.3}},
+    "mis": {"name": "dr_grpo", "old_logprobs": "recomputed", "correction": {"name": "mis", "high": 1.5}},
     "mis, geometric": {
         "name": "gspo",
-        "behaviour": "recomputed",
+        "old_logprobs": "recomputed",
         "clip": [0.1, 0.1],
         "correction": {"name": "mis", "low": 0.9, "high": 1.2, "weight": "geometric"},
     },
@@ -177,7 +177,7 @@ def oracle(
     """The step's loss."""
     columns = (rollouts.logprobs, rollouts.columns["recomputed"], rollouts.columns["reference"])
     mu, prox, ref = (column.tolist() for column in columns)
-    old = prox if c.get("behaviour") == "recomputed" else mu
+    old = prox if c.get("old_logprobs") == "recomputed" else mu
     name = c["name"]
     low, high = c.get("clip", {"grpo": (0.2, 0.28), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2)))
     how = c.get("aggregate", {"dr_grpo": "constant", "rloo": "constant", "gspo": "sequence", "sapo": "sequence"}.get(name, "token"))  # fmt: skip

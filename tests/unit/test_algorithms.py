@@ -20,7 +20,8 @@ from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.kl import k1, k2, k3
 from relax_hpc.algorithms.losses import clipped_surrogate, clipped_value, sequence_log_ratio
 from relax_hpc.algorithms.policy import PolicyAlgorithm
-from relax_hpc.recipe.algorithm import (
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.algorithm import (
     Clipped,
     Dapo,
     DrGrpo,
@@ -37,7 +38,6 @@ from relax_hpc.recipe.algorithm import (
 )
 from relax_hpc.records import Finish, Group, Prompt, Sample, mask_old
 from relax_hpc.registry import RegistryError, shown
-from relax_hpc.run_dir import RunError
 from tests import tiny
 from tests.tiny import random_rollouts
 
@@ -52,9 +52,9 @@ def grpo_oracle(rewards: list[float], normalise: bool) -> list[float]:
     return [c / (std + 1e-6) for c in centred]
 
 
-def surrogate_oracle(logprob: float, behaviour: float, advantage: float, low: float, high: float) -> float:
+def surrogate_oracle(logprob: float, old_logprobs: float, advantage: float, low: float, high: float) -> float:
     """arXiv 1707.06347 eq. 7 with the bounds of 2503.14476, in Python floats: the objective's min, negated."""
-    ratio = math.exp(logprob - behaviour)
+    ratio = math.exp(logprob - old_logprobs)
     clipped = 1 - low if ratio < 1 - low else 1 + high if ratio > 1 + high else ratio
     return -min(ratio * advantage, clipped * advantage)
 
@@ -77,19 +77,19 @@ def test_group_relative_matches_the_paper_in_any_order(
     got = group_relative(
         torch.tensor([s[1] for s in samples], dtype=torch.float64),
         torch.tensor([s[0] for s in samples]),
-        normalise_std=normalise,
+        normalize_std=normalise,
     )
     np.testing.assert_allclose(got.numpy(), [s[2] for s in samples], rtol=1e-6, atol=1e-7)
 
 
 def test_equal_rewards_and_a_lone_sample_get_no_advantage() -> None:
-    got = group_relative(torch.tensor([0.1, 0.1, 0.1, 3.0]), torch.tensor([4, 4, 4, 9]), normalise_std=True)
+    got = group_relative(torch.tensor([0.1, 0.1, 0.1, 3.0]), torch.tensor([4, 4, 4, 9]), normalize_std=True)
     assert got.abs().max() < 1e-6
 
 
 def test_advantages_lie_on_the_samples_own_tokens_and_nowhere_else() -> None:
     rollouts = random_rollouts(12, masked=0.3)
-    got = make_algorithm(Grpo(normalise_std=False)).advantages(rollouts).numpy()
+    got = make_algorithm(Grpo(normalize_std=False)).advantages(rollouts).numpy()
     for i in range(len(rollouts)):
         first, last = rollouts.offsets[i], rollouts.offsets[i + 1]
         group = [float(rollouts.rewards[j]) for j in range(12) if rollouts.group[j] == rollouts.group[i]]
@@ -100,11 +100,13 @@ def test_advantages_lie_on_the_samples_own_tokens_and_nowhere_else() -> None:
 @given(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2), st.floats(0, 0.9), st.floats(0, 2))
 @settings(deadline=None)
 def test_clipped_surrogate_matches_the_paper(
-    logprob: float, behaviour: float, advantage: float, low: float, high: float
+    logprob: float, old_logprobs: float, advantage: float, low: float, high: float
 ) -> None:
-    log_ratio, advantages = (torch.tensor([x], dtype=torch.float64) for x in (logprob - behaviour, advantage))
+    log_ratio, advantages = (torch.tensor([x], dtype=torch.float64) for x in (logprob - old_logprobs, advantage))
     loss, _ = clipped_surrogate(log_ratio, advantages, low, high)
-    assert loss.item() == pytest.approx(surrogate_oracle(logprob, behaviour, advantage, low, high), rel=1e-9, abs=1e-12)
+    assert loss.item() == pytest.approx(
+        surrogate_oracle(logprob, old_logprobs, advantage, low, high), rel=1e-9, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_the_dual_clip_is_there_by_default_where_tokens_may_be_stale_and_only_th
 def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -> LossInputs:
     """Of a step that is one micro-batch; what is not given is 0."""
     zeros = torch.zeros_like(logprobs.detach())
-    names = ("entropies", "behaviour", "advantages", "reference", "recomputed", "teacher")
+    names = ("entropies", "old_logprobs", "advantages", "reference", "recomputed", "teacher")
     values = {name: zeros for name in names} | others
     totals = Totals(tokens=len(logprobs), samples=len(lengths), budget=9)
     return LossInputs(logprobs=logprobs, lengths=torch.tensor(lengths), totals=totals, **values)
@@ -188,7 +190,7 @@ def test_gradients_of_the_whole_loss_are_right(config: PolicyGradient) -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(20, dtype=torch.float64, generator=generator) * 3
     noise = lambda scale: scale * torch.randn(20, dtype=torch.float64, generator=generator)
-    others = {"behaviour": logprobs + noise(0.05), "advantages": noise(1.0), "reference": logprobs + noise(0.5)}
+    others = {"old_logprobs": logprobs + noise(0.05), "advantages": noise(1.0), "reference": logprobs + noise(0.5)}
     algorithm = make_algorithm(config)
     function = lambda x: algorithm.loss(inputs(x, [1, 7, 12], **others))[0]
     assert torch.autograd.gradcheck(function, (logprobs.requires_grad_(),))
@@ -254,7 +256,7 @@ def test_the_gradient_of_distillation_is_that_of_the_reverse_kl() -> None:
     rollouts.logprobs[:] = distribution.detach()
     rollouts.columns["teacher"] = teacher.numpy().astype(np.float32)
     algorithm = make_algorithm(Opd(teacher=Path("teacher"), group_size=1))
-    drawn = inputs(distribution, [1] * 6, behaviour=distribution.detach(), teacher=teacher,
+    drawn = inputs(distribution, [1] * 6, old_logprobs=distribution.detach(), teacher=teacher,
                    advantages=algorithm.advantages(rollouts).double())  # fmt: skip
     loss, metrics = algorithm.loss(drawn)
     [found] = torch.autograd.grad((distribution.detach().exp() * loss).sum(), logits)
@@ -276,7 +278,7 @@ def test_gspo_token_has_the_samples_ratio_and_each_tokens_own_gradient() -> None
 def test_kl_coef_adds_k3_to_the_reference() -> None:
     logprobs, reference = torch.tensor([-1.0, -2.0]).double(), torch.tensor([-1.5, -0.5]).double()
     advantages = torch.tensor([1.0, -1.0]).double()
-    given = inputs(logprobs, [2], behaviour=logprobs, advantages=advantages, reference=reference)
+    given = inputs(logprobs, [2], old_logprobs=logprobs, advantages=advantages, reference=reference)
     loss, metrics = make_algorithm(Grpo(kl_coef=0.1)).loss(given)
     expected_kl = [math.exp(-0.5) - 1 + 0.5, math.exp(1.5) - 1 - 1.5]  # 2402.03300 eq. 4: ref/cur - log(ref/cur) - 1
     np.testing.assert_allclose(metrics["reference_kl"], expected_kl)
@@ -287,12 +289,12 @@ def test_kl_coef_adds_k3_to_the_reference() -> None:
 def test_only_what_is_needed_is_asked_for() -> None:
     assert make_algorithm(Grpo()).needs == frozenset()
     assert make_algorithm(Grpo(kl_coef=0.1)).needs == {"reference"}
-    assert make_algorithm(Grpo(behaviour="recomputed")).needs == {"recomputed"}
+    assert make_algorithm(Grpo(old_logprobs="recomputed")).needs == {"recomputed"}
     assert make_algorithm(ReinforcePlusPlus(entropy_coef=0.1, kl_coef=0.1)).needs == {"entropy", "reference"}
     assert make_algorithm(Ppo()).needs == {"values"}
     assert make_algorithm(Grpo(teacher=Path("t"))).needs == {"teacher"}
     given = dataclasses.replace(inputs(torch.zeros(1), [1]), reference=None, recomputed=None, teacher=None)
-    for config in (Grpo(kl_coef=0.1), Grpo(behaviour="recomputed"), Opd(teacher=Path("t"))):
+    for config in (Grpo(kl_coef=0.1), Grpo(old_logprobs="recomputed"), Opd(teacher=Path("t"))):
         with pytest.raises(ValueError, match=r"(kl_coef=0.1|recomputed|teacher).*got none"):
             make_algorithm(config).loss(given)
 
@@ -341,7 +343,7 @@ def test_what_is_taken_from_the_reward_is_said() -> None:
 def test_metrics_say_what_a_correction_did() -> None:
     recomputed = torch.tensor([0.0, 1.0, -1.0, 0.1]).double()
     tis, icepop, mis = (
-        make_algorithm(Grpo(behaviour="recomputed", correction={"name": name, "low": 0.5, "high": 2.0})).loss(
+        make_algorithm(Grpo(old_logprobs="recomputed", correction={"name": name, "low": 0.5, "high": 2.0})).loss(
             inputs(torch.zeros(4).double(), [1, 2, 1], recomputed=recomputed)
         )[1]
         for name in ("tis", "icepop", "mis")
@@ -361,7 +363,7 @@ def test_metrics_say_what_a_correction_did() -> None:
 
 def test_a_geometric_mean_of_weights_has_a_narrow_band_of_its_own() -> None:
     def weights(recomputed: float, **correction: object) -> torch.Tensor:
-        config = Grpo(behaviour="recomputed", correction={"name": "mis", **correction})
+        config = Grpo(old_logprobs="recomputed", correction={"name": "mis", **correction})
         given = inputs(torch.zeros(100).double(), [100], recomputed=torch.full((100,), recomputed).double())
         return make_algorithm(config).loss(given)[1]["correction_weight"]
 
@@ -374,7 +376,7 @@ def test_a_geometric_mean_of_weights_has_a_narrow_band_of_its_own() -> None:
 def test_weights_that_vanish_are_counted_and_those_that_are_masked_are_not() -> None:
     recomputed = torch.cat([torch.full((100,), -0.1), torch.full((100,), 0.1), torch.zeros(100)]).double()
     for name, vanished in (("mis", [1, 0, 0]), ("tis", [0, 0, 0]), ("icepop", [0, 0, 0])):
-        config = Grpo(behaviour="recomputed", correction={"name": name})
+        config = Grpo(old_logprobs="recomputed", correction={"name": name})
         said = make_algorithm(config).loss(inputs(torch.zeros(300).double(), [100] * 3, recomputed=recomputed))[1]
         assert said["correction_vanished"][::100].tolist() == vanished
         assert name != "mis" or said["correction_masked"][::100].tolist() == [0, 1, 0]

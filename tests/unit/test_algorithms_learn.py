@@ -18,9 +18,9 @@ GROUPS, COPIES, STEPS = 8, 8, 50
 CONFIGS: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo"},
     "grpo, kl, entropy": {"name": "grpo", "kl_coef": 0.01, "entropy_coef": 0.001, "opsm": 0.1},
-    "decoupled": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "tis"}},
-    "icepop": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "icepop"}},
-    "mis": {"name": "grpo", "behaviour": "recomputed", "correction": {"name": "mis"}},
+    "decoupled": {"name": "grpo", "old_logprobs": "recomputed", "correction": {"name": "tis"}},
+    "icepop": {"name": "grpo", "old_logprobs": "recomputed", "correction": {"name": "icepop"}},
+    "mis": {"name": "grpo", "old_logprobs": "recomputed", "correction": {"name": "mis"}},
     "dr_grpo": {"name": "dr_grpo"},
     "dapo": {"name": "dapo", "overlong": [3, 4]},
     "gspo": {"name": "gspo", "clip": [0.2, 0.28]},
@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def play(logits: torch.Tensor, rng: np.random.Generator) -> Rollouts:
+def generate(logits: torch.Tensor, rng: np.random.Generator) -> Rollouts:
     """Words of three letters or four; the reward is the share of letters that are right."""
     probabilities = logits.detach().softmax(-1).double().numpy()
     lengths = rng.integers(3, 5, GROUPS * COPIES)
@@ -65,7 +65,7 @@ def test_the_word_is_found(name: str) -> None:
     optimizer = torch.optim.Adam([logits, values], lr=0.1)
     waiting: list[Rollouts] = []
     for _ in range(STEPS):
-        waiting.append(play(logits, rng))
+        waiting.append(generate(logits, rng))
         if len(waiting) <= behind:
             continue
         taken = waiting.pop(0)

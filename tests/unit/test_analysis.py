@@ -16,12 +16,13 @@ import pytest
 from small_run import LAST_TRAINED, build
 
 import relax_hpc
-from relax_hpc.analysis import RunView, plots
-from relax_hpc.analysis.counts import count
-from relax_hpc.analysis.examples import best_and_worst
-from relax_hpc.analysis.export import export_parquet
-from relax_hpc.analysis.report import render, restarts, sections
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis import RunView, plots
+from relax_hpc.monitor.analysis.counts import count
+from relax_hpc.monitor.analysis.examples import best_and_worst
+from relax_hpc.monitor.analysis.export import export_parquet
+from relax_hpc.monitor.analysis.report import render, restarts, sections
 
 
 @pytest.fixture
@@ -34,30 +35,30 @@ def view(run: RunDir) -> RunView:
     return relax_hpc.open_run(run.root)
 
 
-def test_every_group_has_its_fate(view: RunView) -> None:
+def test_every_group_has_its_status(view: RunView) -> None:
     table = view.trajectories()
-    found = {(r.shard, r.group): (r.fate, r.reason, None if pd.isna(r.step) else r.step) for r in table.itertuples()}
+    found = {(r.shard, r.group): (r.status, r.reason, None if pd.isna(r.step) else r.step) for r in table.itertuples()}
     assert found == {
-        ("0000/o000000-000.h5", 0): ("trained", "", 0),
-        ("0000/o000000-000.h5", 1): ("trained", "", 0),
-        ("0000/o000000-001.h5", 0): ("trained", "", 0),
-        ("0000/o000000-001.h5", 1): ("filtered", "zero_std", 0),
-        ("0000/o000001-000.h5", 0): ("trained", "", 1),
-        ("0000/o000001-001.h5", 0): ("late", "late", None),
-        ("0000/o000001-001.h5", 1): ("late", "late", None),
+        ("0000/r000000-000.h5", 0): ("trained", "", 0),
+        ("0000/r000000-000.h5", 1): ("trained", "", 0),
+        ("0000/r000000-001.h5", 0): ("trained", "", 0),
+        ("0000/r000000-001.h5", 1): ("filtered", "zero_std", 0),
+        ("0000/r000001-000.h5", 0): ("trained", "", 1),
+        ("0000/r000001-001.h5", 0): ("late", "late", None),
+        ("0000/r000001-001.h5", 1): ("late", "late", None),
         (f"0000/{LAST_TRAINED}.h5", 0): ("trained", "", 1),
         (f"0000/{LAST_TRAINED}.h5", 1): ("trained", "", 1),
-        ("0000/o000002-000.h5", 0): ("unused", "", None),
-        ("0000/o000002-000.h5", 1): ("unused", "", None),
+        ("0000/r000002-000.h5", 0): ("unused", "", None),
+        ("0000/r000002-000.h5", 1): ("unused", "", None),
         ("evals/e000000-000.h5", 0): ("evaluation", "", None),
-        ("aside/o000000-000.rollout-1.h5", 0): ("unused", "another attempt was published first", None),
-        ("aside/o000000-000.rollout-1.h5", 1): ("unused", "another attempt was published first", None),
+        ("quarantine/r000000-000.rollout-1.h5", 0): ("unused", "another attempt was published first", None),
+        ("quarantine/r000000-000.rollout-1.h5", 1): ("unused", "another attempt was published first", None),
     }
-    # The failed group has no samples, so no row; its order and the counts have it.
-    orders = view.orders().set_index("shard")
-    assert orders.loc["0000/o000001-000.h5", "failed_groups"] == 1
-    assert "took longer than 30 s" in orders.loc["0000/o000001-000.h5", "reason"]
-    tallies = count(view).fates
+    # The failed group has no samples, so no row; its request and the counts have it.
+    requests = view.requests().set_index("shard")
+    assert requests.loc["0000/r000001-000.h5", "failed_groups"] == 1
+    assert "took longer than 30 s" in requests.loc["0000/r000001-000.h5", "reason"]
+    tallies = count(view).statuses
     assert {f: (t.groups, t.samples) for f, t in tallies.items()} == {
         "trained": (6, 12), "filtered": (1, 2), "failed": (1, 0), "late": (2, 4), "unused": (4, 8), "evaluation": (1, 1),
     }  # fmt: skip
@@ -65,7 +66,7 @@ def test_every_group_has_its_fate(view: RunView) -> None:
 
 def test_a_row_says_all_about_a_sample(view: RunView) -> None:
     table = view.trajectories()
-    right, wrong = (table[(table.order == "o000001-000") & (table["sample"] == i)].iloc[0] for i in (0, 1))
+    right, wrong = (table[(table.request == "r000001-000") & (table["sample"] == i)].iloc[0] for i in (0, 1))
     assert (right.source, right.prompt_index, right.prompt, right.answer) == (0, 4, "4+1=", "5")
     assert (right.completion, right.reward, right.raw_reward, right.finish, right.length) == ("5", 1.0, 1.0, "stop", 2)
     assert (wrong.completion, wrong.reward, wrong.raw_reward, wrong.finish, wrong.length) == (
@@ -77,9 +78,9 @@ def test_a_row_says_all_about_a_sample(view: RunView) -> None:
     )
     assert (wrong.first_version, wrong.last_version, wrong.step, wrong.age) == (0, 1, 1, 1)
     assert (wrong.prompt_length, wrong.turns) == (4, 1)
-    newest = table[table.order == LAST_TRAINED]
+    newest = table[table.request == LAST_TRAINED]
     assert newest.age.tolist() == [0] * 4 and newest["extra/format"].tolist() == [0.5] * 4
-    assert table[table.fate == "late"].age.isna().all()
+    assert table[table.status == "late"].age.isna().all()
     assert np.isnan(right["extra/format"])
 
 
@@ -93,10 +94,10 @@ def test_metadata_is_one_column_of_json_in_memory_and_in_parquet(view: RunView, 
 
 
 def test_columns_are_picked_and_unknown_ones_refused(view: RunView, run: RunDir) -> None:
-    table = view.trajectories("arrow", columns=["order", "tokens", "versions"])
-    assert table.column_names == ["order", "tokens", "versions"]
+    table = view.trajectories("arrow", columns=["request", "tokens", "versions"])
+    assert table.column_names == ["request", "tokens", "versions"]
     row = table.to_pylist()[9]
-    assert row["order"] == "o000001-000" and row["versions"] == [0, 1, 1, 1] and len(row["tokens"]) == 4
+    assert row["request"] == "r000001-000" and row["versions"] == [0, 1, 1, 1] and len(row["tokens"]) == 4
     with pytest.raises(RunError, match="no column 'rewards'.*raw_reward.*extra/format|no column 'rewards'.*raw_reward"):
         view.trajectories(columns=["rewards"])
     with pytest.raises(RunError, match="no column 'rewards'"):
@@ -126,19 +127,19 @@ def test_curves_keep_the_last_line_of_a_step(view: RunView) -> None:
     ]  # fmt: skip
 
 
-def test_orders_of_shards_that_retention_removed_are_still_listed(view: RunView, run: RunDir) -> None:
-    run.shard("o000000-000").unlink()
-    run.shard("o000001-001").unlink()
-    orders = view.orders().set_index("order")
-    assert (orders.loc["o000001-001", "fate"], orders.loc["o000001-001", "reason"]) == ("late", "late")
-    gone = view.orders().query("order == 'o000000-000' and fate == 'trained'").iloc[0]
+def test_requests_of_shards_that_retention_removed_are_still_listed(view: RunView, run: RunDir) -> None:
+    run.shard("r000000-000").unlink()
+    run.shard("r000001-001").unlink()
+    requests = view.requests().set_index("request")
+    assert (requests.loc["r000001-001", "status"], requests.loc["r000001-001", "reason"]) == ("late", "late")
+    gone = view.requests().query("request == 'r000000-000' and status == 'trained'").iloc[0]
     assert gone.step == 0 and pd.isna(gone.bytes)
 
 
 def test_a_damaged_shard_is_named_or_collected(view: RunView, run: RunDir) -> None:
-    victim = run.shard("o000000-001")
+    victim = run.shard("r000000-001")
     victim.write_bytes(victim.read_bytes()[:900])
-    with pytest.raises(RunError, match="o000000-001"):
+    with pytest.raises(RunError, match="r000000-001"):
         view.trajectories()
     assert [str(victim) in str(e) for e in count(view).broken] == [True]
     assert str(victim) in render(view)
@@ -147,7 +148,7 @@ def test_a_damaged_shard_is_named_or_collected(view: RunView, run: RunDir) -> No
 def test_a_damaged_ledger_entry_is_named(view: RunView, run: RunDir) -> None:
     run.ledger_entry(1).write_text('{"step": 1')
     with pytest.raises(RunError, match="00000001.json"):
-        view.fates()
+        view.statuses()
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_an_empty_run_has_empty_tables_and_a_page(tmp_path: Path) -> None:
         len(view.trajectories(text=False))
         == len(view.steps())
         == len(view.evals())
-        == len(view.orders())
+        == len(view.requests())
         == len(view.ages())
         == 0
     )
@@ -173,7 +174,7 @@ def test_an_empty_run_has_empty_tables_and_a_page(tmp_path: Path) -> None:
 
 
 def test_parquet_holds_the_same_rows(view: RunView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.analysis.export.ROWS_PER_GROUP", 5)
+    monkeypatch.setattr("relax_hpc.monitor.analysis.export.ROWS_PER_GROUP", 5)
     output = tmp_path / "all.parquet"
     rows = export_parquet(view, output, tokens=True)
     exported = pq.read_table(output)
@@ -182,31 +183,31 @@ def test_parquet_holds_the_same_rows(view: RunView, tmp_path: Path, monkeypatch:
     memory = view.trajectories("arrow", columns=exported.column_names)
     for name in exported.column_names:
         assert str(exported[name].to_pylist()) == str(memory[name].to_pylist()), name  # str: NaN equals NaN
-    assert export_parquet(view, output, fates=["late"]) == 4
-    assert set(pq.read_table(output)["fate"].to_pylist()) == {"late"}
+    assert export_parquet(view, output, statuses=["late"]) == 4
+    assert set(pq.read_table(output)["status"].to_pylist()) == {"late"}
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 def test_a_failed_export_leaves_nothing(view: RunView, run: RunDir, tmp_path: Path) -> None:
-    run.shard("o000002-000").write_bytes(b"nothing")
+    run.shard("r000002-000").write_bytes(b"nothing")
     output = tmp_path / "x" / "all.parquet"
     with pytest.raises(RunError, match="no folder"):
         export_parquet(view, output)
     output.parent.mkdir()
-    with pytest.raises(RunError, match="o000002-000"):
+    with pytest.raises(RunError, match="r000002-000"):
         export_parquet(view, output)
     assert list(output.parent.iterdir()) == []
 
 
 def test_best_and_worst_are_trained_samples_one_a_group(view: RunView) -> None:
     found = best_and_worst(view, view.shard_paths(), 3)
-    assert [(r["order"], r["group"], r["reward"]) for r in found["best"]] == [
+    assert [(r["request"], r["group"], r["reward"]) for r in found["best"]] == [
         (LAST_TRAINED, 1, 1.0),
         (LAST_TRAINED, 0, 1.0),
-        ("o000001-000", 0, 1.0),
+        ("r000001-000", 0, 1.0),
     ]
-    assert [(r["order"], r["group"], r["reward"]) for r in found["worst"]] == [
-        ("o000000-001", 0, -0.5), (LAST_TRAINED, 1, -0.25), (LAST_TRAINED, 0, -0.25),
+    assert [(r["request"], r["group"], r["reward"]) for r in found["worst"]] == [
+        ("r000000-001", 0, -0.5), (LAST_TRAINED, 1, -0.25), (LAST_TRAINED, 0, -0.25),
     ]  # fmt: skip
     assert found["best"][0]["completion"] == "script>alert8" and found["worst"][0]["completion"] == "<b>4"
 
@@ -269,7 +270,7 @@ def test_the_report_is_one_page_that_asks_for_nothing(view: RunView) -> None:
         assert wanted in page.text, wanted
     assert "<b>4" in page.text and "<pre><b>" not in html  # a model's words are text, not markup
     late = re.search(
-        r"1 dropped orders came in late, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.", page.text
+        r"1 dropped requests came in late, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.", page.text
     )
     assert late and late.groups() == ("14.0", "4.0")
 
@@ -315,7 +316,7 @@ def test_curves_are_thinned_to_what_a_page_can_show() -> None:
 def test_analysis_does_not_import_torch(run: RunDir) -> None:
     code = (
         "import sys, relax_hpc; v = relax_hpc.open_run(sys.argv[1]); v.trajectories(); "
-        "from relax_hpc.analysis.report import render, sections; render(v); print('torch' in sys.modules, 'transformers' in sys.modules)"
+        "from relax_hpc.monitor.analysis.report import render, sections; render(v); print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.root)], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

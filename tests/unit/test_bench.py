@@ -69,7 +69,7 @@ def test_rounds_alternate_and_warmups_are_dropped() -> None:
         called.append((name, number))
         return f"{name}{number}"
 
-    seen = common.interleave({"a": lambda n: side("a", n), "b": lambda n: side("b", n)}, rounds=2, warmup=1)
+    seen = common.interleave({"a": lambda n: side("a", n), "b": lambda n: side("b", n)}, rounds=2, sft_warm_start=1)
     assert called == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert seen == {"a": ["a1", "a2"], "b": ["b1", "b2"]}
 
@@ -134,11 +134,11 @@ def test_system_calls_are_counted_between_the_markers_only() -> None:
 
 
 def test_calls_of_a_whole_run_are_those_below_its_directory_in_a_stretch_of_time() -> None:
-    log = """12    99.9 newfstatat(AT_FDCWD</home>, "/r/w2/orders/open", {}, 0) = 0
-12 100.0 newfstatat(AT_FDCWD</home>, "/r/w2/orders/open", {}, 0) = 0
+    log = """12    99.9 newfstatat(AT_FDCWD</home>, "/r/w2/requests/open", {}, 0) = 0
+12 100.0 newfstatat(AT_FDCWD</home>, "/r/w2/requests/open", {}, 0) = 0
 13   100.1 openat(AT_FDCWD</home>, "/r/w2", O_RDONLY) = 3</r/w2>
 13 100.2 write(3</r/w2/heartbeats/.x>, ""..., 9 <unfinished ...>
-12 100.3 newfstatat(AT_FDCWD</home>, "/r/w20/orders/open", {}, 0) = 0
+12 100.3 newfstatat(AT_FDCWD</home>, "/r/w20/requests/open", {}, 0) = 0
 13 100.4 <... write resumed>) = 9
 13 100.5 mmap(NULL, 9, PROT_READ, MAP_SHARED, 3</r/w2/weights/x>, 0) = 0x7f
 13 100.6 read(4</etc/hosts>, ""..., 9) = 9
@@ -148,7 +148,7 @@ def test_calls_of_a_whole_run_are_those_below_its_directory_in_a_stretch_of_time
 
 
 def test_real_publishing_is_traced(tmp_path: Path) -> None:
-    """One order costs a handful of calls, however many samples it has; writing, publishing and reading are all among them."""
+    """One request costs a handful of calls, however many samples it has; writing, publishing and reading are all among them."""
     if not spool.shutil.which("strace"):
         pytest.skip("no strace here")
     try:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.roles.caches import FOLDERS, Caches, _checksum
-from relax_hpc.roles.node_disk import fill_once, node_disk
-from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json, write_file
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.node_disk import fill_once, node_disk
+from relax_hpc.files.publish import read_json, replace, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.roles.common.caches import FOLDERS, Caches, _checksum
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import small_run
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from tests import unprivileged
 from tests.runs import SMALL, command, write_recipe
 
 BROKEN = """
-import relax_hpc.launch.status, relax_hpc.recipe
+import relax_hpc.monitor.status, relax_hpc.recipe
 def broken(*arguments, **options):
     raise KeyError("a key that nobody foresaw")
-relax_hpc.launch.status.Status.of = broken
+relax_hpc.monitor.status.Status.of = broken
 relax_hpc.recipe.sources = broken
 from relax_hpc.cli import app
 app(prog_name="relax-hpc")

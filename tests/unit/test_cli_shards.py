@@ -24,9 +24,10 @@ from relax_hpc.cli import app as every_command
 from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.report import report
 from relax_hpc.cli.shards import app
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch import making
 from relax_hpc.records import Group, Prompt
-from relax_hpc.run_dir import RunDir, RunError
 from relax_hpc.spool.ledger import CHECKSUM, checksum
 from relax_hpc.spool.shard import encode
 
@@ -49,23 +50,23 @@ def lines_with(output: str, word: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines() if word in line]
 
 
-def test_ls_shows_each_order_with_its_fate(run: RunDir) -> None:
+def test_ls_shows_each_request_with_its_status(run: RunDir) -> None:
     result = call("ls", run.root)
     assert result.exit_code == 0
-    [trained] = lines_with(result.stdout, "o000000-000 ")
-    assert trained[:7] == ["o000000-000", "trained", "0", "0", "0", "4", "0.375"]
-    [late] = lines_with(result.stdout, "o000001-001 ")
+    [trained] = lines_with(result.stdout, "r000000-000 ")
+    assert trained[:7] == ["r000000-000", "trained", "0", "0", "0", "4", "0.375"]
+    [late] = lines_with(result.stdout, "r000001-001 ")
     assert late[1] == "late" and late[-1] == "late"
     assert "1 of 2 groups failed" in result.stdout and "1 of 2 groups filtered" in result.stdout
-    [aside] = lines_with(result.stdout, "aside/o000000-000.rollout-1")
-    assert aside[1] == "unused"
+    [quarantine] = lines_with(result.stdout, "quarantine/r000000-000.rollout-1")
+    assert quarantine[1] == "unused"
 
 
 def test_a_ledger_with_what_a_filter_returned_in_an_older_version_is_read_by_all(run: RunDir) -> None:
     path = run.ledger_entry(0)
     path.write_text(path.read_text().replace('"zero_std"', "true"))
     assert "1 of 2 groups filtered" in call("ls", run.root).stdout
-    assert "a filter returned True" in call("show", run.root, "o000000-001").stdout
+    assert "a filter returned True" in call("show", run.root, "r000000-001").stdout
     assert "a filter returned True" in call("stats", run.root).stdout
     call("export", run.root, run.root / "all.parquet")
 
@@ -122,7 +123,7 @@ def test_what_a_user_wrote_is_not_taken_for_markup(tmp_path: Path, monkeypatch: 
             result.exception,
         )
     (run.model / "tokenizer.json").unlink()
-    shown = call("show", run.root, "o000000-000").stdout.replace("\n", "")
+    shown = call("show", run.root, "r000000-000").stdout.replace("\n", "")
     assert "[/bold]/x[" in shown
 
 
@@ -134,15 +135,15 @@ def test_status_says_which_rows_are_left_out(run: RunDir) -> None:
     assert "source.0: of 1,200 rows 7 left out as too long" in shown
 
 
-def test_ls_goes_by_order_whatever_the_files_times_are(run: RunDir) -> None:
-    os.utime(run.shard("o000000-000"))  # as a copy, or another machine's clock, would
+def test_ls_goes_by_request_whatever_the_files_times_are(run: RunDir) -> None:
+    os.utime(run.shard("r000000-000"))  # as a copy, or another machine's clock, would
     rows = [
         line.split()[0]
         for line in call("ls", run.root, "--all").stdout.splitlines()
-        if re.match(r" *(aside/)?[oe]\d{6}", line)
+        if re.match(r" *(quarantine/)?[oe]\d{6}", line)
     ]
-    assert rows[0] == "e000000-000" and rows[-1] == "o000002-000"
-    batches = [int(row.removeprefix("aside/")[1:7]) for row in rows]
+    assert rows[0] == "e000000-000" and rows[-1] == "r000002-000"
+    batches = [int(row.removeprefix("quarantine/")[1:7]) for row in rows]
     assert batches == sorted(batches) and len(rows) == 8
 
 
@@ -168,7 +169,7 @@ def test_watch_waits_for_a_run_that_is_being_made(tmp_path: Path) -> None:
 def test_a_draft_of_a_command_that_died_is_no_run_that_is_being_made(tmp_path: Path) -> None:
     draft = RunDir(tmp_path / ".later.0123.new")
     draft.root.mkdir()
-    died = f"import relax_hpc.launch.making as m, relax_hpc.run_dir as r\nm.say(r.RunDir({str(draft.root)!r}), 'this')"
+    died = f"import relax_hpc.launch.making as m, relax_hpc.files.run_dir as r\nm.say(r.RunDir({str(draft.root)!r}), 'this')"
     subprocess.run([sys.executable, "-c", died], check=True)
     assert draft.doing.exists() and making.being_made(tmp_path / "later") is None
 
@@ -183,22 +184,22 @@ def test_ls_shows_the_newest_and_counts_the_rest(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fate", "orders"),
+    ("status", "requests"),
     [
-        ("late", ["o000001-001"]),
-        ("failed", ["o000001-000"]),
-        ("filtered", ["o000000-001"]),
+        ("late", ["r000001-001"]),
+        ("failed", ["r000001-000"]),
+        ("filtered", ["r000000-001"]),
         ("evaluation", ["e000000-000"]),
     ],
 )
-def test_ls_by_fate(run: RunDir, fate: str, orders: list[str]) -> None:
-    rows = [line.split()[0] for line in call("ls", run.root, "--fate", fate).stdout.splitlines() if "00000" in line]
-    assert rows == orders
+def test_ls_by_status(run: RunDir, status: str, requests: list[str]) -> None:
+    rows = [line.split()[0] for line in call("ls", run.root, "--status", status).stdout.splitlines() if "00000" in line]
+    assert rows == requests
     assert call("ls", run.root, "--step", 7).stdout.strip() == "no shards"
 
 
 def test_show_prints_texts_rewards_and_reasons(run: RunDir) -> None:
-    output = call("show", run.root, "o000001-000").stdout
+    output = call("show", run.root, "r000001-000").stdout
     for wanted in (
         "4+1=",
         "<b>6",
@@ -214,12 +215,12 @@ def test_show_prints_texts_rewards_and_reasons(run: RunDir) -> None:
     assert "7+1=" in only and "6+1=" not in only and "format 0.5" in only
     one = call("show", run.root, f"{LAST_TRAINED}/3").stdout
     assert "script>alert<b>9" in one and "script>alert8" not in one
-    assert "another attempt was published first" in call("show", run.root, "o000000-000.rollout-1").stdout
+    assert "another attempt was published first" in call("show", run.root, "r000000-000.rollout-1").stdout
 
 
 def test_show_without_a_tokenizer_prints_token_ids(run: RunDir) -> None:
     (run.model / "tokenizer.json").unlink()
-    output = call("show", run.root, "o000001-000").stdout
+    output = call("show", run.root, "r000001-000").stdout
     assert "token ids are shown" in output and "[7, 0]" in output  # "5" and the end token
 
 
@@ -231,7 +232,7 @@ def test_stats_count_everything(run: RunDir) -> None:
         if row and row[0] in ("trained", "failed", "late", "unused")
     }
     assert rows == {"trained": ["6", "12"], "failed": ["1", "0"], "late": ["2", "4"], "unused": ["4", "8"]}
-    assert "groups filtered: zero_std" in output and "evals" in output and "aside" in output
+    assert "groups filtered: zero_std" in output and "evals" in output and "quarantine" in output
 
 
 def flip(shard: Path) -> None:
@@ -245,57 +246,57 @@ def flip(shard: Path) -> None:
 
 def test_validate_finds_the_broken_one(run: RunDir) -> None:
     assert call("validate", run.root).exit_code == 0
-    victim = run.shard("o000000-001")
+    victim = run.shard("r000000-001")
     flip(victim)
     result = call("validate", run.root)
     assert result.exit_code == 1
     assert f"'{victim}': column 'tokens': rows 0 to" in result.stdout and "7 of 8 shards are whole" in result.stdout
 
 
-def test_validate_refuses_anothers_shard_under_an_orders_name(run: RunDir, tmp_path: Path) -> None:
-    victim = run.shard("o000000-001")
-    victim.write_bytes(run.shard("o000000-000").read_bytes())
+def test_validate_refuses_anothers_shard_under_an_requests_name(run: RunDir, tmp_path: Path) -> None:
+    victim = run.shard("r000000-001")
+    victim.write_bytes(run.shard("r000000-000").read_bytes())
     result = call("validate", run.root)
     assert result.exit_code == 1 and "7 of 8 shards are whole" in result.stdout
-    assert f"'{victim}': it is of order 'o000000-000', its name says 'o000000-001'" in result.stdout
+    assert f"'{victim}': it is of request 'r000000-000', its name says 'r000000-001'" in result.stdout
     groups = [Group(Prompt(0, 0, "", np.arange(3, dtype=np.int32)), [])]
-    victim.write_bytes(b"".join(encode("o000000-001", groups, {"version": 0, "run": "another"})))
+    victim.write_bytes(b"".join(encode("r000000-001", groups, {"version": 0, "run": "another"})))
     run.identity.write_text(json.dumps({"name": "small", "id": "this"}))
     result = call("validate", run.root)
     assert f"'{victim}': it is of run 'another', its name says 'this'" in result.stdout
 
 
 def test_damaged_files_are_left_out_of_an_export_when_it_is_said_and_named(run: RunDir, tmp_path: Path) -> None:
-    """One shard torn, one with a flipped token, one entry of the ledger with another order: the samples of the others are all there."""
+    """One shard torn, one with a flipped token, one entry of the ledger with another request: the samples of the others are all there."""
     output = tmp_path / "a.parquet"
-    torn, flipped, entry = run.shard("o000000-001"), run.shard("o000002-000"), run.ledger_entry(1)
+    torn, flipped, entry = run.shard("r000000-001"), run.shard("r000002-000"), run.ledger_entry(1)
     torn.write_bytes(torn.read_bytes()[:900])
     assert "say --skip-damaged" in call("export", run.root, output).output and not output.exists()
     flip(flipped)
     content = json.loads(entry.read_text())
     content[CHECKSUM] = checksum(content)
-    entry.write_text(json.dumps(content).replace("o000001-000", "o000003-000"))
+    entry.write_text(json.dumps(content).replace("r000001-000", "r000003-000"))
     result = call("export", run.root, output, "--tokens", "--skip-damaged")
     assert result.exit_code == 0 and "3 damaged files left out" in result.stdout
     assert all(str(path) in result.stdout for path in (torn, flipped, entry))
     table = pq.read_table(output).to_pandas()
     kept = {
-        ("o000000-000", "trained"),
-        ("o000001-000", "unused"),
-        ("o000001-001", "unused"),
+        ("r000000-000", "trained"),
+        ("r000001-000", "unused"),
+        ("r000001-001", "unused"),
         ("e000000-000", "evaluation"),
     }
-    assert kept <= {*zip(table["order"], table["fate"], strict=True)}
-    assert not {"o000000-001", "o000002-000"} & {*table["order"]}
+    assert kept <= {*zip(table["request"], table["status"], strict=True)}
+    assert not {"r000000-001", "r000002-000"} & {*table["request"]}
     with pytest.raises(RunError, match="00000001.json"):
         relax_hpc.open_run(run.root).trajectories()
-    with pytest.warns(UserWarning, match="3 damaged files were left out.*o000000-001.*o000002-000"):
+    with pytest.warns(UserWarning, match="3 damaged files were left out.*r000000-001.*r000002-000"):
         assert len(relax_hpc.open_run(run.root).trajectories(skip_damaged=True)) == len(table)
 
 
 def test_export_writes_parquet(run: RunDir, tmp_path: Path) -> None:
     output = tmp_path / "a.parquet"
-    assert call("export", run.root, output, "--no-text", "--fate", "trained").exit_code == 0
+    assert call("export", run.root, output, "--no-text", "--status", "trained").exit_code == 0
     table = pq.read_table(output)
     assert table.num_rows == 12 and "completion" not in table.column_names and "tokens" not in table.column_names
     assert call("export", run.root, output, "--tokens").exit_code == 0
@@ -306,9 +307,9 @@ def test_export_writes_parquet(run: RunDir, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["ls", "/nowhere"], "not a run directory"),
-        (["show", "RUN", "o000099-000"], "no shard of order 'o000099-000'"),
-        (["show", "RUN", "o000000-000", "--group", "5"], "no group 5: they count from 0 to 1"),
-        (["ls", "RUN", "--fate", "lost"], "--fate 'lost': use one of ['trained'"),
+        (["show", "RUN", "r000099-000"], "no shard of request 'r000099-000'"),
+        (["show", "RUN", "r000000-000", "--group", "5"], "no group 5: they count from 0 to 1"),
+        (["ls", "RUN", "--status", "lost"], "--status 'lost': use one of ['trained'"),
         (["export", "RUN", "/nowhere/a.parquet"], "no folder '/nowhere'"),
     ],
 )

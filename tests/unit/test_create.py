@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch import create as create_module
 from relax_hpc.launch import user_code
 from relax_hpc.launch.create import create, existing, place
 from relax_hpc.launch.prepare import prepare
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, RunError, read_json, to_json, write_file
 from tests import tiny
 from tests.runs import write_recipe
 
@@ -53,7 +55,7 @@ def test_of_two_commands_that_begin_the_same_run_the_second_is_told_of_the_first
 ) -> None:
     run = place(recipe)
 
-    def meanwhile(draft: RunDir, nursery: Any, **options: object) -> None:
+    def meanwhile(draft: RunDir, fork_server: Any, **options: object) -> None:
         run.create()
         write_file(run.identity, to_json({"id": "of the first"}))
 

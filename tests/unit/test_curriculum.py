@@ -1,4 +1,4 @@
-"""The curriculum: weights that follow what is solved, the same after every restart and however late an order is released."""
+"""The curriculum: weights that follow what is solved, the same after every restart and however late a request is released."""
 
 from __future__ import annotations
 
@@ -9,37 +9,38 @@ import pytest
 
 from relax_hpc.data import PromptCursor
 from relax_hpc.data.curriculum import SourceWeights
-from relax_hpc.recipe.source import Curriculum
-from relax_hpc.spool.orders import Order, OrderBook
+from relax_hpc.recipe.tables.source import Curriculum
+from relax_hpc.spool.planner import RequestPlanner
+from relax_hpc.spool.request import Request
 from tests.unit.test_cursor import make
 
 SIZES, OWN, STEPS = (50, 50, 50), (1.0, 1.0, 2.0), 30
 Solved = dict[str, tuple[int, int]]
 
 
-def book(folder: Path) -> OrderBook:
-    """A batch is 2 orders of 5 prompts; one batch may be asked for ahead."""
-    made = OrderBook(2, 5, 4, 1, "wait", 0, PromptCursor(make(folder, SIZES, OWN), 0), 1, batches=10**6)
+def book(folder: Path) -> RequestPlanner:
+    """A batch is 2 requests of 5 prompts; one batch may be asked for ahead."""
+    made = RequestPlanner(2, 5, 4, 1, "wait", 0, PromptCursor(make(folder, SIZES, OWN), 0), 1, batches=10**6)
     made.weights = SourceWeights(Curriculum(memory_steps=3.0, floor=0.1), OWN)
     return made
 
 
-def solved(orders: list[Order]) -> Solved:
+def solved(requests: list[Request]) -> Solved:
     """Source 0 is always solved, source 1 half of the time, source 2 never."""
-    counts = [sum(s == source for o in orders for s, _ in o.prompts) * 4 for source in range(3)]
+    counts = [sum(s == source for o in requests for s, _ in o.prompts) * 4 for source in range(3)]
     return {str(s): (n * (2 - s) // 2, n) for s, n in enumerate(counts) if n}
 
 
 class Trainer:
     """Makes steps; what it took of each is its ledger."""
 
-    def __init__(self, book: OrderBook, held_back: int = 0) -> None:
+    def __init__(self, book: RequestPlanner, held_back: int = 0) -> None:
         """held_back: steps by which a quota holds releases back."""
-        self.book, self.held_back, self.batches = book, held_back, dict[int, list[Order]]()
+        self.book, self.held_back, self.batches = book, held_back, dict[int, list[Request]]()
 
     def release(self, step: int) -> None:
-        for order in self.book.release(upto=max(step + 1 - self.held_back, step)):
-            self.batches.setdefault(order.batch, []).append(order)
+        for request in self.book.release(upto=max(step + 1 - self.held_back, step)):
+            self.batches.setdefault(request.batch, []).append(request)
 
     def make(self, step: int, entry: Solved | None = None) -> Solved:
         self.release(step)
@@ -84,7 +85,7 @@ def test_a_restart_asks_for_the_same_prompts(
     again.book.load_state_dict(json.loads(states[step]))
     for s in range(step, STEPS):
         again.make(s, {k: (a, b) for k, (a, b) in ledger[s].items()})
-    assert again.batches == {b: orders for b, orders in trainer.batches.items() if b in again.batches}
+    assert again.batches == {b: requests for b, requests in trainer.batches.items() if b in again.batches}
     assert STEPS - 1 in again.batches or step == STEPS - 1
     assert again.book.outstanding == trainer.book.outstanding
 
@@ -95,4 +96,4 @@ def test_what_is_held_back_asks_for_the_same_prompts_later(
     late = Trainer(book(folder), held_back=1)
     for step in range(STEPS):
         late.make(step)
-    assert late.batches == {b: orders for b, orders in whole[0].batches.items() if b < STEPS}
+    assert late.batches == {b: requests for b, requests in whole[0].batches.items() if b < STEPS}

@@ -14,8 +14,8 @@ from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptCursor, PromptRef, PromptSources
 from relax_hpc.data.shuffle import order
-from relax_hpc.recipe.source import FileSource
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import FileSource
 
 SIZES, WEIGHTS = (7, 30, 4), (1.0, 2.5, 0.5)
 
@@ -89,12 +89,12 @@ def test_every_epoch_goes_once_through_what_is_not_held_out(folder: Path, holdou
     allowed = [i for i in range(30) if not sources.is_held_out(0, i)]
     assert holdout == 0.0 or 5 < len(allowed) < 28
     refs = PromptCursor(sources, 1).take(4 * len(allowed))
-    orders = []
+    requests = []
     for epoch in range(4):
         indices = [ref.index for ref in refs if ref.epoch == epoch]
         assert sorted(indices) == allowed
-        orders.append(tuple(indices))
-    assert len(set(orders)) == 4 and tuple(allowed) not in orders
+        requests.append(tuple(indices))
+    assert len(set(requests)) == 4 and tuple(allowed) not in requests
     assert [ref.epoch for ref in refs] == sorted(ref.epoch for ref in refs)
 
 
@@ -113,7 +113,7 @@ def test_the_stream_is_the_seeds_and_names(folder: Path) -> None:
         return [*PromptCursor(make(folder), seed, stream).take(40)]
 
     assert first(1) == first(1)
-    assert len({str(s) for s in (first(1), first(2), first(1, "warmup"))}) == 3
+    assert len({str(s) for s in (first(1), first(2), first(1, "sft_warm_start"))}) == 3
 
 
 def test_the_cursor_leaves_torchs_random_state_alone(folder: Path) -> None:

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc import checkpoint, seals
+from relax_hpc import checkpoint
+from relax_hpc.files import folder_checksums
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json, to_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.create import _fork
 from relax_hpc.launch.evaluate import find, hugging_face
 from relax_hpc.recipe import dump_recipe
-from relax_hpc.run_dir import RunDir, RunError, read_json, to_json
 from relax_hpc.trainers.export import export_checkpoint
 from tests import tiny
 
@@ -19,8 +22,8 @@ FILE = "model.safetensors"
 
 
 def write(run: RunDir, step: int, of: RunDir | None = None) -> None:
-    (via := run.lease / "000001").mkdir(exist_ok=True)
-    folder = checkpoint.begin(via, step)
+    (commit_dir := run.lease / "000001").mkdir(exist_ok=True)
+    folder = checkpoint.begin(commit_dir, step)
     (folder / FILE).write_bytes(b"weights of step %d" % step)
     checkpoint.commit(of or run, folder, step, {})
 
@@ -72,8 +75,8 @@ def test_a_fork_begins_at_the_newest_checkpoint_that_is_whole_with_the_critic_ne
     of_critic = RunDir(new.critic).checkpoint(2)
     assert (of_critic / FILE).read_bytes() == b"weights of step 1" and read_json(of_critic / "state.json")["step"] == 2
     for folder in (new.checkpoint(2), of_critic):
-        seals.compare_all(folder)
-        assert seals.expected(folder).keys() == {FILE, "state.json"}
+        folder_checksums.compare_all(folder)
+        assert folder_checksums.expected(folder).keys() == {FILE, "state.json"}
 
 
 def test_nothing_is_forked_where_no_checkpoint_is_whole(run: RunDir, tmp_path: Path) -> None:

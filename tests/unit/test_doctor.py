@@ -18,12 +18,13 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc.cli import app
-from relax_hpc.launch.doctor import files, probe, python, room, slurm
-from relax_hpc.launch.doctor.checks import Check, worst
-from relax_hpc.launch.doctor.examine import checkpoint_s, examine, target
-from relax_hpc.launch.slurm.plan import make_plan
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.planning.doctor import files, probe, python, room, slurm
+from relax_hpc.planning.doctor.checks import Check, worst
+from relax_hpc.planning.doctor.examine import checkpoint_s, examine, target
 from relax_hpc.recipe import Recipe, dump_recipe, load_recipe
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.slurm.plan import make_plan
 from tests.runs import SMALL, write_recipe
 
 
@@ -130,7 +131,7 @@ def test_too_little_room(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> Non
 INODES = """
 import subprocess, sys
 from pathlib import Path
-from relax_hpc.launch.doctor import room
+from relax_hpc.planning.doctor import room
 folder = Path(sys.argv[1])
 for option, files in (("nr_inodes=0", 0), ("nr_inodes=50", 0), ("nr_inodes=50", 49)):
     subprocess.run(["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(folder)], check=True)

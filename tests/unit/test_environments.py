@@ -18,7 +18,7 @@ import pytest
 
 from relax_hpc.environments import Environment, Environments, Seat, SingleTurn, Turn, make_environments
 from relax_hpc.recipe import Recipe
-from relax_hpc.recipe.source import FileSource
+from relax_hpc.recipe.tables.source import FileSource
 from relax_hpc.records import Prompt
 from relax_hpc.registry import RegistryError
 
@@ -30,7 +30,7 @@ def source(environment: str = "single_turn", **options: Any) -> FileSource:
     return FileSource(prompts=Path("x.jsonl"), environment=environment, environment_options=options)
 
 
-def play(environment: Environment, *answers: str) -> list[Turn]:
+def generate(environment: Environment, *answers: str) -> list[Turn]:
     environment.reset(Prompt(0, 0, "?", np.zeros(1, np.int32)))
     turns = [environment.step(answer) for answer in answers]
     environment.close()
@@ -40,14 +40,14 @@ def play(environment: Environment, *answers: str) -> list[Turn]:
 def test_a_single_turn_is_done_and_leaves_the_reward_to_the_source() -> None:
     (make,) = make_environments([source()])
     assert isinstance(make(), SingleTurn)
-    assert play(make(), "46") == [Turn(done=True, observation="", reward=None, extra={})]
+    assert generate(make(), "46") == [Turn(done=True, observation="", reward=None, extra={})]
 
 
 def test_a_users_environment_is_made_once_a_sample_with_its_options() -> None:
     short, long = make_environments([source(f"{USER}:Counting"), source(f"{USER}:Counting", turns=3)])
     assert short() is not short()
-    assert [t.done for t in play(long(), "a", "b", "c")] == [False, False, True]
-    first, last = play(short(), "ab", "cde")
+    assert [t.done for t in generate(long(), "a", "b", "c")] == [False, False, True]
+    first, last = generate(short(), "ab", "cde")
     assert (first.observation, first.reward, last.reward) == ("go on", None, 5.0)
 
 
@@ -88,10 +88,10 @@ def process() -> Iterator[Environments]:
 def begin(environments: Environments, *answers: str) -> list[Seat]:
     """Each a group of its own."""
     prompts = [Prompt(0, i, "?", np.zeros(1, np.int32), a) for i, a in enumerate(answers)]
-    return environments.begin([*enumerate(prompts)], beat)
+    return environments.begin([*enumerate(prompts)], heartbeat)
 
 
-def beat() -> None:
+def heartbeat() -> None:
     """Nobody looks."""
 
 
@@ -122,7 +122,7 @@ def test_what_an_environment_does_wrong_fails_it_alone_though_all_live_in_one_pr
 ) -> None:
     seats = begin(process, "", misdeed, "")
     for answer in ("a", "b"):
-        process.step([(seat, answer) for seat in seats if not seat.failure], beat)
+        process.step([(seat, answer) for seat in seats if not seat.failure], heartbeat)
     process.leave(seats)
     (fine, odd, last) = seats
     assert odd.failure is not None and odd.failure.reason == f"environment '{USER}:Odd' {reason}"
@@ -135,28 +135,30 @@ def test_what_an_environment_does_wrong_fails_it_alone_though_all_live_in_one_pr
 def test_one_that_says_other_things_in_a_new_process_than_it_did_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with host(turns=3) as environments:
         odd, crashes = begin(environments, "step1 pid", "step2 crash")
-        environments.step([(odd, "a"), (crashes, "a")], beat)
-        environments.step([(crashes, "b")], beat)
+        environments.step([(odd, "a"), (crashes, "a")], heartbeat)
+        environments.step([(crashes, "b")], heartbeat)
         assert crashes.failure is not None and odd.failure is None
-        environments.step([(odd, "b")], beat)
+        environments.step([(odd, "b")], heartbeat)
         assert odd.failure is not None and "says other things to the same answers the second time" in odd.failure.reason
 
 
 def test_others_go_on_beside_one_that_hangs_and_who_waits_is_heard() -> None:
-    beats: list[bool] = []
+    heartbeats: list[bool] = []
     with host(processes=2, limit_s=5.0) as environments:
         hangs, fine = begin(environments, "step1 sleep", "")
-        environments.step([(hangs, "a"), (fine, "a")], lambda: beats.append(bool(fine.turns) and hangs.failure is None))
+        environments.step(
+            [(hangs, "a"), (fine, "a")], lambda: heartbeats.append(bool(fine.turns) and hangs.failure is None)
+        )
         assert hangs.failure is not None and fine.failure is None
-        assert sum(beats) >= 3, "the other one waited for the one that hangs, or nobody was told"
+        assert sum(heartbeats) >= 3, "the other one waited for the one that hangs, or nobody was told"
 
 
 def test_a_prompt_whose_environment_hangs_costs_one_time_limit_whatever_the_number_of_its_samples(
     process: Environments,
 ) -> None:
     hangs, fine = (Prompt(0, i, "?", np.zeros(1, np.int32), a) for i, a in enumerate(["step1 sleep", ""]))
-    seats = process.begin([*[(0, hangs)] * 6, (1, fine)], beat)
-    process.step([(seat, "a") for seat in seats], beat)
+    seats = process.begin([*[(0, hangs)] * 6, (1, fine)], heartbeat)
+    process.step([(seat, "a") for seat in seats], heartbeat)
     assert [seat.failure is not None for seat in seats] == [True, *[False] * 6], "others of its group were tried"
     assert [len(seat.turns) for seat in seats] == [*[0] * 6, 1]
 
@@ -172,7 +174,7 @@ def test_who_is_asked_to_stop_does_not_wait_and_leaves_no_process(tmp_path: Path
 
     with host(limit_s=3600.0) as environments:
         seats = begin(environments, "step1 sleep", "")
-        environments.step([(seats[1], "a")], beat)
+        environments.step([(seats[1], "a")], heartbeat)
         (pid,) = {int(turn.extra["pid"]) for turn in seats[1].turns}
         began = time.monotonic()
         with pytest.raises(Stopped):
@@ -185,13 +187,13 @@ def test_who_is_asked_to_stop_does_not_wait_and_leaves_no_process(tmp_path: Path
 def test_a_killed_role_leaves_no_environment_behind(tmp_path: Path) -> None:
     main = tmp_path / "role.py"
     main.write_text(
-        "from test_environments import begin, beat, host\n"
+        "from test_environments import begin, heartbeat, host\n"
         "if __name__ == '__main__':\n"
         "    with host(limit_s=3600.0) as environments:\n"
         "        seats = begin(environments, 'step2 sleep')\n"
-        "        environments.step([(seats[0], 'a')], beat)\n"
+        "        environments.step([(seats[0], 'a')], heartbeat)\n"
         "        print(int(seats[0].turns[0].extra['pid']), flush=True)\n"
-        "        environments.step([(seats[0], 'b')], beat)\n"
+        "        environments.step([(seats[0], 'b')], heartbeat)\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{USER.parent}"}
     with subprocess.Popen([sys.executable, str(main)], stdout=subprocess.PIPE, text=True, env=environment) as role:
@@ -202,10 +204,10 @@ def test_a_killed_role_leaves_no_environment_behind(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_built_in_environments_play_in_place() -> None:
+def test_built_in_environments_generates_in_place() -> None:
     before = psutil.Process().children()
     with closing(Environments(recipe({}, {"task": "chain_sum"}))) as environments:
-        (seat,) = environments.begin([(0, Prompt(0, 0, "?", np.zeros(1, np.int32)))], beat)
-        environments.step([(seat, "46")], beat)
+        (seat,) = environments.begin([(0, Prompt(0, 0, "?", np.zeros(1, np.int32)))], heartbeat)
+        environments.step([(seat, "46")], heartbeat)
         environments.leave([seat])
         assert seat.turns == [Turn(done=True)] and psutil.Process().children() == before

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from relax_hpc import checkpoint
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.export import export_checkpoint
 from tests import tiny
@@ -26,9 +27,9 @@ def run(tmp_path: Path) -> RunDir:
     run.identity.write_text("{}")
     materialise(tiny.recipe().model, run.model, 0)
     say(run, dtype="bfloat16")
-    via = run.lease / "000001" / "i000001"
-    via.mkdir(parents=True)
-    folder = checkpoint.begin(via, 0)
+    commit_dir = run.lease / "000001" / "i000001"
+    commit_dir.mkdir(parents=True)
+    folder = checkpoint.begin(commit_dir, 0)
     (run.model / "model.safetensors").rename(folder / "model.safetensors")
     checkpoint.commit(run, folder, 0, {})
     return run

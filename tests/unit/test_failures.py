@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from relax_hpc.analysis import RunView
-from relax_hpc.launch.status import Status
-from relax_hpc.launch.view import line, render
+from relax_hpc.files.publish import publish, to_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis import RunView
+from relax_hpc.monitor.live_view import line, render
+from relax_hpc.monitor.status import Status
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.records import Failure, Group, Prompt, failed_group
-from relax_hpc.roles.evaluation import read_score
-from relax_hpc.roles.failures import Failures, count_failures
-from relax_hpc.run_dir import RunDir, publish, to_json
+from relax_hpc.roles.training.evaluation import read_score
+from relax_hpc.roles.training.failures import Failures, count_failures
 from relax_hpc.spool.ledger import Entry, Taken
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import encode
@@ -37,16 +38,16 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def step(run: RunDir, number: int, *reasons: str) -> Entry:
-    """A step that takes an order whose groups failed for these reasons; one more is filtered."""
+    """A step that takes a request whose groups failed for these reasons; one more is filtered."""
     prompt = lambda i: Prompt(0, i, "", np.zeros(1, np.int32))
-    order = f"o{number:06d}-000"
+    request = f"r{number:06d}-000"
     groups = [failed_group(prompt(i), 2, 0, Failure(r, f"source 0, prompt {i}: 'x'")) for i, r in enumerate(reasons)]
-    path = run.shard(order)
+    path = run.shard(request)
     path.parent.mkdir(exist_ok=True)
-    publish(path, encode(order, [*groups, Group(prompt(9), [])], {"version": 0}))
-    filtered = {f"{order}/{i}": f"failed: {r}" for i, r in enumerate(reasons)}
-    filtered |= {f"{order}/{len(reasons)}": "zero_std: all rewards are 1.0"}
-    entry = Entry(number, 1, 0, (Taken(order, 0),), filtered)
+    publish(path, encode(request, [*groups, Group(prompt(9), [])], {"version": 0}))
+    filtered = {f"{request}/{i}": f"failed: {r}" for i, r in enumerate(reasons)}
+    filtered |= {f"{request}/{len(reasons)}": "zero_std: all rewards are 1.0"}
+    entry = Entry(number, 1, 0, (Taken(request, 0),), filtered)
     publish(run.ledger_entry(number), to_json(entry.to_json()))
     return entry
 
@@ -55,8 +56,8 @@ def test_a_reason_is_told_once_with_its_first_group_then_counted(run: RunDir, ca
     failures = Failures(Shards(run, None), logging.getLogger("trainer"))
     failures.note(step(run, 0, RAISED, RAISED, SLOW))
     first, second = (record.getMessage() for record in caplog.records)
-    assert first == f"step 0: 2 groups failed: {RAISED}; the first is o000000-000/0 (source 0, prompt 0: 'x')"
-    assert SLOW in second and "o000000-000/2" in second
+    assert first == f"step 0: 2 groups failed: {RAISED}; the first is r000000-000/0 (source 0, prompt 0: 'x')"
+    assert SLOW in second and "r000000-000/2" in second
     for number in range(1, 8):
         failures.note(step(run, number, RAISED, SLOW))
     said = [record.getMessage() for record in caplog.records[2:]]
@@ -84,7 +85,7 @@ def test_status_shows_how_many_failed_and_why_each_step_once(run: RunDir) -> Non
 
 def test_failed_is_not_filtered(run: RunDir) -> None:
     step(run, 0, RAISED)
-    (row,) = RunView(run.root).orders().to_dict("records")
+    (row,) = RunView(run.root).requests().to_dict("records")
     assert (row["failed_groups"], row["filtered_groups"]) == (1, 1)
 
 
@@ -92,7 +93,10 @@ def test_status_says_which_prompts_of_an_evaluation_failed_and_which_evaluations
     group = lambda i, reason: failed_group(Prompt(0, i, "", np.zeros(1, np.int32)), 2, 0, Failure(reason, "x"))
     path = run.shard("e000004-000")
     publish(
-        path, encode("e000004-000", [group(0, RAISED), group(1, SLOW), group(2, RAISED)], {"version": 4, "copies": 2})
+        path,
+        encode(
+            "e000004-000", [group(0, RAISED), group(1, SLOW), group(2, RAISED)], {"version": 4, "samples_per_prompt": 2}
+        ),
     )
     score = read_score(run, tiny.recipe(), ["e000004-000"])
     assert score.failures == {RAISED: 2, SLOW: 1}

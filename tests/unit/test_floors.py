@@ -16,11 +16,12 @@ import relax_hpc
 PACKAGE = Path(relax_hpc.__file__).parent
 ROOT = PACKAGE.parent
 FLOORS = [
-    {"recipe", "run_dir", "records", "registry", "telemetry", "read_ahead", "seals", "parent"},
-    {"algorithms", "spool", "data", "huggingface", "tensor_files"},
-    {"engines", "trainers", "weights", "rewards", "environments", "checkpoint", "analysis", "tracking"},
+    {"recipe", "files", "records", "registry", "telemetry", "parent"},
+    {"algorithms", "spool", "data", "huggingface"},
+    {"engines", "trainers", "weights", "rewards", "environments", "checkpoint"},
     {"roles"},
-    {"launch", "cli"},
+    {"launch", "supervise", "slurm", "planning", "monitor"},
+    {"cli"},
 ]
 FREE = {0, 4}
 """Floors whose packages may import each other."""
@@ -91,8 +92,10 @@ def test_imports_go_down_only() -> None:
 
 def test_the_graph_sees_imports() -> None:
     found = graph()
-    assert "relax_hpc.spool.orders" in found["relax_hpc.spool.queue"]
-    assert "relax_hpc.roles.trainer" not in found["relax_hpc.roles.lead"], "TYPE_CHECKING blocks do not count"
+    assert "relax_hpc.spool.request" in found["relax_hpc.spool.queue"]
+    assert "relax_hpc.roles.training.trainer" not in found["relax_hpc.roles.training.controller"], (
+        "TYPE_CHECKING blocks do not count"
+    )
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
@@ -131,7 +134,7 @@ def test_the_command_is_installed() -> None:
 
 def test_a_supervisor_never_holds_torch() -> None:
     """It lives as long as the run, on a node where memory is for others."""
-    assert heavy_after("import relax_hpc.launch.supervisor, relax_hpc.launch.local") == []
+    assert heavy_after("import relax_hpc.supervise.supervisor, relax_hpc.supervise.local") == []
 
 
 def check(*command: str) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe import RecipeError, load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.roles import gpus
-from relax_hpc.run_dir import RunError
+from relax_hpc.roles.common import gpus
 from tests.runs import write_recipe
 
 FOUR = ("trainer.processes=8", "trainer.nodes=2", "trainer.device=cpu")

@@ -12,8 +12,8 @@ from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptCursor, PromptSources
 from relax_hpc.data.holdout import falls_in
-from relax_hpc.recipe.source import EvaluationFile, FileSource, ReasoningGymSource
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import EvaluationFile, FileSource, ReasoningGymSource
 
 ADDITION = ReasoningGymSource(
     task="basic_arithmetic",
@@ -57,7 +57,7 @@ def test_the_split_is_the_same_in_another_process_with_another_hash_seed() -> No
     assert runs == {f"{[i for i in range(200) if falls_in(str(i), 0.1)]}\n"}
 
 
-@pytest.mark.parametrize("stream", ["train", "warmup"])
+@pytest.mark.parametrize("stream", ["train", "sft_warm_start"])
 def test_the_quickstart_task_never_trains_on_a_held_out_text(stream: str) -> None:
     """Items of a procedural task repeat under many indices; the split is by text."""
     sources = PromptSources([ADDITION], char_tokenizer(), 64, 0.1)
@@ -104,10 +104,10 @@ def test_what_an_evaluation_source_asks_is_never_trained_on(tmp_path: Path) -> N
     sources = PromptSources([source], char_tokenizer(), 64, 0.2, [own])
     texts = {sources.text(ref.source, ref.index) for ref in PromptCursor(sources, 0).take(600)}
     assert texts == {t for t in trained if not falls_in(t, 0.2)} - set(asked)
-    played = sources.evaluated(10**6)
-    share, rest = ({sources.text(*ref) for ref in played if ref[0] == n} for n in (0, 1))
+    generated = sources.evaluated(10**6)
+    share, rest = ({sources.text(*ref) for ref in generated if ref[0] == n} for n in (0, 1))
     assert share == {t for t in trained if falls_in(t, 0.2)}
-    assert len(rest) == sum(n == 1 for n, _ in played) == 20 and rest < set(asked)
+    assert len(rest) == sum(n == 1 for n, _ in generated) == 20 and rest < set(asked)
     everything = PromptSources([source], char_tokenizer(), 64, 0.0, [own.model_copy(update={"limit": None})])
     assert {everything.text(*ref) for ref in everything.evaluated(5)} == set(asked)
     assert len(everything.evaluated(5)) == len(set(asked))

@@ -17,21 +17,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from relax_hpc.launch import agent, batch, io_errors, supervisor
-from relax_hpc.launch.io_errors import IoTrouble, at_first
-from relax_hpc.launch.lease import acquire
-from relax_hpc.launch.nursery import Nursery
-from relax_hpc.launch.slurm import crew
-from relax_hpc.launch.slurm.elastic import make_wish
-from relax_hpc.launch.slurm.send import jobs, read_leaders
-from relax_hpc.launch.status import Status
-from relax_hpc.launch.supervisor import outcome_of
-from relax_hpc.launch.view import line, live
+from relax_hpc.files.publish import read_json, replace, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.live_view import line, live
+from relax_hpc.monitor.status import Status
 from relax_hpc.recipe import dump_recipe, load_recipe
-from relax_hpc.run_dir import RunDir, read_json, replace, to_json, write_file
-from relax_hpc.spool.orders import Order
+from relax_hpc.slurm import batch, node_agent, rollout_jobs
+from relax_hpc.slurm.elastic import set_desired_size
+from relax_hpc.slurm.submission.sbatch import jobs, read_leaders
 from relax_hpc.spool.queue import Queue
-from relax_hpc.telemetry import Telemetry, read_beat, read_metrics
+from relax_hpc.spool.request import Request
+from relax_hpc.supervise import io_retry, supervisor
+from relax_hpc.supervise.fork_server import ForkServer
+from relax_hpc.supervise.io_retry import IoTrouble, at_first
+from relax_hpc.supervise.lease import acquire
+from relax_hpc.supervise.supervisor import outcome_of
+from relax_hpc.telemetry import Telemetry, read_heartbeat, read_metrics
 from tests.io_faults import Faults, inject
 from tests.runs import write_recipe
 from tests.unit.test_supervisor import Scripted
@@ -47,10 +48,10 @@ SETS = (
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder of Slurm's commands."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
-    for module, name in ((io_errors, "FIRST_PAUSE_S"), (io_errors, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "BEATS_S"),
-                         (agent, "POLL_S"), (batch, "LOOK_S"), (crew, "LOOK_S"), (crew, "BY_HAND_S")):  # fmt: skip
+    for module, name in ((io_retry, "FIRST_PAUSE_S"), (io_retry, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "HEARTBEATS_S"),
+                         (node_agent, "POLL_S"), (batch, "LOOK_S"), (rollout_jobs, "LOOK_S"), (rollout_jobs, "BY_HAND_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 1e-3)
-    monkeypatch.setattr(agent, "LOOK_S", 0.02)  # its workers are looked at in between
+    monkeypatch.setattr(node_agent, "LOOK_S", 0.02)  # its workers are looked at in between
     commands = tmp_path / "bin"
     commands.mkdir()
     monkeypatch.setenv("PATH", f"{commands}:/bin:/usr/bin")
@@ -79,8 +80,8 @@ def prepared(root: Path, folder: Path, *sets: str) -> RunDir:
     return run
 
 
-def each_call(tmp_path: Path, play: Callable[[Path, Faults], None], every: int = 1) -> int:
-    """Play with one call below tmp_path/runs that goes wrong, the first, the second, …; how many there are. `play` gets a name for a run.
+def each_call(tmp_path: Path, generate: Callable[[Path, Faults], None], every: int = 1) -> int:
+    """Generate with one call below tmp_path/runs that goes wrong, the first, the second, …; how many there are. `generate` gets a name for a run.
     every: leave out the calls between."""
     root, number = tmp_path / "runs", 0
     root.mkdir(exist_ok=True)
@@ -91,15 +92,15 @@ def each_call(tmp_path: Path, play: Callable[[Path, Faults], None], every: int =
             faults = inject(patch, root)
             faults.fail(number, how, error)
             try:
-                play(root / f"run{number}", faults)
+                generate(root / f"run{number}", faults)
             except BaseException as failure:
                 raise AssertionError(f"call {number}, {faults.hit}: {how} {errno.errorcode[error]}") from failure
         if not faults.hit:
             return number
 
 
-class Node(Nursery):
-    """Bears workers that are scripts: the first dies on an order, the second works until the run is over, which it says."""
+class Node(ForkServer):
+    """Bears workers that are scripts: the first dies on a request, the second works until the run is over, which it says."""
 
     faults: Faults
 
@@ -107,48 +108,50 @@ class Node(Nursery):
         super().__init__(run)
         self.queue = Queue(run)
 
-    def bear(
-        self, arguments: Any, log: Path, last_words: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+    def spawn(
+        self, arguments: Any, log: Path, final_message: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
     ) -> Any:  # fmt: skip
         log.open("ab").close()
-        workplace, name = (arguments[arguments.index(key) + 1] for key in ("--workplace", "--name"))
-        return Scripted(lambda: self.work(workplace, name), self.faults.spared)
+        claim_dir, name = (arguments[arguments.index(key) + 1] for key in ("--claim directory", "--name"))
+        return Scripted(lambda: self.work(claim_dir, name), self.faults.spared)
 
-    def work(self, workplace: str, name: str) -> int | None:
+    def work(self, claim_dir: str, name: str) -> int | None:
         voice = Telemetry(self._run, name, 0)
-        if workplace.endswith("0000"):
-            self.queue.open_workplace(workplace)
-            assert self.queue.claim(workplace, 0) is not None
-            voice.beat("generating", orders=0)
+        if claim_dir.endswith("0000"):
+            self.queue.open_claim_dir(claim_dir)
+            assert self.queue.claim(claim_dir, 0) is not None
+            voice.heartbeat("generating", requests=0)
             return -signal.SIGKILL
-        voice.beat("idle", orders=1)
+        voice.heartbeat("idle", requests=1)
         replace(self._run.outcome, to_json({"outcome": "done"}))
         return None
 
 
-def test_an_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def play(root: Path, faults: Faults) -> None:
+def test_an_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(root: Path, faults: Faults) -> None:
         Node.faults = faults
         with faults.spared():
             run = prepared(root, tmp_path)
-            Queue(run).put([Order("o000000-000", ((0, 0),), 4, 1, 0)])
+            Queue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
         monkeypatch.setattr(
             "sys.argv", ["agent", str(run.root), "--group=core", "--step=s", "--index=0", "--workers=1"]
         )
-        agent.main()
+        node_agent.main()
         with faults.spared():
-            [beat] = [read_beat(run, path.stem) for path in run.heartbeats.glob("agent-*.json")]
-            events = [(r["kind"], r["role"]) for r in read_metrics(run.metrics / "agent-s-0.jsonl")[0] if "role" in r]
+            [heartbeat] = [read_heartbeat(run, path.stem) for path in run.heartbeats.glob("node agent-*.json")]
+            events = [
+                (r["kind"], r["role"]) for r in read_metrics(run.metrics / "node agent-s-0.jsonl")[0] if "role" in r
+            ]
             if (
                 "heartbeats" not in Node.faults.hit and "metrics" not in Node.faults.hit
             ):  # those are said once more, or not at all
-                assert beat is not None and beat["state"] == "gone"
-                assert list(beat["left"].values())[0] is True, "its order is to be given back, and counts"
+                assert heartbeat is not None and heartbeat["state"] == "gone"
+                assert list(heartbeat["left"].values())[0] is True, "its request is to be given back, and counts"
                 assert events == [("restart", "rollout-0"), ("lost", "rollout-0"), ("restart", "rollout-0")]
             assert read_json(run.slurm / "places" / "core-0.json") == {"step": "s"}
 
-    monkeypatch.setattr(agent, "Nursery", Node)
-    assert each_call(tmp_path, play) > 30
+    monkeypatch.setattr(node_agent, "ForkServer", Node)
+    assert each_call(tmp_path, generate) > 30
 
 
 def test_a_rollout_job_goes_on_whatever_call_fails(
@@ -157,7 +160,7 @@ def test_a_rollout_job_goes_on_whatever_call_fails(
     program(quick, "srun", "exit 0")
     program(quick, "squeue", "echo '7|RUNNING|None'")
 
-    def play(root: Path, faults: Faults) -> None:
+    def generate(root: Path, faults: Faults) -> None:
         with faults.spared():
             run = prepared(root, tmp_path)
         monkeypatch.setattr("sys.argv", ["batch", "rollout", str(run.root)])
@@ -167,7 +170,7 @@ def test_a_rollout_job_goes_on_whatever_call_fails(
         with faults.spared():
             assert [(job["id"], job["kind"]) for job in jobs(run)] == [("7", "rollout")]
 
-    assert each_call(tmp_path, play) > 15
+    assert each_call(tmp_path, generate) > 15
 
 
 TRAINER = """
@@ -181,11 +184,11 @@ echo '{{"role": "trainer-0", "attempt": 0, "state": "done", "step": 1, "time": 1
 def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
     tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def play(root: Path, faults: Faults) -> None:
+    def generate(root: Path, faults: Faults) -> None:
         sent = tmp_path / f"{root.name}.sent"
         with faults.spared():
             run = prepared(root, tmp_path)
-            make_wish(run, 1, 2, None, "me")
+            set_desired_size(run, 1, 2, None, "me")
         sent.touch()
         program(quick, "srun", TRAINER.format(sent=sent, root=run.root))
         count = f"echo $((10 + $(wc -l <{sent})))"
@@ -204,7 +207,7 @@ def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
             assert (outcome_of(run) or {})["outcome"] == "done"
             assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
 
-    assert each_call(tmp_path, play, every=3) > 80
+    assert each_call(tmp_path, generate, every=3) > 80
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -216,20 +219,20 @@ def test_the_view_shows_the_same_after_whatever_call_failed(
     run = prepared(tmp_path / "runs" / "run", tmp_path)
     voice = Telemetry(run, "supervisor", 0)
     voice.metrics("lost", role="rollout-0", reason="killed")
-    Telemetry(run, "rollout-0", 0).beat("idle", orders=0)
+    Telemetry(run, "rollout-0", 0).heartbeat("idle", requests=0)
     Telemetry(run, "chain", 0).metrics("refused", role="successor", reason="no")
     shown = set[str]()
 
-    def play(root: Path, faults: Faults) -> None:
+    def generate(root: Path, faults: Faults) -> None:
         with faults.spared():
             seen = Status(run, load_recipe(run.recipe))
         with live(run, Console(file=io.StringIO(), force_terminal=terminal), seen) as look:
             look()
         with live(run, Console(file=io.StringIO()), seen) as look:
             look()
-        shown.add(json.dumps([line(seen), seen.restarts, seen.state, sorted(seen.beats)]))
+        shown.add(json.dumps([line(seen), seen.restarts, seen.state, sorted(seen.heartbeats)]))
 
-    assert each_call(tmp_path, play) > 10
+    assert each_call(tmp_path, generate) > 10
     assert len(shown) == 1
 
 

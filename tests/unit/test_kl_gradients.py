@@ -73,15 +73,15 @@ REFUSED = {("reward", "k2", False), ("reward", "k3", False), ("loss", "k1", Fals
 }
 
 
-@pytest.mark.parametrize("behaviour", ["engine", "recomputed"])
+@pytest.mark.parametrize("old_logprobs", ["engine", "recomputed"])
 @pytest.mark.parametrize(
     ("kl_in", "estimator", "unbiased"), [*product(("loss", "reward"), ("k1", "k2", "k3"), (False, True))]
 )
 def test_each_option_has_the_gradient_of_the_kl_or_is_refused(
-    kl_in: str, estimator: str, unbiased: bool, behaviour: str
+    kl_in: str, estimator: str, unbiased: bool, old_logprobs: str
 ) -> None:
     config = {
-        "name": "dr_grpo", "aggregate": "token", "kl_in": kl_in, "kl_estimator": estimator, "kl_unbiased": unbiased, "behaviour": behaviour,
+        "name": "dr_grpo", "aggregate": "token", "kl_in": kl_in, "kl_estimator": estimator, "kl_unbiased": unbiased, "old_logprobs": old_logprobs,
     }  # fmt: skip
     reference = log(REFERENCE)
     if (kl_in, estimator, unbiased) in REFUSED:

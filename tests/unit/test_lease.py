@@ -18,17 +18,19 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.launch import lease as lease_module
-from relax_hpc.launch.lease import Holder, Lease, acquire, holder
-from relax_hpc.run_dir import RunDir, RunError, publish, read_json, replace, to_json, write_file
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import publish, read_json, replace, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.supervise import lease as lease_module
+from relax_hpc.supervise.lease import Holder, Lease, acquire, holder
 from tests.io_faults import inject
 from tests.runs import wait_for
 
 FORK = multiprocessing.get_context("fork")
 HOLD = """
 import sys, time
-from relax_hpc.launch.lease import acquire
-from relax_hpc.run_dir import RunDir
+from relax_hpc.supervise.lease import acquire
+from relax_hpc.files.run_dir import RunDir
 lease = acquire(RunDir(sys.argv[1]))
 print(lease.new_incarnation(), flush=True)
 time.sleep(600)
@@ -77,7 +79,7 @@ def test_a_killed_holder_is_taken_over_at_once_and_can_commit_nothing(run: RunDi
     process.wait()
     assert lease.number == 2 and not incarnation.exists()
     with pytest.raises(FileNotFoundError):
-        publish(run.root / "late", b"", via=incarnation)
+        publish(run.root / "late", b"", commit_dir=incarnation)
     assert not (run.root / "late").exists()
 
 
@@ -248,7 +250,7 @@ def test_an_answer_that_is_lost_is_no_failure(
     assert faults.hit and lease.number == 2 and incarnation.is_dir()
     second = lease.new_incarnation()
     assert second.is_dir() and not incarnation.is_dir()
-    replace(run.root / "mine", b"x", via=second)
+    replace(run.root / "mine", b"x", commit_dir=second)
     lease.release()
     assert holder(run) is None and faults.hit
 

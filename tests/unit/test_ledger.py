@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.run_dir import Damaged, RunDir, publish, to_json
+from relax_hpc.files.errors import Damaged
+from relax_hpc.files.publish import publish, to_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
 
 
@@ -28,8 +30,8 @@ def incarnation(run: RunDir, number: int) -> Path:
 
 def entry(step: int, number: int) -> Entry:
     return Entry(
-        step, number, 0, (Taken("o000000-000", 3), Taken("o000000-001r1", 4)), {"o000000-000/1": "failed: ü"},
-        (Dropped("o000000-001", "late", "o000000-001r1"),),
+        step, number, 0, (Taken("r000000-000", 3), Taken("r000000-001x1", 4)), {"r000000-000/1": "failed: ü"},
+        (Dropped("r000000-001", "late", "r000000-001x1"),),
     )  # fmt: skip
 
 
@@ -41,10 +43,10 @@ def test_an_entry_comes_back_as_it_went(run: RunDir) -> None:
 
 
 def test_an_entry_that_an_older_version_wrote_with_what_a_filter_returned_is_read(run: RunDir) -> None:
-    content = entry(0, 1).to_json() | {"filtered": {"o000000-000/1": True}}
+    content = entry(0, 1).to_json() | {"filtered": {"r000000-000/1": True}}
     publish(run.ledger_entry(0), to_json(content))
     found = Ledger(run).find(0)
-    assert found is not None and found.filtered == {"o000000-000/1": "a filter returned True"}
+    assert found is not None and found.filtered == {"r000000-000/1": "a filter returned True"}
 
 
 def test_a_flipped_bit_anywhere_in_an_entry_changes_nothing_that_it_says_or_is_found(run: RunDir) -> None:
@@ -73,15 +75,15 @@ def test_an_entry_with_another_layout_says_the_same(run: RunDir) -> None:
 def test_who_comes_second_adopts(run: RunDir) -> None:
     first = Ledger(run, incarnation(run, 1)).commit(entry(0, 1))
     second = Ledger(run, incarnation(run, 2))
-    assert second.commit(Entry(0, 2, 1, (Taken("o000009-000", 0),))) == first
+    assert second.commit(Entry(0, 2, 1, (Taken("r000009-000", 0),))) == first
     assert second.find(0) == first
 
 
 def test_a_fenced_incarnation_cannot_commit(run: RunDir) -> None:
-    via = incarnation(run, 1)
-    ledger = Ledger(run, via)
+    commit_dir = incarnation(run, 1)
+    ledger = Ledger(run, commit_dir)
     ledger.commit(entry(0, 1))
-    via.rename(via.with_name("i000001.over"))
+    commit_dir.rename(commit_dir.with_name("i000001.over"))
     with pytest.raises(FileNotFoundError):
         ledger.commit(entry(1, 1))
     with pytest.raises(FileNotFoundError):
@@ -90,8 +92,10 @@ def test_a_fenced_incarnation_cannot_commit(run: RunDir) -> None:
 
 
 def _commit(root: Path, number: int, results: Any) -> None:
-    via = RunDir(root).lease / "000001" / f"i{number:06d}"
-    results.put([(step, Ledger(RunDir(root), via).commit(entry(step, number)).incarnation) for step in range(30)])
+    commit_dir = RunDir(root).lease / "000001" / f"i{number:06d}"
+    results.put(
+        [(step, Ledger(RunDir(root), commit_dir).commit(entry(step, number)).incarnation) for step in range(30)]
+    )
 
 
 def test_processes_that_race_agree_on_every_entry(run: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""What people see of a run from the login node: logs, jobs, agents, and the end of a run that only waits."""
+"""What people see of a run from the login node: logs, jobs, node agents, and the end of a run that only waits."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc.cli import app
-from relax_hpc.launch import logs
-from relax_hpc.launch.slurm.overview import JobRow, Overview
-from relax_hpc.launch.slurm.send import record
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor import logs
 from relax_hpc.recipe import dump_recipe, load_recipe
-from relax_hpc.run_dir import RunDir, RunError, read_json
+from relax_hpc.slurm.overview import JobRow, Overview
+from relax_hpc.slurm.submission.sbatch import record
 from tests.runs import SMALL, write_recipe
 from tests.unit.test_slurm_submit import program
 
@@ -108,13 +110,13 @@ def test_following_goes_on_in_the_next_attempt_until_the_run_is_over(
     assert seen == ["one", "two"]
 
 
-# --- jobs and agents ----------------------------------------------------------------------------------------------
+# --- jobs and node agents ----------------------------------------------------------------------------------------------
 
 
 def agent(run: RunDir, name: str, state: str, ago_s: float = 0.0) -> None:
-    beat = {"host": f"node-{name}", "time": time.time() - ago_s, "state": state, "group": "core", "index": 0, "job": "5", "workplaces": ["a", "b"],
+    heartbeat = {"host": f"node-{name}", "time": time.time() - ago_s, "state": state, "group": "core", "index": 0, "job": "5", "claim_dirs": ["a", "b"],
             "left": {}, "failure": ""}  # fmt: skip
-    (run.heartbeats / f"agent-{name}.json").write_text(json.dumps(beat))
+    (run.heartbeats / f"node agent-{name}.json").write_text(json.dumps(heartbeat))
 
 
 def test_a_pending_run_says_why_it_waits(run: RunDir, bin_folder: Path) -> None:

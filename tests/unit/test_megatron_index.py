@@ -17,8 +17,8 @@ import torch.distributed.checkpoint.metadata as records
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
-from relax_hpc.run_dir import RunError
-from relax_hpc.trainers.megatron import index
+from relax_hpc.files.errors import RunError
+from relax_hpc.trainers.megatron.checkpoint import index
 
 
 def metadata(file: str = "__0_0.distcp", rows: int = 3) -> records.Metadata:

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from small_run import build
 
-from relax_hpc.recipe.tracking import Notify
-from relax_hpc.run_dir import RunDir, RunError, read_json
-from relax_hpc.tracking import messages
-from relax_hpc.tracking.alerts import Alert, Alerts, Collapse
-from relax_hpc.tracking.messages import Messenger, addresses, targets
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.tracking import messages
+from relax_hpc.monitor.tracking.alerts import Alert, Alerts, Collapse
+from relax_hpc.monitor.tracking.messages import Messenger, addresses, targets
+from relax_hpc.recipe.tables.tracking import Notify
 from tests.endpoint import SECRET, Endpoint
 
 

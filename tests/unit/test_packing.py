@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.data.packing import PADDING, balance, cut, pack, plan
 from relax_hpc.records import mask_old
+from relax_hpc.trainers.packing import PADDING, balance, cut, pack, plan
 from tests.tiny import prompts, random_rollouts, rollouts
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)

@@ -1,4 +1,4 @@
-"""Partial rollouts: an order that is given back half-played, and gone on with by another worker under newer weights."""
+"""Partial rollouts: a request that is given back partly generated, and gone on with by another worker under newer weights."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from relax_hpc.files.publish import to_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import dump_recipe
-from relax_hpc.records import Finish, Group, Part, Sample
-from relax_hpc.roles.process import RoleProcess, Stop
-from relax_hpc.roles.rollout import RolloutWorker
-from relax_hpc.run_dir import RunDir, to_json
-from relax_hpc.spool import parts
-from relax_hpc.spool.orders import Order
+from relax_hpc.records import Finish, Group, PartialRollout, Sample
+from relax_hpc.roles.common.process import RoleProcess, Stop
+from relax_hpc.roles.rollout.worker import RolloutWorker
+from relax_hpc.spool import partial_rollouts
 from relax_hpc.spool.queue import Claim, Queue
+from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 from relax_hpc.weights import FilePublisher
 from tests import metric_lists, tiny
 
-ORDER = Order("o000000-000", ((0, 1), (0, 2)), 4, 1, 0)
+ORDER = Request("r000000-000", ((0, 1), (0, 2)), 4, 1, 0)
 USER = Path(__file__).with_name("user_code.py")
 
 
 class Setup:
-    """A run with orders to play, its trainer's side, and workers that look up at every token."""
+    """A run with requests to generate, its trainer's side, and workers that look up at every token."""
 
     def __init__(self, folder: Path, partial: dict[str, Any], **tables: Any) -> None:
         self.run = RunDir(folder)
@@ -45,8 +46,8 @@ class Setup:
         self.run.recipe.write_text(dump_recipe(recipe))
         self.run.identity.write_bytes(to_json({"id": "test"}))
         self.weights = load_file(tiny.folder(recipe, self.run.model) / "model.safetensors")
-        (via := self.run.lease / "000001").mkdir()
-        self.publisher = FilePublisher(self.run, via, 1)
+        (commit_dir := self.run.lease / "000001").mkdir()
+        self.publisher = FilePublisher(self.run, commit_dir, 1)
         self.queue = Queue(self.run)
         self.workers: list[RolloutWorker] = []
         self.publish(0)
@@ -59,10 +60,10 @@ class Setup:
         return {name: tensor * (1 + version / 4) for name, tensor in self.weights.items()}
 
     def worker(self, at: int = -1, then: Callable[[RolloutWorker], None] = lambda worker: None) -> RolloutWorker:
-        """A new worker, which does `then` when it is about to make token number `at` of its order."""
+        """A new worker, which does `then` when it is about to make token number `at` of its request."""
         name = f"rollout-{len(self.workers)}"
         about = argparse.Namespace(
-            run=self.run.root, name=name, attempt=0, supervisor=None, role="rollout", workplace=name
+            run=self.run.root, name=name, attempt=0, supervisor=None, role="rollout", claim_dir=name
         )
         made = RolloutWorker(RoleProcess(about), name)
         progress, said = made.progress, [0]
@@ -78,18 +79,18 @@ class Setup:
         self.workers.append(made)
         return made
 
-    def play(self, worker: RolloutWorker) -> Claim:
+    def generate(self, worker: RolloutWorker) -> Claim:
         claim, waited_s = worker.wait_for_claim()
-        worker.play(claim, waited_s)
+        worker.generate(claim, waited_s)
         worker.publisher.close()
         worker.report_published()
         return claim
 
-    def open_orders(self) -> list[str]:
-        return sorted(os.listdir(self.run.open_orders))
+    def open_requests(self) -> list[str]:
+        return sorted(os.listdir(self.run.open_requests))
 
-    def parts(self) -> list[str]:
-        return sorted(os.listdir(self.run.parts))
+    def partials(self) -> list[str]:
+        return sorted(os.listdir(self.run.partial_rollouts))
 
     def lines(self, worker: RolloutWorker, kind: str) -> list[dict[str, Any]]:
         """Metrics, as the page lists them."""
@@ -135,68 +136,72 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield setup
     for worker in made[0].workers:
         worker.publisher.close()
-        worker.player.close()
+        worker.runner.close()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def test_at_a_publish_an_order_is_given_back_and_another_worker_goes_on_with_the_new_weights(make: Make) -> None:
+def test_at_a_publish_an_request_is_given_back_and_another_worker_goes_on_with_the_new_weights(make: Make) -> None:
     setup = make({})
     first = setup.worker(6, lambda worker: setup.publish(1))
-    setup.play(first)
-    assert setup.open_orders() == ["o000000-000.a0.v0.p1"] and setup.parts() == ["o000000-000.p1.h5"]
+    setup.generate(first)
+    assert setup.open_requests() == ["r000000-000.a0.v0.p1"] and setup.partials() == ["r000000-000.p1.h5"]
     assert not setup.run.shard(ORDER.id).exists()
-    part = parts.read(setup.run, ORDER, Queue(setup.run).claim("rollout-0", 1).ticket)  # type: ignore[union-attr]
-    assert part is not None and part.cut and {len(s.tokens) for i, s in enumerate(part.samples) if i in part.cut} == {5}
+    partial = partial_rollouts.read(setup.run, ORDER, Queue(setup.run).claim("rollout-0", 1).request_file)  # type: ignore[union-attr]
+    assert (
+        partial is not None
+        and partial.cut
+        and {len(s.tokens) for i, s in enumerate(partial.samples) if i in partial.cut} == {5}
+    )
     [said] = setup.lines(first, "abort")
-    assert (said["why"], said["aborts"], said["tokens"]) == ("publish", 1, part.tokens)
-    assert (said["cut_samples"], said["samples"], said["kept"]) == (len(part.cut), 8, True)
+    assert (said["why"], said["aborts"], said["tokens"]) == ("publish", 1, partial.tokens)
+    assert (said["cut_samples"], said["samples"], said["kept"]) == (len(partial.cut), 8, True)
     setup.queue.give_back("rollout-0", lost=True)  # and dies with it
-    assert setup.open_orders() == ["o000000-000.a1.v0.p1"]
+    assert setup.open_requests() == ["r000000-000.a1.v0.p1"]
     second = setup.worker()
-    setup.play(second)
-    assert setup.open_orders() == setup.parts() == []
+    setup.generate(second)
+    assert setup.open_requests() == setup.partials() == []
     groups = setup.shard()
     samples = [s for g in groups for s in g.samples]
-    for i, (was, now) in enumerate(zip(part.samples, samples, strict=True)):
+    for i, (was, now) in enumerate(zip(partial.samples, samples, strict=True)):
         kept = len(was.tokens)
         assert (
             now.tokens[:kept].tolist() == was.tokens.tolist() and now.logprobs[:kept].tolist() == was.logprobs.tolist()
         )
-        assert now.spans == ([(0, 0), (kept, 1)] if i in part.cut else [(0, 0)])
+        assert now.spans == ([(0, 0), (kept, 1)] if i in partial.cut else [(0, 0)])
         assert 1 <= len(now.tokens) <= 40 and (now.finish == Finish.LENGTH) == (now.tokens[-1] != 1)
     setup.check_logprobs(groups)
-    [line] = setup.lines(second, "order")
-    assert (line["aborts"], line["continued_samples"], line["kept_tokens"]) == (1, len(part.cut), part.tokens)
-    made = sum(len(s.tokens) for s in samples) - part.tokens
+    [line] = setup.lines(second, "request")
+    assert (line["aborts"], line["continued_samples"], line["kept_tokens"]) == (1, len(partial.cut), partial.tokens)
+    made = sum(len(s.tokens) for s in samples) - partial.tokens
     assert line["tokens_per_s"] == pytest.approx(made / line["generate_s"])
 
 
-def test_a_time_limit_gives_back_too_and_after_max_aborts_an_order_is_played_to_its_end(make: Make) -> None:
+def test_a_time_limit_gives_back_too_and_after_max_aborts_an_request_is_generated_to_its_end(make: Make) -> None:
     setup = make({"abort_after_s": 1e-6, "max_aborts": 2})
     worker, seeds = setup.worker(), list[int]()
     for aborts in (1, 2):
         generate = worker.engine.generate
         worker.engine.generate = lambda *a, of=generate, **k: (seeds.append(a[3]), of(*a, **k))[1]  # type: ignore[method-assign]
-        setup.play(worker)
+        setup.generate(worker)
         worker = setup.worker(3, lambda worker: setup.publish(1))
-        assert setup.parts() == [f"o000000-000.p{aborts}.h5"], "what it went on from is not needed any more"
-    setup.play(worker)
+        assert setup.partials() == [f"r000000-000.p{aborts}.h5"], "what it went on from is not needed any more"
+    setup.generate(worker)
     assert {v for g in setup.shard() for s in g.samples for _, v in s.spans} == {0}, "it was protected"
     assert seeds[0] == ORDER.seed != seeds[1], "what is left was drawn by the numbers of its beginning"
     assert [line["why"] for w in setup.workers for line in setup.lines(w, "abort")] == ["time", "time"]
 
 
-def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_order(make: Make) -> None:
+def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_request(make: Make) -> None:
     setup = make({"max_aborts": 1})
 
     def stop(worker: RolloutWorker) -> None:
         worker.process.stopping = True
 
-    setup.play(setup.worker(5, lambda worker: setup.publish(1)))
+    setup.generate(setup.worker(5, lambda worker: setup.publish(1)))
     last = setup.worker(4, stop)
-    setup.play(last)
-    assert setup.open_orders() == ["o000000-000.a0.v0.p2"] and setup.lines(last, "abort")[0]["why"] == "stop"
+    setup.generate(last)
+    assert setup.open_requests() == ["r000000-000.a0.v0.p2"] and setup.lines(last, "abort")[0]["why"] == "stop"
     with pytest.raises(Stop):
         last.wait_for_claim()
 
@@ -215,18 +220,18 @@ def test_turns_and_environments_go_on_where_they_were(make: Make, monkeypatch: p
         return generate(*arguments, **named)
 
     monkeypatch.setattr(first.engine, "generate", spoken)
-    setup.play(first)
-    part = parts.read(setup.run, ORDER, setup.queue.claim("rollout-0", 1).ticket)  # type: ignore[union-attr]
-    assert part is not None and {len(begins) for begins in part.turns} == {1, 2}
-    assert {s.turns for s in part.samples} == {1} and all(len(part.turns[i]) == 2 for i in part.cut)
+    setup.generate(first)
+    partial = partial_rollouts.read(setup.run, ORDER, setup.queue.claim("rollout-0", 1).request_file)  # type: ignore[union-attr]
+    assert partial is not None and {len(begins) for begins in partial.turns} == {1, 2}
+    assert {s.turns for s in partial.samples} == {1} and all(len(partial.turns[i]) == 2 for i in partial.cut)
     setup.queue.give_back("rollout-0", lost=False)
     second = setup.worker()
-    setup.play(second)
+    setup.generate(second)
     groups = setup.shard()
     setup.check_logprobs(groups)
     tokenizer = AutoTokenizer.from_pretrained(setup.run.model)
     observation = tokenizer.encode("go on", add_special_tokens=False)
-    for was, now in zip(part.samples, (s for g in groups for s in g.samples), strict=True):
+    for was, now in zip(partial.samples, (s for g in groups for s in g.samples), strict=True):
         assert now.tokens[: len(was.tokens)].tolist() == was.tokens.tolist()
         assert now.tokens[now.loss_mask == 0].tolist() == observation * (now.turns - 1)
         if now.turns == 3:
@@ -239,13 +244,15 @@ def test_an_environment_that_answers_otherwise_the_second_time_begins_anew(make:
     source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 2}}
     setup = make({}, source=[source], rollout={"max_turns": 2, "max_new_tokens": 30})
     claim, _ = setup.worker().wait_for_claim()
-    prompts = setup.workers[0].player.prompts(ORDER)
+    prompts = setup.workers[0].runner.prompts(ORDER)
     sample = dataclasses.replace(
         _sample(), tokens=np.array([5, 6, 9, 7], np.int32), loss_mask=np.array([1, 1, 0, 1], np.uint8), turns=1
     )
-    part = Part([Group(p, [sample] * 4) for p in prompts], [[0, 3]] * 8, [*range(8)])  # the observation is not "go on"
-    assert parts.put_back(setup.run, setup.queue, claim, part, "none")
-    setup.play(setup.workers[0])
+    partial = PartialRollout(
+        [Group(p, [sample] * 4) for p in prompts], [[0, 3]] * 8, [*range(8)]
+    )  # the observation is not "go on"
+    assert partial_rollouts.put_back(setup.run, setup.queue, claim, partial, "none")
+    setup.generate(setup.workers[0])
     assert all(s.tokens[:4].tolist() != [5, 6, 9, 7] for g in setup.shard() for s in g.samples)
 
 
@@ -254,8 +261,8 @@ def test_of_two_parts_with_one_number_the_first_is_gone_on_from_and_a_broken_one
 ) -> None:
     setup = make({})
     worker = setup.worker()
-    prompts = worker.player.prompts(ORDER)
-    part = lambda token: Part(
+    prompts = worker.runner.prompts(ORDER)
+    partial = lambda token: PartialRollout(
         [Group(p, [dataclasses.replace(_sample(), tokens=np.full(4, token, np.int32))] * 4) for p in prompts],
         [[0]] * 8,
         [*range(8)],
@@ -264,32 +271,32 @@ def test_of_two_parts_with_one_number_the_first_is_gone_on_from_and_a_broken_one
     setup.queue.give_back("rollout-0", lost=True)
     other = setup.worker()
     claim, _ = other.wait_for_claim()
-    assert parts.put_back(setup.run, setup.queue, zombies, part(5), "none")
-    assert setup.open_orders() == [], "the order is not its own any more"
-    assert not parts.put_back(setup.run, setup.queue, claim, part(6), "none")
-    assert setup.open_orders() == ["o000000-000.a1.v0.p1"]
+    assert partial_rollouts.put_back(setup.run, setup.queue, zombies, partial(5), "none")
+    assert setup.open_requests() == [], "the request is not its own any more"
+    assert not partial_rollouts.put_back(setup.run, setup.queue, claim, partial(6), "none")
+    assert setup.open_requests() == ["r000000-000.a1.v0.p1"]
     claim, waited_s = other.wait_for_claim()
-    found = parts.read(setup.run, claim.order, claim.ticket)
+    found = partial_rollouts.read(setup.run, claim.request, claim.request_file)
     assert found is not None and found.samples[0].tokens.tolist() == [5, 5, 5, 5]
-    (path,) = setup.run.parts.iterdir()
+    (path,) = setup.run.partial_rollouts.iterdir()
     data = bytearray(path.read_bytes())
     at = data.index(np.full(4, 5, np.int32).tobytes())
     data[at] ^= 1
     path.write_bytes(data)
-    assert parts.read(setup.run, claim.order, claim.ticket) is None
-    other.play(claim, waited_s)
+    assert partial_rollouts.read(setup.run, claim.request, claim.request_file) is None
+    other.generate(claim, waited_s)
     other.publisher.close()
-    assert len(setup.shard()) == 2 and setup.parts() == []
+    assert len(setup.shard()) == 2 and setup.partials() == []
 
 
-def test_parts_of_orders_that_are_over_are_removed(tmp_path: Path) -> None:
+def test_parts_of_requests_that_are_over_are_removed(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    parts.remove(run, [], 9)
+    partial_rollouts.remove(run, [], 9)
     run.create()
-    for order in ("o000001-000", "o000002-000", "o000005-000"):
-        run.part(order, 1).touch()
-    parts.remove(run, ["o000002-000"], 4)
-    assert sorted(p.name for p in run.parts.iterdir()) == ["o000002-000.p1.h5", "o000005-000.p1.h5"]
+    for request in ("r000001-000", "r000002-000", "r000005-000"):
+        run.partial_rollout(request, 1).touch()
+    partial_rollouts.remove(run, ["r000002-000"], 4)
+    assert sorted(p.name for p in run.partial_rollouts.iterdir()) == ["r000002-000.p1.h5", "r000005-000.p1.h5"]
 
 
 def _sample() -> Sample:

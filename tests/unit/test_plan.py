@@ -26,17 +26,17 @@ from typer.testing import CliRunner
 
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.cli import app
-from relax_hpc.launch.doctor import room
-from relax_hpc.launch.simulation.setup import Prompts
-from relax_hpc.launch.sizing import trainer as sizing
-from relax_hpc.launch.sizing.estimate import Asked, estimate, gib
-from relax_hpc.launch.sizing.model import from_config, parameters, shape_of
-from relax_hpc.launch.sizing.traffic import step_of
-from relax_hpc.launch.sizing.trainer import trainer_memory
+from relax_hpc.files.errors import RunError
+from relax_hpc.planning.doctor import room
+from relax_hpc.planning.simulation.setup import Prompts
+from relax_hpc.planning.sizing import trainer as sizing
+from relax_hpc.planning.sizing.estimate import Asked, estimate, gib
+from relax_hpc.planning.sizing.model import from_config, parameters, shape_of
+from relax_hpc.planning.sizing.traffic import step_of
+from relax_hpc.planning.sizing.trainer import trainer_memory
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Group, Prompt, Sample
-from relax_hpc.run_dir import RunError
-from relax_hpc.spool.orders import OrderBook
+from relax_hpc.spool.planner import RequestPlanner
 from relax_hpc.spool.shard import encode
 from relax_hpc.trainers import forward, make_trainer
 from tests import tiny
@@ -154,7 +154,7 @@ def test_recomputing_all_keeps_the_inputs_of_layers() -> None:
 
 @pytest.mark.parametrize("routed", [False, True])
 def test_bytes_of_a_step_are_those_of_its_shards(routed: bool) -> None:
-    rollout = {"max_new_tokens": 90, "groups_per_order": 8, "engine": "sglang", "routed_experts": routed}
+    rollout = {"max_new_tokens": 90, "groups_per_request": 8, "engine": "sglang", "routed_experts": routed}
     made = tiny.recipe(
         model={"experts": 8, "layers": 3, "context": 256},
         rollout=rollout,
@@ -168,28 +168,36 @@ def test_bytes_of_a_step_are_those_of_its_shards(routed: bool) -> None:
         reward=1.0, raw_reward=1.0, finish=0, turns=1, routed_experts=experts,
     )  # fmt: skip
     groups = [Group(Prompt(0, i, "", np.zeros(120, np.int32), "42", {"of": "a task"}), [sample] * 4) for i in range(8)]
-    meta = {"version": 1, "lineage": 0, "attempt": 0, "worker": "rollout-0", "seed": 1, "copies": 4, "created": 1.5}
-    order = sum(len(piece) for piece in encode("o000000-000", groups, meta))
+    meta = {
+        "version": 1,
+        "lineage": 0,
+        "attempt": 0,
+        "worker": "rollout-0",
+        "seed": 1,
+        "samples_per_prompt": 4,
+        "created": 1.5,
+    }
+    request = sum(len(piece) for piece in encode("r000000-000", groups, meta))
     said = estimate(made, shape, Asked(prompt_tokens=120)).traffic
-    assert said.spool_bytes == pytest.approx(2 * order, rel=0.03)
+    assert said.spool_bytes == pytest.approx(2 * request, rel=0.03)
     assert said.routed_bytes == (2 * 8 * 4 * experts.size if experts is not None else 0)
 
 
 @pytest.mark.parametrize(("refill", "oversample", "staleness"), [(0, 1.0, 1), (3, 1.0, 0), (0, 1.5, 2), (2, 1.25, 1)])
-def test_dynamic_sampling_is_budgeted_for_as_far_as_the_book_goes(
+def test_dynamic_sampling_is_budgeted_for_as_far_as_the_planner_goes(
     refill: int, oversample: float, staleness: int
 ) -> None:
     made = tiny.recipe(
         algorithm={"group_size": 4, "refill": refill, "oversample": oversample},
-        trainer={"prompts_per_step": 16}, rollout={"groups_per_order": 4}, **{"async": {"max_staleness": staleness}},
+        trainer={"prompts_per_step": 16}, rollout={"groups_per_request": 4}, **{"async": {"max_staleness": staleness}},
     )  # fmt: skip
-    n = made.orders_per_step
-    book = OrderBook(n, 4, 4, staleness, "wait", 0, Prompts(), staleness, 100, 16, refill * n, oversample)
+    n = made.requests_per_step
+    book = RequestPlanner(n, 4, 4, staleness, "wait", 0, Prompts(), staleness, 100, 16, refill * n, oversample)
     book.release(upto=book.last_batch(0))
     released = n
     while new := book.refill(0, dict.fromkeys(book.outstanding, 0)):
         released += len(new)
-    assert made.most_orders_per_step == released
+    assert made.most_requests_per_step == released
     moved = estimate(made, shape_of(made.model, Path())[0], Asked()).traffic
     assert (moved.samples, moved.most_samples) == (64, released * 16)
     assert moved.most_spool_bytes / moved.spool_bytes == released / n
@@ -198,7 +206,7 @@ def test_dynamic_sampling_is_budgeted_for_as_far_as_the_book_goes(
     assert wanted is not None and wanted.shards == released * 16 * made.run.steps * 64 * room.TOKEN_BYTES
 
 
-def test_what_nothing_plays_needs_neither_engine_nor_shards(tmp_path: Path) -> None:
+def test_what_nothing_generates_needs_neither_engine_nor_shards(tmp_path: Path) -> None:
     made = tiny.recipe(algorithm={"name": "sft"}, trainer={"prompts_per_step": 30})
     said = estimate(made, shape_of(made.model, Path())[0], Asked(prompt_tokens=14))
     assert [group.role for group in said.groups] == ["trainer"] and said.engine is None

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from relax_hpc.files.permissions import keep_private, make_private
+from relax_hpc.files.publish import replace, write_file
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch import create as create_module
 from relax_hpc.launch.create import create
-from relax_hpc.launch.doctor import files
+from relax_hpc.planning.doctor import files
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunDir, keep_private, make_private, replace, write_file
 from tests.runs import write_recipe
 
 
@@ -40,7 +42,7 @@ def test_a_new_run_and_its_copy_of_the_code_cannot_be_written_by_others(
     sets = (f"run.root={tmp_path}/runs", f"run.group_access={access}", f"source.0.reward={tmp_path}/mine.py:judge")
     recipe = load_recipe(write_recipe(tmp_path), sets)
 
-    def prepare(draft: RunDir, nursery: Any, **options: object) -> None:
+    def prepare(draft: RunDir, fork_server: Any, **options: object) -> None:
         (draft.model / "sub").mkdir(parents=True)
         (draft.model / "config.json").touch()
         os.chmod(draft.model / "config.json", 0o666)

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.node_cache import NodeCache
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool import publisher
-from relax_hpc.spool.front import Front
-from relax_hpc.spool.orders import Order
 from relax_hpc.spool.publisher import ShardPublisher
 from relax_hpc.spool.queue import Claim, Queue
+from relax_hpc.spool.request import Request
 
 WORKER = "w"
 IMAGE = b"shard" * 1000
@@ -29,21 +29,21 @@ FORK = multiprocessing.get_context("fork")
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path)
     run.create()
-    run.shard("o000000-000").parent.mkdir()
+    run.shard("r000000-000").parent.mkdir()
     return run
 
 
 def claims(run: RunDir, count: int) -> Iterator[Claim]:
     queue = Queue(run)
-    queue.open_workplace(WORKER)
-    queue.put(Order(f"o{k:06d}-000", ((0, k),), 4, k, 0) for k in range(count))
+    queue.open_claim_dir(WORKER)
+    queue.put(Request(f"r{k:06d}-000", ((0, k),), 4, k, 0) for k in range(count))
     while claim := queue.claim(WORKER, 0):
         yield claim
 
 
 def put_all(run: RunDir, count: int, left: list[int]) -> None:
     """Publish `count` shards as a worker does; `left` gets how many are on their way each time that there is room for another."""
-    made = ShardPublisher(run, WORKER, Front(run, None))
+    made = ShardPublisher(run, WORKER, NodeCache(run, None))
     for claim in claims(run, count):
         made.put(claim, IMAGE, {})
         for publication in made.ended():
@@ -67,7 +67,7 @@ def test_as_many_shards_as_there_are_threads_wait_for_the_disk_together(
     monkeypatch.setattr(os, "fsync", flushed_together)
     put_all(run, publisher.THREADS, [])
     assert len(list(run.shards.rglob("*.h5"))) == publisher.THREADS
-    assert not list((run.claimed_orders / WORKER).iterdir())
+    assert not list((run.claimed_requests / WORKER).iterdir())
 
 
 @pytest.mark.parametrize("large_bytes, most", [(1 << 20, publisher.THREADS - 1), (2 * len(IMAGE), publisher.LARGE - 1)])
@@ -92,17 +92,19 @@ def publish_until_killed(root: Path, count: int, begun: Any) -> None:
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01, 0.03])
-def test_a_worker_that_is_killed_leaves_each_order_as_a_whole_shard_or_as_a_claim(run: RunDir, after_s: float) -> None:
+def test_a_worker_that_is_killed_leaves_each_request_as_a_whole_shard_or_as_a_claim(
+    run: RunDir, after_s: float
+) -> None:
     count, begun = 200, FORK.Event()
     process = FORK.Process(target=publish_until_killed, args=(run.root, count, begun))
     process.start()
     begun.wait()
-    while not list(run.shards.rglob("o*.h5")):
+    while not list(run.shards.rglob("r*.h5")):
         time.sleep(0.001)
     time.sleep(after_s)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    shards = {path.stem: path.read_bytes() for path in run.shards.rglob("o*.h5")}
+    shards = {path.stem: path.read_bytes() for path in run.shards.rglob("r*.h5")}
     assert {*shards.values()} == {IMAGE}
-    assert {*shards} | {*Queue(run).in_play()} == {f"o{k:06d}-000" for k in range(count)}
+    assert {*shards} | {*Queue(run).in_progress()} == {f"r{k:06d}-000" for k in range(count)}

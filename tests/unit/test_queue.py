@@ -1,4 +1,4 @@
-"""Orders as files: races of real processes, workers that die, workers that are thought dead and are not."""
+"""Requests as files: races of real processes, workers that die, workers that are thought dead and are not."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 
-from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.spool import watch
-from relax_hpc.spool.orders import Order
-from relax_hpc.spool.queue import Queue, Ticket, publish_shard
-from relax_hpc.spool.watch import FolderWatch, backoff
+from relax_hpc.files import watch
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.watch import FolderWatch, backoff
+from relax_hpc.spool.queue import Queue, RequestFile, publish_shard
+from relax_hpc.spool.request import Request
 from tests.io_faults import inject
 
 FORK = multiprocessing.get_context("fork")
 
 
-def order(k: int, version: int = 0, kind: str = "o", batch: int = 0) -> Order:
-    return Order(f"{kind}{batch:06d}-{k:03d}", ((0, k),), 4, k, version)
+def request(k: int, version: int = 0, kind: str = "r", batch: int = 0) -> Request:
+    return Request(f"{kind}{batch:06d}-{k:03d}", ((0, k),), 4, k, version)
 
 
 @pytest.fixture
@@ -37,35 +38,37 @@ def run(tmp_path: Path) -> RunDir:
 def queue(run: RunDir) -> Queue:
     queue = Queue(run)
     for worker in ("a", "b"):
-        queue.open_workplace(worker)
+        queue.open_claim_dir(worker)
     return queue
 
 
-def test_an_order_that_is_released_again_may_go_to_the_worker_that_played_it_before(run: RunDir, queue: Queue) -> None:
-    """Its shard was damaged, say, and there is one worker, whose version does not change before the order comes."""
+def test_an_request_that_is_released_again_may_go_to_the_worker_that_generated_it_before(
+    run: RunDir, queue: Queue
+) -> None:
+    """Its shard was damaged, say, and there is one worker, whose version does not change before the request comes."""
     for _ in range(2):
-        queue.put([order(0)])
+        queue.put([request(0)])
         claim = queue.claim("a", 0)
         assert claim is not None
         publish_shard(run, claim, b"shard", "a")
-        run.shard("o000000-000").unlink()
+        run.shard("r000000-000").unlink()
 
 
 def claim_all(root: Path, worker: str, all_here: Any, results: Any) -> None:
     queue, mine = Queue(RunDir(root)), []
-    queue.open_workplace(worker)
+    queue.open_claim_dir(worker)
     all_here.wait()
-    while os.listdir(RunDir(root).open_orders):
+    while os.listdir(RunDir(root).open_requests):
         claim = queue.claim(worker, 0)
         if claim is not None:
-            assert claim.path.parent.name == worker and claim.order.id == claim.ticket.order_id
-            mine.append(claim.order.id)
+            assert claim.path.parent.name == worker and claim.request.id == claim.request_file.request_id
+            mine.append(claim.request.id)
     results.put(mine)
 
 
-def test_processes_that_race_claim_every_order_once(run: RunDir, queue: Queue) -> None:
-    orders = [order(k) for k in range(200)]
-    queue.put(orders)
+def test_processes_that_race_claim_every_request_once(run: RunDir, queue: Queue) -> None:
+    requests = [request(k) for k in range(200)]
+    queue.put(requests)
     results, all_here = FORK.Queue(), FORK.Barrier(6)
     processes = [FORK.Process(target=claim_all, args=(run.root, f"w{i}", all_here, results)) for i in range(6)]
     for process in processes:
@@ -73,67 +76,67 @@ def test_processes_that_race_claim_every_order_once(run: RunDir, queue: Queue) -
     claimed = [results.get(timeout=600) for _ in processes]
     for process in processes:
         process.join(30)
-    assert Counter(i for mine in claimed for i in mine) == Counter(o.id for o in orders)
+    assert Counter(i for mine in claimed for i in mine) == Counter(o.id for o in requests)
     assert sum(bool(mine) for mine in claimed) > 1, "one process took all: no race"
 
 
-def test_an_order_is_claimed_whole_evaluations_first_then_in_order(queue: Queue) -> None:
-    queue.put([order(1), order(0), order(5, kind="e", batch=9)])
+def test_an_request_is_claimed_whole_evaluations_first_then_in_order(queue: Queue) -> None:
+    queue.put([request(1), request(0), request(5, kind="e", batch=9)])
     claims = [queue.claim("a", 3) for _ in range(4)]
-    assert [c.order for c in claims if c] == [order(5, kind="e", batch=9), order(0), order(1)]
-    assert claims[0] is not None and claims[0].ticket == Ticket("e000009-005", 0, 0)
+    assert [c.request for c in claims if c] == [request(5, kind="e", batch=9), request(0), request(1)]
+    assert claims[0] is not None and claims[0].request_file == RequestFile("e000009-005", 0, 0)
 
 
 def test_older_weights_than_asked_for_claim_nothing(queue: Queue) -> None:
-    queue.put([order(0, version=5), order(1, version=4)])
+    queue.put([request(0, version=5), request(1, version=4)])
     claim = queue.claim("a", 4)
-    assert claim is not None and claim.order.id == "o000000-001"
+    assert claim is not None and claim.request.id == "r000000-001"
     assert queue.claim("a", 4) is None
-    assert queue.in_play() == {"o000000-000": 5, "o000000-001": 4}
+    assert queue.in_progress() == {"r000000-000": 5, "r000000-001": 4}
 
 
 def test_what_nobody_started_may_be_told_to_start_later(queue: Queue) -> None:
-    queue.put([order(0, 1), order(1, 1), order(2, 9)])
+    queue.put([request(0, 1), request(1, 1), request(2, 9)])
     queue.claim("a", 2)
     assert queue.raise_oldest(6)
-    assert queue.in_play() == {"o000000-000": 2, "o000000-001": 6, "o000000-002": 9}
+    assert queue.in_progress() == {"r000000-000": 2, "r000000-001": 6, "r000000-002": 9}
     assert not queue.raise_oldest(6)
     assert queue.claim("b", 5) is None
     claim = queue.claim("b", 6)
-    assert claim is not None and claim.order == order(1, 1)
+    assert claim is not None and claim.request == request(1, 1)
 
 
 def test_a_dead_workers_claims_are_open_again_with_the_version_they_were_started_with(
     queue: Queue, run: RunDir
 ) -> None:
-    queue.put([order(0), order(1)])
+    queue.put([request(0), request(1)])
     queue.claim("a", 3)
     queue.claim("a", 4)
-    assert sorted(queue.give_back("a", lost=True)) == ["o000000-000", "o000000-001"]
-    assert sorted(os.listdir(run.open_orders)) == ["o000000-000.a1.v3", "o000000-001.a1.v4"]
+    assert sorted(queue.give_back("a", lost=True)) == ["r000000-000", "r000000-001"]
+    assert sorted(os.listdir(run.open_requests)) == ["r000000-000.a1.v3", "r000000-001.a1.v4"]
     assert queue.workers() == ["b"]
     assert queue.give_back("a", lost=True) == []
     again = queue.claim("b", 3)
-    assert again is not None and again.ticket.attempt == 1
-    assert queue.give_back("b", lost=False) == ["o000000-000"]
-    assert sorted(os.listdir(run.open_orders)) == ["o000000-000.a1.v3", "o000000-001.a1.v4"]
+    assert again is not None and again.request_file.attempt == 1
+    assert queue.give_back("b", lost=False) == ["r000000-000"]
+    assert sorted(os.listdir(run.open_requests)) == ["r000000-000.a1.v3", "r000000-001.a1.v4"]
 
 
 def test_a_worker_that_is_thought_dead_claims_nothing_more(queue: Queue) -> None:
     zombie = Queue(queue._run)
-    queue.put([order(0), order(1)])
+    queue.put([request(0), request(1)])
     assert zombie.claim("a", 0) is not None
     queue.give_back("a", lost=True)
     with pytest.raises(FileNotFoundError, match="counted as lost"):
         zombie.claim("a", 0)
-    assert len(queue.in_play()) == 2
+    assert len(queue.in_progress()) == 2
 
 
 def test_nothing_stays_with_a_worker_that_claims_while_it_is_given_up(
     queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker claims once more between the last look into its folder and the folder's end."""
-    queue.put([order(0), order(1)])
+    queue.put([request(0), request(1)])
     zombie, rmdir = Queue(run), Path.rmdir
     assert zombie.claim("a", 0) is not None
 
@@ -144,34 +147,34 @@ def test_nothing_stays_with_a_worker_that_claims_while_it_is_given_up(
 
     monkeypatch.setattr(Path, "rmdir", late)
     queue.give_back("a", lost=True)
-    assert queue.workers() == ["b"] and len(os.listdir(run.open_orders)) == 2
+    assert queue.workers() == ["b"] and len(os.listdir(run.open_requests)) == 2
 
 
-def test_the_loser_of_a_name_is_put_aside_with_its_reason(queue: Queue, run: RunDir) -> None:
-    queue.put([order(0)])
+def test_the_loser_of_a_name_is_quarantined_with_its_reason(queue: Queue, run: RunDir) -> None:
+    queue.put([request(0)])
     zombies = queue.claim("a", 0)
     queue.give_back("a", lost=True)
     second = queue.claim("b", 0)
     assert zombies is not None and second is not None
     assert publish_shard(run, zombies, b"zombie was first", "a")
     assert not publish_shard(run, second, b"second", "b")
-    assert run.shard("o000000-000").read_bytes() == b"zombie was first"
-    assert (run.aside / "o000000-000.b.h5").read_bytes() == b"second"
-    reason = read_json(run.aside / "o000000-000.b.reason.json")
-    assert (reason["order"], reason["worker"]) == ("o000000-000", "b") and "published first" in reason["reason"]
-    assert queue.in_play() == {}
+    assert run.shard("r000000-000").read_bytes() == b"zombie was first"
+    assert (run.quarantine / "r000000-000.b.h5").read_bytes() == b"second"
+    reason = read_json(run.quarantine / "r000000-000.b.reason.json")
+    assert (reason["request"], reason["worker"]) == ("r000000-000", "b") and "published first" in reason["reason"]
+    assert queue.in_progress() == {}
 
 
 def test_a_zombie_that_comes_second_loses_and_harms_nothing(queue: Queue, run: RunDir) -> None:
-    queue.put([order(0)])
+    queue.put([request(0)])
     zombies = queue.claim("a", 0)
     queue.give_back("a", lost=True)
     second = queue.claim("b", 0)
     assert zombies is not None and second is not None
     assert publish_shard(run, second, b"second", "b")
     assert not publish_shard(run, zombies, b"zombie", "a")
-    assert run.shard("o000000-000").read_bytes() == b"second"
-    assert (run.aside / "o000000-000.a.h5").read_bytes() == b"zombie"
+    assert run.shard("r000000-000").read_bytes() == b"second"
+    assert (run.quarantine / "r000000-000.a.h5").read_bytes() == b"zombie"
 
 
 def _publish(root: Path, worker: str, claim: Any, results: Any) -> None:
@@ -179,7 +182,7 @@ def _publish(root: Path, worker: str, claim: Any, results: Any) -> None:
 
 
 def test_of_attempts_that_race_one_wins(queue: Queue, run: RunDir) -> None:
-    queue.put([order(0)])
+    queue.put([request(0)])
     claim = queue.claim("a", 0)
     results = FORK.Queue()
     processes = [FORK.Process(target=_publish, args=(run.root, f"w{i}", claim, results)) for i in range(5)]
@@ -188,22 +191,22 @@ def test_of_attempts_that_race_one_wins(queue: Queue, run: RunDir) -> None:
     assert sorted(results.get(timeout=600) for _ in processes) == [False] * 4 + [True]
     for process in processes:
         process.join(30)
-    content = run.shard("o000000-000").read_bytes()
+    content = run.shard("r000000-000").read_bytes()
     assert content == content[:2] * 100_000
-    assert len(list(run.aside.glob("*.h5"))) == len(list(run.aside.glob("*.reason.json"))) == 4
+    assert len(list(run.quarantine.glob("*.h5"))) == len(list(run.quarantine.glob("*.reason.json"))) == 4
 
 
 def test_withdrawn_is_what_is_still_open(queue: Queue) -> None:
-    queue.put([order(0), order(1), order(2)])
+    queue.put([request(0), request(1), request(2)])
     queue.claim("a", 0)
-    queue.withdraw(["o000000-000", "o000000-001"])
-    assert set(queue.in_play()) == {"o000000-000", "o000000-002"}
+    queue.withdraw(["r000000-000", "r000000-001"])
+    assert set(queue.in_progress()) == {"r000000-000", "r000000-002"}
 
 
-def test_an_order_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between any two looks at folders, the order moves on: open, claimed, open again."""
+def test_an_request_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two looks at folders, the request moves on: open, claimed, open again."""
     for first in ("open", "claimed"):
-        queue.put([order(0)])
+        queue.put([request(0)])
         if first == "claimed":
             queue.claim("a", 0)
         listdir, moves = (
@@ -219,30 +222,30 @@ def test_an_order_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatc
             return names
 
         monkeypatch.setattr(os, "listdir", moving)
-        assert queue.in_play() == {"o000000-000": 0}
+        assert queue.in_progress() == {"r000000-000": 0}
         monkeypatch.setattr(os, "listdir", listdir)
-        queue.open_workplace("a")
+        queue.open_claim_dir("a")
         queue.give_back("a", lost=False)
-        queue.open_workplace("a")
-        queue.withdraw(["o000000-000"])
+        queue.open_claim_dir("a")
+        queue.withdraw(["r000000-000"])
 
 
-def test_of_two_attempts_in_play_the_older_start_counts(queue: Queue, run: RunDir) -> None:
-    (run.open_orders / "o000000-000.a1.v7").write_text("{}")
-    (run.claimed_orders / "a" / "o000000-000.a0.v9").write_text("{}")
-    (run.claimed_orders / "b" / "o000000-000.a0.v4").write_text("{}")
-    assert queue.in_play() == {"o000000-000": 4}
+def test_of_two_attempts_in_generates_the_older_start_counts(queue: Queue, run: RunDir) -> None:
+    (run.open_requests / "r000000-000.a1.v7").write_text("{}")
+    (run.claimed_requests / "a" / "r000000-000.a0.v9").write_text("{}")
+    (run.claimed_requests / "b" / "r000000-000.a0.v4").write_text("{}")
+    assert queue.in_progress() == {"r000000-000": 4}
 
 
-def test_an_order_file_that_a_power_failure_emptied_stops_nobody(queue: Queue, run: RunDir) -> None:
-    queue.put([order(0), order(1), order(2)])
-    (run.open_orders / "o000000-000.a0.v0").write_bytes(b"")
+def test_an_request_file_that_a_power_failure_emptied_stops_nobody(queue: Queue, run: RunDir) -> None:
+    queue.put([request(0), request(1), request(2)])
+    (run.open_requests / "r000000-000.a0.v0").write_bytes(b"")
     claim = queue.claim("a", 0)
-    assert claim is not None and claim.order == order(1)
-    (run.open_orders / "o000000-009.a0.v0").write_bytes(b'{"id": "o0')
-    (run.claimed_orders / "b" / "o000000-008.a0.v0").write_bytes(b"")
+    assert claim is not None and claim.request == request(1)
+    (run.open_requests / "r000000-009.a0.v0").write_bytes(b'{"id": "o0')
+    (run.claimed_requests / "b" / "r000000-008.a0.v0").write_bytes(b"")
     queue.remove_torn()
-    assert set(queue.in_play()) == {"o000000-001", "o000000-002"}
+    assert set(queue.in_progress()) == {"r000000-001", "r000000-002"}
 
 
 def test_a_name_is_seen_at_the_next_poll_even_when_the_folders_time_stands_still(tmp_path: Path) -> None:
@@ -353,22 +356,22 @@ def test_where_times_are_whole_seconds_a_name_of_the_same_second_is_seen_soon(
 def test_a_worker_does_not_take_its_own_claim_for_an_answer_that_was_lost(
     queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its claim stays while the shard is published, and a listing of before speaks of the order still."""
+    """Its claim stays while the shard is published, and a listing of before speaks of the request still."""
     there = Coarse(monkeypatch)
-    queue.put([order(0), order(1)])
-    there.stale[str(run.open_orders)] = os.listdir(run.open_orders)
+    queue.put([request(0), request(1)])
+    there.stale[str(run.open_requests)] = os.listdir(run.open_requests)
     claims = [queue.claim("a", 0) for _ in range(4)]
-    assert [c and c.order.id for c in claims] == ["o000000-000", "o000000-001", None, None]
+    assert [c and c.request.id for c in claims] == ["r000000-000", "r000000-001", None, None]
     first = claims[0]
     assert first is not None and queue.put_back(first)
     again = queue.claim("a", 0)
-    assert again is not None and again.order.id == "o000000-000", "what was put back may be ours again"
+    assert again is not None and again.request.id == "r000000-000", "what was put back may be ours again"
 
 
 def test_an_answer_that_was_lost_is_a_claim(queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue.put([order(0)])
+    queue.put([request(0)])
     for error in (errno.ENOENT, errno.EIO):
-        faults = inject(monkeypatch, run.open_orders)
+        faults = inject(monkeypatch, run.open_requests)
         faults.error, faults.rule = error, lambda number, call, path: "lost" if call == "rename" else None
         claim = queue.claim("a", 0)
         faults.quiet += 1
@@ -398,21 +401,21 @@ def test_a_folder_whose_time_was_wrong_once_is_listed_every_second(
     assert all(seen_after(name) <= watch.CACHED_RELIST_S + 0.1 for name in ("two", "three", "four"))
 
 
-@pytest.mark.parametrize("stray", ["evil", "o000000-001", "o000000-001.a0", "x.a0.v0", "o000000-001.a0.v0.bak", "o000000-001.a0.vx"])  # fmt: skip
-def test_names_that_are_no_orders_are_left_alone_and_end_nothing(
+@pytest.mark.parametrize("stray", ["evil", "r000000-001", "r000000-001.a0", "x.a0.v0", "r000000-001.a0.v0.bak", "r000000-001.a0.vx"])  # fmt: skip
+def test_names_that_are_no_requests_are_left_alone_and_end_nothing(
     queue: Queue, run: RunDir, stray: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for folder in (run.open_orders, run.claimed_orders / "a", run.claimed_orders):
+    for folder in (run.open_requests, run.claimed_requests / "a", run.claimed_requests):
         (folder / stray).write_text("not ours")
     assert not queue.has_open() and queue.claim("a", 0) is None and stray in caplog.text
-    queue.put([order(0)])
-    assert queue.has_open() and queue.in_play() == {"o000000-000": 0} and queue.raise_oldest(3)
+    queue.put([request(0)])
+    assert queue.has_open() and queue.in_progress() == {"r000000-000": 0} and queue.raise_oldest(3)
     claim = queue.claim("a", 3)
-    assert claim is not None and claim.order == order(0)
-    assert queue.give_back("a", lost=True) == ["o000000-000"] and sorted(queue.workers()) == ["a", "b"]
+    assert claim is not None and claim.request == request(0)
+    assert queue.give_back("a", lost=True) == ["r000000-000"] and sorted(queue.workers()) == ["a", "b"]
     queue.remove_torn()
-    queue.withdraw(["o000000-000"])
-    assert os.listdir(run.open_orders) == [stray]
+    queue.withdraw(["r000000-000"])
+    assert os.listdir(run.open_requests) == [stray]
 
 
 def test_a_missing_folder_has_no_names_until_it_comes(tmp_path: Path) -> None:
@@ -439,8 +442,8 @@ def test_many_that_wait_poll_as_often_as_few(watchers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 8, 32])
-def test_an_order_costs_as_many_polls_whatever_the_number_of_workers(workers: int) -> None:
-    usual_s = 0.5 * workers  # an order every half second
+def test_an_request_costs_as_many_polls_whatever_the_number_of_workers(workers: int) -> None:
+    usual_s = 0.5 * workers  # a request every half second
     pauses, waited_s, polls = backoff(watchers=workers, usual_s=usual_s), 0.0, 0
     while waited_s < usual_s:
         pause_s = next(pauses)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from relax_hpc.roles.ranks import together
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.roles.common.ranks import together
 from tests.processes import context
 
 

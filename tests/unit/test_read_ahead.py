@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_hpc import checkpoint, read_ahead
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc import checkpoint
+from relax_hpc.files import read_ahead
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.trainers import state_files
 
 MOMENTS = {f"exp_avg/layer.{i}": torch.randn(10 + i, 7) for i in range(9)} | {"step/layer.0": torch.tensor(3.0)}

@@ -18,11 +18,11 @@ from relax_hpc.recipe import (
     resumable,
     sources,
 )
-from relax_hpc.recipe.algorithm import Grpo
 from relax_hpc.recipe.describe import keys, tables
-from relax_hpc.recipe.model import TinyModel
-from relax_hpc.recipe.source import FileSource, ReasoningGymSource
-from relax_hpc.recipe.table import Table
+from relax_hpc.recipe.tables.algorithm import Grpo
+from relax_hpc.recipe.tables.model import TinyModel
+from relax_hpc.recipe.tables.source import FileSource, ReasoningGymSource
+from relax_hpc.recipe.tables.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,14 +64,14 @@ def test_overrides_are_toml_or_text_and_index_lists(tiny: Path) -> None:
     recipe = load_recipe(
         tiny,
         ["run.steps=7", "run.name=a-b", "source.0.task=chain_sum", "source.0.config.max_terms=3",
-         "algorithm.clip=[0.1, 0.3]", "async.late=drop", "evaluation.every=5", "trainer.learning_rate=1"],
+         "algorithm.clip=[0.1, 0.3]", "async.on_stale=drop", "evaluation.every=5", "trainer.learning_rate=1"],
     )  # fmt: skip
     assert (recipe.run.steps, recipe.run.name) == (7, "a-b")
     assert isinstance(recipe.source[0], ReasoningGymSource)
     assert recipe.source[0].task == "chain_sum"
     assert recipe.source[0].config == {"operators": ["+"], "max_terms": 3}
     assert isinstance(recipe.algorithm, Grpo) and recipe.algorithm.clip == (0.1, 0.3)
-    assert recipe.async_.late == "drop" and recipe.trainer.learning_rate == 1.0
+    assert recipe.async_.on_stale == "drop" and recipe.trainer.learning_rate == 1.0
     assert recipe.evaluation is not None and recipe.evaluation.every == 5
 
 
@@ -93,20 +93,23 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("run.name=7", ["run.name = 7", "text", '"7"']),
         ("trainer.learning_rate=inf", ["trainer.learning_rate = inf", "number > 0"]),
         ("trainer.betas=[2, 0.9]", ["trainer.betas.0 = 2", "from 0 to below 1"]),
-        ("async.late=later", ["async.late", "'wait' or 'drop' or 'mask'"]),
+        ("async.on_stale=later", ["async.on_stale", "'wait' or 'drop' or 'mask'"]),
         ("run.placement=colocate", ["async.max_staleness = 1", "set it to 0, or run.placement to 'split'"]),
         ("evaluation.samples=4", ["evaluation.samples = 4 greedy answers", "set evaluation.temperature"]),
         ("evaluation.holdout=0", ["evaluation.holdout = 0", "[[evaluation.source]]"]),
         ("evaluation.source=[{task = 'chain_sum', weight = 2}]", ["unknown key 'evaluation.source.0.weight'", "limit"]),
         (
-            "async.late=mask",
-            ["async.late = 'mask'", "rollout.engine = 'torch'", "use rollout.engine = 'sglang'", "[async.partial]"],
+            "async.on_stale=mask",
+            ["async.on_stale = 'mask'", "rollout.engine = 'torch'", "use rollout.engine = 'sglang'", "[async.partial]"],
         ),
         (
-            "async={late='mask',partial={abort_at_publish=false}}",
+            "async={on_stale='mask',partial={abort_at_publish=false}}",
             ["rollout.engine = 'torch'", "abort_at_publish = true"],
         ),
-        ("async={partial={max_aborts=2}}", ["[async.partial]", "async.late = 'wait'", "set async.late = 'mask'"]),
+        (
+            "async={partial={max_aborts=2}}",
+            ["[async.partial]", "async.on_stale = 'wait'", "set async.on_stale = 'mask'"],
+        ),
         ("rollout.sglang.max_running=4", ["[rollout.sglang]", "the engine is 'torch'"]),
         ("rollout.sglang.expert_parallel=2", ["expert_parallel = 2", "tensor_parallel = 1"]),
         ("rollout.sglang.args={api_key = 'x'}", ["may not have ['api_key']"]),
@@ -121,12 +124,12 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("model.name=tny", ["model.name = 'tny'", "did you mean 'tiny'", "['path', 'tiny']"]),
         ("source.0.name=fil", ["source.0.name = 'fil'", "['file', 'reasoning_gym']"]),
         ("model=3", ["model = 3", "expected a table"]),
-        ("warmup=3", ["warmup = 3", "expected a table with steps (400)"]),
+        ("sft_warm_start=3", ["sft_warm_start = 3", "expected a table with steps (400)"]),
         ("source.2.task=x", ["--set 'source.2.task=x'", "0 … 0"]),
         ("run.steps", ["KEY=VALUE"]),
         (
             "trainer.prompts_per_step=30",
-            ["rollout.groups_per_order = 8", "prompts_per_step = 30", "[1, 2, 3, 5, 6, 10"],
+            ["rollout.groups_per_request = 8", "prompts_per_step = 30", "[1, 2, 3, 5, 6, 10"],
         ),
         ("algorithm.group_size=1", ["algorithm.group_size = 1", "use 2 or more"]),
         ("algorithm.name=gsop", ["did you mean 'gspo'", "'reinforce_plus_plus_baseline'"]),
@@ -145,13 +148,13 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
             ["kl_estimator = 'k3' with kl_in = 'reward'", "'k1', or kl_in = 'loss'"],
         ),
         ("algorithm.kl_unbiased=true", ["kl_unbiased = true", "kl_coef = 0.0", "set kl_coef above 0"]),
-        ("algorithm={correction={name='tis'}}", ["algorithm.correction = 'tis'", "set behaviour = 'recomputed'"]),
+        ("algorithm={correction={name='tis'}}", ["algorithm.correction = 'tis'", "set old_logprobs = 'recomputed'"]),
         (
-            "algorithm={behaviour='recomputed', correction={name='mis', low=3}}",
+            "algorithm={old_logprobs='recomputed', correction={name='mis', low=3}}",
             ["correction.low = 3.0", "correction.high = 2.0"],
         ),
         (
-            "algorithm={behaviour='recomputed', correction={high=3}}",
+            "algorithm={old_logprobs='recomputed', correction={high=3}}",
             ["algorithm.correction.name", "['tis', 'icepop', 'mis']"],
         ),
         (
@@ -174,7 +177,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
         ("scorer={scores=['values']}", ["scorer.scores.0", "'recomputed' or 'reference' or 'teacher'"]),
         (
             "scorer={scores=['recomputed']}",
-            ["of which algorithm.name = 'grpo' makes nothing", "behaviour = 'recomputed'"],
+            ["of which algorithm.name = 'grpo' makes nothing", "old_logprobs = 'recomputed'"],
         ),
         ("scorer.processes=2", ["'scorer.scores' is missing", "each one that the algorithm needs"]),
         ("critic={}", ["[critic] is for algorithm.name = 'ppo'", "it is 'grpo'", "leave the table out"]),
@@ -229,7 +232,7 @@ def test_an_outside_server_is_for_one_worker(tiny: Path) -> None:
 
 
 def test_replay_needs_a_step_before_that_is_within_the_bound(tiny: Path) -> None:
-    assert "raise that, or leave replay out" in problem(tiny, "algorithm.replay=2", "async.max_staleness=0")
+    assert "raise that, or leave replay out" in problem(tiny, "algorithm.sample_reuse=2", "async.max_staleness=0")
 
 
 def test_a_curriculum_needs_several_sources(tiny: Path) -> None:
@@ -263,7 +266,7 @@ def test_a_file_that_is_not_toml_names_file_and_line(tmp_path: Path) -> None:
 
 
 def test_dump_loads_back_equal(tiny: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(tiny, ["evaluation.every=3", "warmup.steps=2", "spool.quota_gb=2.5"])
+    recipe = load_recipe(tiny, ["evaluation.every=3", "sft_warm_start.steps=2", "spool.quota_gb=2.5"])
     copy = tmp_path / "elsewhere" / "recipe.toml"
     copy.parent.mkdir()
     copy.write_text(dump_recipe(recipe))
@@ -319,7 +322,7 @@ def test_sources_say_where_each_value_comes_from(tiny: Path) -> None:
     assert rows["rollout.max_new_tokens"].where == "file"
     assert rows["rollout.workers"] == ("rollout.workers", "1", "default")
     assert rows["spool.keep"].where == "--set" and rows["spool.compression"].where == "default"
-    assert rows["warmup"].value == "(absent)"
+    assert rows["sft_warm_start"].value == "(absent)"
 
 
 def test_a_resumed_run_may_change_marked_keys_only(tiny: Path) -> None:
@@ -357,7 +360,7 @@ def test_a_tiny_model_and_the_rollouts_defaults_fit(tiny: Path) -> None:
 
 
 def test_ratios_that_are_1_by_construction_are_warned_of(tiny: Path) -> None:
-    recomputed = "algorithm.behaviour=recomputed"
+    recomputed = "algorithm.old_logprobs=recomputed"
     [warning] = load_recipe(tiny, [recomputed]).warnings
     assert "every importance ratio is 1" in warning and "max_staleness = 1" in warning and "correction = {" in warning
     for more in (

@@ -8,24 +8,25 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from tests.unit.test_intake import WORKER, Trainer, generate, in_progress, names
 
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.redo import redo_failed
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.run_dir import RunDir, RunError
-from relax_hpc.spool import parts
+from relax_hpc.spool import partial_rollouts
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.queue import Queue, publish_shard
 from relax_hpc.spool.shard import encode
 from tests import tiny
-from tests.unit.test_intake import WORKER, Trainer, in_play, names, play
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr("relax_hpc.roles.intake.POLL_FOR_S", 0.02)
+    monkeypatch.setattr("relax_hpc.roles.training.batch_scheduler.POLL_FOR_S", 0.02)
     run = RunDir(tmp_path)
     run.create()
-    Queue(run).open_workplace(WORKER)
+    Queue(run).open_claim_dir(WORKER)
     return run
 
 
@@ -34,20 +35,20 @@ def sample() -> Sample:
 
 
 def fail(run: RunDir, reason: str, samples: int = 2) -> None:
-    """Every open order is played with weights 0, and its group fails."""
+    """Every open request is generated with weights 0, and its group fails."""
     queue = Queue(run)
     while claim := queue.claim(WORKER, 0):
-        [(source, index)] = claim.order.prompts
+        [(source, index)] = claim.request.prompts
         prompt = Prompt(source, index, "x", sample().tokens, "1")
         group = Group(prompt, [sample() for _ in range(samples)], reason)
-        meta = {"version": 0, "copies": 2, "seed": claim.order.seed, "aborts": 0}
-        publish_shard(run, claim, encode(claim.order.id, [group], meta), WORKER)
+        meta = {"version": 0, "samples_per_prompt": 2, "seed": claim.request.seed, "aborts": 0}
+        publish_shard(run, claim, encode(claim.request.id, [group], meta), WORKER)
 
 
 def stopped(run: RunDir, reason: str, samples: int = 2) -> None:
     """A run whose first step had too many failed groups."""
     trainer = Trainer(run, 1)
-    trainer.intake._max_failed = 0.5
+    trainer.scheduler._max_failed = 0.5
     assert trainer.entry() is None
     fail(run, reason, samples)
     with pytest.raises(RunError, match=r"step 0: 2 of 2 groups failed.*KeyError: 1;.*--code new.*--redo generate"):
@@ -69,25 +70,25 @@ def test_failed_groups_are_scored_or_generated_again_and_trained_on_once(
 ) -> None:
     stopped(run, reason, samples)
     assert set(redo_failed(run, tiny.recipe(), how)) == names(0, 1)
-    assert not list(run.shards.rglob("*.h5")) and len(list(run.aside.glob("*.h5"))) == 4
-    assert {json.loads(p.read_text())["order"] for p in run.aside.glob("*.json")} == names(0, 1)
-    assert in_play(run) == (names(0, 1) if scores else set())
+    assert not list(run.shards.rglob("*.h5")) and len(list(run.quarantine.glob("*.h5"))) == 4
+    assert {json.loads(p.read_text())["request"] for p in run.quarantine.glob("*.json")} == names(0, 1)
+    assert in_progress(run) == (names(0, 1) if scores else set())
     successor = Trainer(run, 2)
-    assert successor.entry() is None and in_play(run) == names(0, 1)
+    assert successor.entry() is None and in_progress(run) == names(0, 1)
     queue = Queue(run)
     queue.raise_oldest(5)  # of what nobody has started
     claim = queue.claim(WORKER, 7)
-    assert claim is not None and claim.order == successor.intake.book.outstanding[claim.order.id]
-    part = parts.read(run, claim.order, claim.ticket)
+    assert claim is not None and claim.request == successor.scheduler.book.outstanding[claim.request.id]
+    partial = partial_rollouts.read(run, claim.request, claim.request_file)
     if scores:
-        assert claim.ticket.name.endswith(".a0.v0.p1"), "its deadline counts from its oldest token"
-        assert part is not None and part.turns == [[0], [0]] and not part.cut
+        assert claim.request_file.name.endswith(".a0.v0.p1"), "its deadline counts from its oldest token"
+        assert partial is not None and partial.turns == [[0], [0]] and not partial.cut
     else:
-        assert part is None and claim.ticket.version == 7
+        assert partial is None and claim.request_file.version == 7
     queue.put_back(claim)
-    play(run, 7 if not scores else 0)
+    generate(run, 7 if not scores else 0)
     for step in range(2):
-        assert {taken.order for taken in successor.train().take} == names(step)
+        assert {taken.request for taken in successor.train().take} == names(step)
 
 
 def test_what_a_step_took_or_did_not_fail_stays(run: RunDir) -> None:
@@ -98,6 +99,6 @@ def test_what_a_step_took_or_did_not_fail_stays(run: RunDir) -> None:
     assert redo_failed(run, tiny.recipe(), "generate") == sorted(names(1))
     assert {p.stem for p in run.shards.rglob("*.h5")} == names(0)
     successor = Trainer(run, 2)
-    assert successor.train().step == 0 and successor.entry() is None and in_play(run) >= names(1)
-    play(run, 1)
+    assert successor.train().step == 0 and successor.entry() is None and in_progress(run) >= names(1)
+    generate(run, 1)
     assert redo_failed(run, tiny.recipe(), "generate") == []

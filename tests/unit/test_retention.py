@@ -8,24 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.roles.retention import Retention
-from relax_hpc.run_dir import RunDir
+from relax_hpc.roles.training.retention import Retention
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
 from relax_hpc.spool.shard import encode
 from tests import tiny
 
-NAMES = ["o000000-000", "o000000-001", "o000001-000", "o000001-001", "o000001-001r1", "o000002-000"]
+NAMES = ["r000000-000", "r000000-001", "r000001-000", "r000001-001", "r000001-001x1", "r000002-000"]
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """Steps 0 and 1 in the ledger (o000001-001 was dropped), o000002-000 waits."""
+    """Steps 0 and 1 in the ledger (r000001-001 was dropped), r000002-000 waits."""
     run = RunDir(tmp_path)
     run.create()
-    via = run.lease / "000001" / "i000001"
-    via.mkdir(parents=True)
-    ledger = Ledger(run, via)
+    commit_dir = run.lease / "000001" / "i000001"
+    commit_dir.mkdir(parents=True)
+    ledger = Ledger(run, commit_dir)
     ledger.commit(
         Entry(0, 1, 0, (Taken(NAMES[0], 0), Taken(NAMES[1], 0)), dropped=(Dropped(NAMES[3], "late", NAMES[4]),))
     )
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDir:
     for k, name in enumerate(NAMES):
         run.shard(name).parent.mkdir(exist_ok=True)
         run.shard(name).write_bytes(b"x" * (100 + k))
-    (run.shard(NAMES[0]).parent / ".o000003-000.h5.temporary").write_bytes(b"x" * 5000)
+    (run.shard(NAMES[0]).parent / ".r000003-000.h5.temporary").write_bytes(b"x" * 5000)
     return run
 
 
@@ -44,11 +44,11 @@ def retention(
     recipe = tiny.recipe(
         spool=spool,
         trainer={"prompts_per_step": 8},
-        rollout={"groups_per_order": 4, "max_new_tokens": 16},
+        rollout={"groups_per_request": 4, "max_new_tokens": 16},
         algorithm={"group_size": 2},
     )
-    via = run.lease / "000001" / "i000001"
-    return Retention(run, recipe, via, Ledger(run), context=64, critic=critic)
+    commit_dir = run.lease / "000001" / "i000001"
+    return Retention(run, recipe, commit_dir, Ledger(run), context=64, critic=critic)
 
 
 def test_shards_stay_that_a_critics_older_checkpoint_replays_unless_room_is_short(run: RunDir) -> None:
@@ -127,14 +127,14 @@ def test_the_largest_possible_shard_fits_into_what_is_reserved(run: RunDir) -> N
     prompt = np.zeros(48, np.int32)
     sample = Sample(np.zeros(16, np.int32), np.ones(16, np.uint8), np.zeros(16, np.float32), [(0, 3)], Finish.LENGTH)
     groups = [Group(Prompt(0, i, "x" * 48, prompt, "1"), [sample, sample]) for i in range(4)]
-    assert sum(map(len, encode("o000000-000", groups, {"version": 0}))) <= retention(run).order_bytes
+    assert sum(map(len, encode("r000000-000", groups, {"version": 0}))) <= retention(run).request_bytes
 
 
-def test_a_batch_is_released_only_when_all_in_play_and_it_may_become_their_largest(run: RunDir) -> None:
-    each = retention(run).order_bytes
+def test_a_batch_is_released_only_when_all_in_generates_and_it_may_become_their_largest(run: RunDir) -> None:
+    each = retention(run).request_bytes
     room = retention(run, quota_bytes=1000 + 6.5 * each)
     room.used_bytes = 1000
-    assert room.has_room(4) and not room.has_room(5)  # 4 in play and a batch of 2
+    assert room.has_room(4) and not room.has_room(5)  # 4 in progress and a batch of 2
     room.used_bytes = 1000 + each
     assert not room.has_room(4)
     assert retention(run).has_room(10**9)

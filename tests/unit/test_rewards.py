@@ -18,11 +18,11 @@ import pytest
 from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptSources
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe import Recipe
 from relax_hpc.records import Failure, Prompt
 from relax_hpc.registry import RegistryError
-from relax_hpc.rewards import Judge, Score, make_rewards, parts
-from relax_hpc.run_dir import RunError
+from relax_hpc.rewards import RewardRunner, Score, make_rewards, parts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USER = Path(__file__).with_name("user_code.py")
@@ -43,15 +43,15 @@ def prompt(answer: str | None = None, source: int = 0, index: int = 7) -> Prompt
     return Prompt(source, index, "?", np.zeros(1, np.int32), answer)
 
 
-def scores(judge: Judge, *samples: tuple[Prompt, str]) -> list[float]:
-    verdicts = judge.score(samples)
+def scores(reward_runner: RewardRunner, *samples: tuple[Prompt, str]) -> list[float]:
+    verdicts = reward_runner.score(samples)
     assert all(isinstance(v, Score) for v in verdicts), verdicts
     return [v.reward for v in verdicts if isinstance(v, Score)]
 
 
-def opened(*sources: dict[str, Any], limit_s: float = 20.0) -> closing[Judge]:
+def opened(*sources: dict[str, Any], limit_s: float = 20.0) -> closing[RewardRunner]:
     """A judge over these sources, closed at the end of `with`."""
-    return closing(Judge(recipe(*sources, limit_s=limit_s)))
+    return closing(RewardRunner(recipe(*sources, limit_s=limit_s)))
 
 
 SOURCES = (
@@ -64,21 +64,21 @@ SOURCES = (
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
+def reward_runner() -> Iterator[RewardRunner]:
     """One whose time limit nobody reaches on a busy machine either."""
     with opened(*SOURCES, limit_s=120.0) as built:
         yield built
 
 
 @pytest.fixture(scope="module")
-def hasty() -> Iterator[Judge]:
+def hasty() -> Iterator[RewardRunner]:
     with opened(*SOURCES, limit_s=2.0) as built:
         yield built
 
 
-def test_exact_match(judge: Judge) -> None:
+def test_exact_match(reward_runner: RewardRunner) -> None:
     p = prompt("46")
-    assert scores(judge, (p, "46"), (p, " 46\n"), (p, "146"), (p, "46."), (p, "")) == [1, 1, 0, 0, 0]
+    assert scores(reward_runner, (p, "46"), (p, " 46\n"), (p, "146"), (p, "46."), (p, "")) == [1, 1, 0, 0, 0]
     with opened({"prompts": "x.jsonl", "reward_options": {"strip": False}}) as strict:
         assert scores(strict, (p, "46"), (p, " 46")) == [1, 0]
 
@@ -97,18 +97,18 @@ def test_exact_match(judge: Judge) -> None:
         ("1,000", "$1000$", 1),
     ],
 )
-def test_mathematical_equivalence(judge: Judge, reference: str, answer: str, expected: float) -> None:
-    assert scores(judge, (prompt(reference, source=1), answer)) == [expected]
+def test_mathematical_equivalence(reward_runner: RewardRunner, reference: str, answer: str, expected: float) -> None:
+    assert scores(reward_runner, (prompt(reference, source=1), answer)) == [expected]
 
 
-def test_a_reference_answer_that_is_no_mathematics_is_the_datas_fault(judge: Judge) -> None:
-    (verdict,) = judge.score([(prompt("", source=1), "3")])
+def test_a_reference_answer_that_is_no_mathematics_is_the_datas_fault(reward_runner: RewardRunner) -> None:
+    (verdict,) = reward_runner.score([(prompt("", source=1), "3")])
     assert isinstance(verdict, Failure) and "has no mathematical expression" in verdict.detail
 
 
-def test_a_users_reward_gives_numbers_for_columns(judge: Judge) -> None:
-    assert judge.score([(prompt(source=3), "four")]) == [Score(2.0, {"characters": 4.0})]
-    assert scores(judge, (prompt(source=2), "true")) == [1.0]
+def test_a_users_reward_gives_numbers_for_columns(reward_runner: RewardRunner) -> None:
+    assert reward_runner.score([(prompt(source=3), "four")]) == [Score(2.0, {"characters": 4.0})]
+    assert scores(reward_runner, (prompt(source=2), "true")) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_users_reward_gives_numbers_for_columns(judge: Judge) -> None:
         ("spin", ["longer than 2 s"]),
     ],
 )
-def test_a_reward_that_misbehaves_fails_its_own_sample_only(hasty: Judge, answer: str, parts: list[str]) -> None:
+def test_a_reward_that_misbehaves_fails_its_own_sample_only(hasty: RewardRunner, answer: str, parts: list[str]) -> None:
     verdicts = hasty.score([(prompt(source=2, index=i), a) for i, a in enumerate(["fine", answer, "fine", "fine"])])
     assert [type(v) for v in verdicts] == [Score, Failure, Score, Score]
     failure = verdicts[1]
@@ -140,50 +140,54 @@ def test_a_reward_that_misbehaves_fails_its_own_sample_only(hasty: Judge, answer
     assert not [p for p in [*parts, f"{USER}:by_answer", "source 2", "prompt 1"] if p not in reason], reason
 
 
-def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(hasty: Judge) -> None:
-    beats: list[float] = []
+def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(hasty: RewardRunner) -> None:
+    heartbeats: list[float] = []
     samples = [(prompt(source=2), "sleep"), *[(prompt(source=2), "fine")] * 20, (prompt("1"), "1")]
-    verdicts = hasty.score(samples, lambda: beats.append(time.monotonic()))
+    verdicts = hasty.score(samples, lambda: heartbeats.append(time.monotonic()))
     assert [isinstance(v, Score) for v in verdicts] == [False] + [True] * 21
-    assert any(beats[0] + 0.2 < beat < beats[-1] - 0.2 for beat in beats), (
+    assert any(heartbeats[0] + 0.2 < heartbeat < heartbeats[-1] - 0.2 for heartbeat in heartbeats), (
         "one reward alone was waited for, for two seconds"
     )
 
 
-def test_a_group_that_failed_is_judged_no_further_and_holds_up_no_other(judge: Judge, tmp_path: Path) -> None:
+def test_a_group_that_failed_is_judged_no_further_and_holds_up_no_other(
+    reward_runner: RewardRunner, tmp_path: Path
+) -> None:
     hangs, fine = prompt(source=2, index=1), prompt(source=2, index=2)
     samples = [*[(hangs, f"hang {tmp_path}")] * 12, *[(fine, "fine")] * 4]
-    verdicts = judge.score(samples, groups=[*[0] * 12, *[1] * 4])
+    verdicts = reward_runner.score(samples, groups=[*[0] * 12, *[1] * 4])
     assert len({id(v) for v in verdicts[:12]}) == 1 and isinstance(verdicts[0], Failure)
     assert verdicts[12:] == [Score(0.5, {})] * 4
     assert 1 <= len(list(tmp_path.iterdir())) <= 6, "all of its samples were waited for, two at a time"
 
 
 def test_an_async_reward_is_awaited_with_the_time_limit() -> None:
-    with opened({"prompts": "x.jsonl", "reward": f"{USER}:awaited"}, limit_s=4.0) as judge:
-        assert judge.score([(prompt(), str(i)) for i in range(6)]) == [
+    with opened({"prompts": "x.jsonl", "reward": f"{USER}:awaited"}, limit_s=4.0) as reward_runner:
+        assert reward_runner.score([(prompt(), str(i)) for i in range(6)]) == [
             Score(float(i), {"loops": 1.0}) for i in range(6)
         ]
-        hung, fine = judge.score([(prompt(), "hang"), (prompt(), "2")])
+        hung, fine = reward_runner.score([(prompt(), "hang"), (prompt(), "2")])
         assert isinstance(hung, Failure) and "longer than 4 s" in hung.reason and isinstance(fine, Score)
-        (wrong,) = judge.score([(prompt(), "no number")])
+        (wrong,) = reward_runner.score([(prompt(), "no number")])
         assert isinstance(wrong, Failure) and wrong.reason.endswith("raised ValueError")
         assert "user_code.py" in wrong.detail and "in awaited" in wrong.detail
 
 
 def test_a_batch_reward_gets_the_answers_of_each_group_at_once() -> None:
-    with opened({"prompts": "x.jsonl", "reward": f"{USER}:ranked"}) as judge:
+    with opened({"prompts": "x.jsonl", "reward": f"{USER}:ranked"}) as reward_runner:
         answers = ["c", "few", "a", "raise", "b", "x", "y"]
         groups = [0, 1, 0, 2, 0, 1, 2]
-        verdicts = judge.score([(prompt(index=g), a) for a, g in zip(answers, groups, strict=True)], groups=groups)
+        verdicts = reward_runner.score(
+            [(prompt(index=g), a) for a, g in zip(answers, groups, strict=True)], groups=groups
+        )
     assert [verdicts[i] for i in (0, 2, 4)] == [Score(float(place), {"of": 3.0}) for place in (2, 0, 1)]
     few, raised = verdicts[1], verdicts[3]
     assert isinstance(few, Failure) and "one value for each of 2 answers" in few.detail and verdicts[5] == few
     assert isinstance(raised, Failure) and "KeyError" in raised.reason and verdicts[6] == raised
 
 
-def test_rewards_run_elsewhere_without_torch(judge: Judge) -> None:
-    (verdict,) = judge.score([(prompt(source=2), "pid")])
+def test_rewards_run_elsewhere_without_torch(reward_runner: RewardRunner) -> None:
+    (verdict,) = reward_runner.score([(prompt(source=2), "pid")])
     assert isinstance(verdict, Score)
     assert verdict.extra["pid"] != os.getpid() and verdict.extra["torch"] == 0.0
 
@@ -205,16 +209,16 @@ def test_light_children_of_a_main_module_that_imports_torch(tmp_path: Path) -> N
 
 
 def test_a_pool_whose_idle_child_was_killed_goes_on() -> None:
-    with opened(BY_ANSWER) as judge:
-        scores(judge, (prompt(), "fine"))
+    with opened(BY_ANSWER) as reward_runner:
+        scores(reward_runner, (prompt(), "fine"))
         for child in pool_children():
             child.send_signal(signal.SIGKILL)
-        assert scores(judge, *[(prompt(), "fine")] * 10) == [0.5] * 10
+        assert scores(reward_runner, *[(prompt(), "fine")] * 10) == [0.5] * 10
         time.sleep(0.5)
         for child in pool_children():
             child.send_signal(signal.SIGKILL)
         time.sleep(1)
-        assert scores(judge, *[(prompt(), "fine")] * 10) == [0.5] * 10
+        assert scores(reward_runner, *[(prompt(), "fine")] * 10) == [0.5] * 10
 
 
 def pool_children() -> list[psutil.Process]:
@@ -248,10 +252,10 @@ def test_a_killed_role_leaves_no_reward_behind(tmp_path: Path) -> None:
 
 
 def test_closing_stops_a_reward_in_the_middle() -> None:
-    judge = Judge(recipe(BY_ANSWER, limit_s=1.0))
-    assert isinstance(judge.score([(prompt(), "spin")])[0], Failure)
-    judge.close()
-    judge.close()
+    reward_runner = RewardRunner(recipe(BY_ANSWER, limit_s=1.0))
+    assert isinstance(reward_runner.score([(prompt(), "spin")])[0], Failure)
+    reward_runner.close()
+    reward_runner.close()
     assert not pool_children()
 
 
@@ -269,24 +273,26 @@ def test_reasoning_gym_judges_with_the_tasks_own_verifier_on_the_prompts_own_ite
     sources = PromptSources(built.source, char_tokenizer(), 1000)
     rewards = make_rewards(built.source)
     assert [r.is_quick for r in rewards] == [True, False]  # countdown evaluates what the model wrote
-    judge = Judge(built)
+    reward_runner = RewardRunner(built)
     for index in range(5):
         p, right = sources.prompt(0, index), sources.prompt(0, index).answer
-        assert scores(judge, (p, f"{right}"), (p, f" {right}\n"), (p, "x")) == [1, 1, 0]
-        assert 0 < scores(judge, (p, f"{right}.....5"))[0] < 1
+        assert scores(reward_runner, (p, f"{right}"), (p, f" {right}\n"), (p, "x")) == [1, 1, 0]
+        assert 0 < scores(reward_runner, (p, f"{right}.....5"))[0] < 1
         p = sources.prompt(1, index)
         oracle = reasoning_gym.create_dataset("countdown", size=5, seed=0)
         answers = [str(p.answer), "1+1", "9**9**", "import os"]
-        assert scores(judge, *[(p, a) for a in answers]) == [oracle.score_answer(a, oracle[index]) for a in answers]
-        assert scores(judge, (p, str(p.answer))) == [1.0]
-    judge.close()
+        assert scores(reward_runner, *[(p, a) for a in answers]) == [
+            oracle.score_answer(a, oracle[index]) for a in answers
+        ]
+        assert scores(reward_runner, (p, str(p.answer))) == [1.0]
+    reward_runner.close()
 
 
 def test_a_verifier_that_stumbles_over_the_answer_says_wrong() -> None:
     built = recipe({"task": "prime_factorization", "size": 5})
     p = PromptSources(built.source, char_tokenizer(), 1000).prompt(0, 0)
-    with opened({"task": "prime_factorization", "size": 5}) as judge:
-        assert scores(judge, (p, "seven × two"), (p, str(p.answer))) == [0.0, 1.0]
+    with opened({"task": "prime_factorization", "size": 5}) as reward_runner:
+        assert scores(reward_runner, (p, "seven × two"), (p, str(p.answer))) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(

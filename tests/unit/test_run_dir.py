@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.run_dir import RunDir, RunError, link_exclusive, open_existing, publish, replace, write_file
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import link_exclusive, publish, replace, write_file
+from relax_hpc.files.run_dir import RunDir, open_existing
 
 WRITER = """
 import itertools, sys
 from pathlib import Path
-from relax_hpc.run_dir import publish, replace
+from relax_hpc.files.publish import publish, replace
 folder, how = Path(sys.argv[1]), sys.argv[2]
 print("ready", flush=True)
 for i in itertools.count():
@@ -102,28 +104,28 @@ def test_a_reader_of_a_replaced_file_sees_old_or_new_whole(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("act", [publish, replace])
 def test_a_fenced_writer_changes_nothing(tmp_path: Path, act: object) -> None:
-    via = tmp_path / "i000001"
-    via.mkdir()
-    via.rename(tmp_path / "i000001.over")
+    commit_dir = tmp_path / "i000001"
+    commit_dir.mkdir()
+    commit_dir.rename(tmp_path / "i000001.over")
     (tmp_path / "out").mkdir()
     with pytest.raises(FileNotFoundError):
-        act(tmp_path / "out" / "name", b"late", via=via)  # type: ignore[operator]
+        act(tmp_path / "out" / "name", b"late", commit_dir=commit_dir)  # type: ignore[operator]
     assert os.listdir(tmp_path / "out") == []
 
 
 def test_a_writer_fenced_in_the_middle_changes_nothing(tmp_path: Path) -> None:
-    via = tmp_path / "i000001"
-    via.mkdir()
-    write_file(via / "temporary", b"late")
-    via.rename(tmp_path / "i000001.over")
+    commit_dir = tmp_path / "i000001"
+    commit_dir.mkdir()
+    write_file(commit_dir / "temporary", b"late")
+    commit_dir.rename(tmp_path / "i000001.over")
     with pytest.raises(FileNotFoundError):
-        link_exclusive(via / "temporary", tmp_path / "final")
+        link_exclusive(commit_dir / "temporary", tmp_path / "final")
     assert not (tmp_path / "final").exists()
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import resource, signal, sys; from pathlib import Path; from relax_hpc.run_dir import publish\n"
+        "import resource, signal, sys; from pathlib import Path; from relax_hpc.files.publish import publish\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "publish(Path(sys.argv[1]) / 'name', b'x' * 5000)"
     )
@@ -134,7 +136,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
 
 def test_shards_of_one_batch_share_a_folder_and_evaluations_have_theirs(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    assert run.shard("o000012-000").parent == run.shard("o000012-003r1").parent != run.shard("o000999-000").parent
+    assert run.shard("r000012-000").parent == run.shard("r000012-003x1").parent != run.shard("r000999-000").parent
     assert run.shard("e000012-000").parent == run.evals
 
 

@@ -10,28 +10,30 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from tests.unit.test_intake import WORKER, Trainer, generate, names
 
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import publish
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.prepare import check_scores
 from relax_hpc.records import Rollouts
-from relax_hpc.roles.missing import Missing
-from relax_hpc.run_dir import RunDir, RunError, publish
+from relax_hpc.roles.scoring.pending_columns import PendingColumns
 from relax_hpc.spool.column import DamagedColumn, encode, read_column
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.shard import Shard
 from relax_hpc.trainers import BACKENDS, fit, make_scoring, make_trainer
-from relax_hpc.weights import DamagedWeights, WeightsError, frozen
+from relax_hpc.weights import DamagedWeights, WeightsError, reference
 from tests import tiny
-from tests.unit.test_intake import WORKER, Trainer, names, play
 
 KL = {"kl_coef": 0.1}
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr("relax_hpc.roles.intake.POLL_FOR_S", 0.02)
+    monkeypatch.setattr("relax_hpc.roles.training.batch_scheduler.POLL_FOR_S", 0.02)
     run = RunDir(tmp_path)
     run.create()
-    Queue(run).open_workplace(WORKER)
+    Queue(run).open_claim_dir(WORKER)
     return run
 
 
@@ -71,60 +73,60 @@ def test_a_scorer_says_what_the_trainers_own_reference_says(backend: str, tmp_pa
 
 def column(shard: Shard, name: str = "reference", model: str = "m", first: float = -1.0) -> bytes:
     values = np.linspace(first, -2, int(shard.offsets[-1]), dtype=np.float32)
-    return b"".join(encode(name, shard.order, shard.checksum, model, values))
+    return b"".join(encode(name, shard.request, shard.checksum, model, values))
 
 
 def test_a_column_is_read_back_and_a_damaged_one_is_named(run: RunDir) -> None:
     Trainer(run, 1).entry()
-    [order] = play(run, 0, count=1)
-    path = run.column(order, "reference")
+    [request] = generate(run, 0, count=1)
+    path = run.column(request, "reference")
     assert read_column(path, "reference") is None
-    with Shard(run.shard(order)) as shard:
+    with Shard(run.shard(request)) as shard:
         whole = column(shard)
         assert publish(path, whole)
         found = read_column(path, "reference")
-        assert found is not None and (found.order, found.shard, found.bytes) == (order, shard.checksum, len(whole))
+        assert found is not None and (found.request, found.shard, found.bytes) == (request, shard.checksum, len(whole))
         assert found.values[0] == -1 and found.version == f"m/{found.checksum}"
         part = shard.rollouts(np.array([1]), columns={"reference": found.values})
         assert part.columns["reference"].tolist() == found.values[3:].tolist()
     at = whole.index(found.values.tobytes())
     for broken in (whole[: len(whole) // 2], b"", whole[:at] + b"\x01" + whole[at + 1 :]):
         path.write_bytes(broken)
-        with pytest.raises(DamagedColumn, match=order):
+        with pytest.raises(DamagedColumn, match=request):
             read_column(path, "reference")
     path.write_bytes(whole)
     with pytest.raises(DamagedColumn, match="no column 'teacher'"):
         read_column(path, "teacher")
 
 
-def score(run: RunDir, orders: Any, first: float = -1.0) -> None:
+def score(run: RunDir, requests: Any, first: float = -1.0) -> None:
     """What scorers do, of weights `m`."""
-    for order in orders:
-        with Shard(run.shard(order)) as shard:
-            assert publish(run.column(order, "teacher"), column(shard, "teacher", first=first))
+    for request in requests:
+        with Shard(run.shard(request)) as shard:
+            assert publish(run.column(request, "teacher"), column(shard, "teacher", first=first))
 
 
 def test_a_step_waits_for_columns_and_its_entry_names_them(run: RunDir) -> None:
     trainer = Trainer(run, 1, scored=("teacher",))
     trainer.entry()
     state = trainer.state()
-    first, second, *_ = play(run, 0)
-    assert trainer.entry() is None and (trainer.intake.depth, trainer.intake.unscored) == (0, 4)
+    first, second, *_ = generate(run, 0)
+    assert trainer.entry() is None and (trainer.scheduler.depth, trainer.scheduler.unscored) == (0, 4)
     score(run, [first])
-    assert trainer.entry() is None and trainer.intake.depth == 1
+    assert trainer.entry() is None and trainer.scheduler.depth == 1
     path = run.column(second, "teacher")
     path.write_bytes(b"torn")
     assert trainer.entry() is None and not path.exists(), "what is damaged is removed, so that a scorer makes it again"
     [said] = trainer.said
-    assert (said["kind"], said["order"], said["column"]) == ("refused_column", second, "teacher")
+    assert (said["kind"], said["request"], said["column"]) == ("refused_column", second, "teacher")
     with Shard(run.shard(first)) as shard:
         publish(path, column(shard, "teacher"))
     assert trainer.entry() is None and "another shard" in trainer.said[-1]["reason"]
     score(run, [second])
     entry = trainer.train()
-    assert {t.order for t in entry.take} == names(0) == {first, second}
+    assert {t.request for t in entry.take} == names(0) == {first, second}
     found = read_column(path, "teacher")
-    assert found is not None and {t.order: t.columns for t in entry.take}[second] == {"teacher": found.version}
+    assert found is not None and {t.request: t.columns for t in entry.take}[second] == {"teacher": found.version}
     room = trainer.retention.used_bytes
     assert room == sum(p.stat().st_size for p in [*run.shards.rglob("*.h5"), *run.columns.rglob("*.h5")])
 
@@ -146,57 +148,57 @@ def test_a_step_waits_for_columns_and_its_entry_names_them(run: RunDir) -> None:
     )
 
 
-def test_every_order_is_one_scorers_and_what_is_gone_is_missing_again(
+def test_every_request_is_one_scorers_and_what_is_gone_is_missing_again(
     run: RunDir,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Trainer(run, 1).entry()
-    orders = sorted(play(run, 0))
-    shares = [Missing(run, run, ("teacher",), 0, rank, 2) for rank in range(2)]
-    assert [len(share.orders()) for share in shares] == [2, 2]
-    assert sorted(order for share in shares for order in share.orders()) == orders
-    mine = shares[0].orders()
+    requests = sorted(generate(run, 0))
+    shares = [PendingColumns(run, run, ("teacher",), 0, rank, 2) for rank in range(2)]
+    assert [len(share.requests()) for share in shares] == [2, 2]
+    assert sorted(request for share in shares for request in share.requests()) == requests
+    mine = shares[0].requests()
     score(run, mine)
     shares[0].done(mine[0])
-    assert shares[0].orders() == mine[1:]
-    monkeypatch.setattr("relax_hpc.roles.missing.LOOK_AGAIN_S", -1.0)
-    monkeypatch.setattr("relax_hpc.roles.missing.SEEN_S", -1.0)
-    assert shares[0].orders() == []
+    assert shares[0].requests() == mine[1:]
+    monkeypatch.setattr("relax_hpc.roles.scoring.pending_columns.LOOK_AGAIN_S", -1.0)
+    monkeypatch.setattr("relax_hpc.roles.scoring.pending_columns.SEEN_S", -1.0)
+    assert shares[0].requests() == []
     run.column(mine[1], "teacher").unlink()
-    assert shares[0].orders() == [mine[1]]
+    assert shares[0].requests() == [mine[1]]
 
-    monkeypatch.setattr("relax_hpc.roles.missing.LOOK_BACK_S", -1.0)
+    monkeypatch.setattr("relax_hpc.roles.scoring.pending_columns.LOOK_BACK_S", -1.0)
     (run.shards / "0001").mkdir()
     (run.shards / "0002").mkdir()
     score(run, [mine[1]])
-    assert shares[0].orders() == [] and not shares[0]._behind, "batches of long ago, all scored"
+    assert shares[0].requests() == [] and not shares[0]._behind, "batches of long ago, all scored"
     run.column(mine[0], "teacher").unlink()
-    assert shares[0].orders() == mine[:1], "a step that is replayed may need it"
+    assert shares[0].requests() == mine[:1], "a step that is replayed may need it"
 
 
 def test_the_reference_is_kept_once_and_read_whole_or_not_at_all(tmp_path: Path) -> None:
-    run, via = RunDir(tmp_path / "run"), tmp_path / "i1"
+    run, commit_dir = RunDir(tmp_path / "run"), tmp_path / "i1"
     run.create()
-    via.mkdir()
+    commit_dir.mkdir()
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     with pytest.raises(WeightsError, match="not there yet"):
-        frozen.read(run)
-    kept = frozen.keep(run, via, lambda: tensors.items())
+        reference.read(run)
+    kept = reference.keep(run, commit_dir, lambda: tensors.items())
     before = os.stat(run.reference / "index.json").st_ino
-    assert frozen.keep(run, via, lambda: tensors.items()) == kept
+    assert reference.keep(run, commit_dir, lambda: tensors.items()) == kept
     assert os.stat(run.reference / "index.json").st_ino == before, "the same bits are there"
-    checksum, found = frozen.read(run)
+    checksum, found = reference.read(run)
     assert checksum == kept and all(torch.equal(found[n], t) for n, t in tensors.items())
     tensors["a"] = tensors["a"] + 1
-    assert frozen.keep(run, via, lambda: tensors.items()) != kept and not list(via.iterdir())
+    assert reference.keep(run, commit_dir, lambda: tensors.items()) != kept and not list(commit_dir.iterdir())
     part = run.reference / "part-0000.safetensors"
     part.write_bytes(part.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(DamagedWeights, match="checksum"):
-        frozen.read(run)
-    via.rename(tmp_path / "i1.over")
+        reference.read(run)
+    commit_dir.rename(tmp_path / "i1.over")
     tensors["a"] = tensors["a"] + 1
     with pytest.raises(FileNotFoundError):
-        frozen.keep(run, via, lambda: tensors.items())
+        reference.keep(run, commit_dir, lambda: tensors.items())
 
 
 def test_a_score_that_an_algorithm_of_ones_own_does_not_need_is_refused() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.analysis.scores import Answers, answers, bootstrap, pass_at, powers_of_two, score, wilson
 from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.rewards.scores import Answers, answers, bootstrap, pass_at, powers_of_two, score, wilson
 from relax_hpc.spool.shard import Shard, encode
 
 
@@ -72,7 +72,7 @@ def test_a_group_that_failed_counts_as_not_solved(tmp_path: Path) -> None:
     prompt = Prompt(1, 7, "x", np.arange(2, dtype=np.int32), "1")
     sample = Sample(np.arange(3, dtype=np.int32), np.ones(3, np.uint8), np.zeros(3, np.float32), [(0, 0)], Finish.LENGTH, raw_reward=1.0)  # fmt: skip
     groups = [Group(prompt, [sample, sample]), Group(prompt, [], "its process died")]
-    (tmp_path / "e.h5").write_bytes(b"".join(encode("e", groups, {"version": 0, "copies": 2})))
+    (tmp_path / "e.h5").write_bytes(b"".join(encode("e", groups, {"version": 0, "samples_per_prompt": 2})))
     with Shard(tmp_path / "e.h5") as shard:
         found = answers([shard])
     (whole, (of_source,)) = score(found, ["a", "b"], 1.0)

@@ -18,7 +18,7 @@ from relax_hpc.engines.sglang.client import ATTEMPTS, Client, EngineRefused
 from relax_hpc.engines.sglang.fleet import Fleet
 from relax_hpc.engines.sglang.server import Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
 from tests import tiny
 
 

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from relax_hpc.files.errors import RunError
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.run_dir import RunError
 from relax_hpc.spool.shard import Shard, concatenate, encode
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def versions_of(sample: Sample) -> list[int]:
 
 def write(path: Path, made: list[Group], **meta: Any) -> Path:
     compression = meta.pop("compression", "none")
-    path.write_bytes(b"".join(encode("o000001-002", made, {"version": 7, **meta}, compression)))
+    path.write_bytes(b"".join(encode("r000001-002", made, {"version": 7, **meta}, compression)))
     return path
 
 
@@ -86,7 +86,7 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, made: 
     flat = [(g, s) for g, group in enumerate(made) for s in group.samples]
     with Shard(path) as shard:
         shard.validate()
-        assert shard.order == "o000001-002"
+        assert shard.request == "r000001-002"
         assert (shard.meta["attempt"], shard.meta["worker"]) == (2, "rollout-1")
         assert shard.meta["reasons"] == {str(i): g.reason for i, g in enumerate(made) if g.reason}
         assert shard.meta["prompts"] == [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in made]
@@ -122,7 +122,7 @@ def test_slices_equal_the_whole(
     picked = sorted(data.draw(st.sets(st.integers(0, len(flat) - 1)))) if flat else []
     with Shard(path) as shard:
         part = shard.rollouts(np.array(picked, np.int64))
-    assert part.ids == [f"o000001-002/{i}" for i in picked]
+    assert part.ids == [f"r000001-002/{i}" for i in picked]
     for row, i in enumerate(picked):
         group, sample = flat[i]
         begin, end = part.offsets[row], part.offsets[row + 1]
@@ -140,11 +140,11 @@ def test_slices_equal_the_whole(
 
 
 def three_groups() -> list[Group]:
-    """Two groups that were played, over two versions, and a failed one."""
+    """Two groups that were generated, over two versions, and a failed one."""
     prompts = [
         Prompt(0, 40 + i, "", np.array([1, 2, 3 + i], np.int32), answer=str(i), metadata={"level": i}) for i in range(3)
     ]
-    played = [
+    generated = [
         Group(
             p,
             [
@@ -154,7 +154,7 @@ def three_groups() -> list[Group]:
         )
         for p in prompts[:2]
     ]
-    return [*played, Group(prompts[2], [], "RewardError: no number in 'x'")]
+    return [*generated, Group(prompts[2], [], "RewardError: no number in 'x'")]
 
 
 def test_concatenate_numbers_groups_anew(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_the_documented_example_reads_a_shard_with_h5py_alone(tmp_path: Path) ->
     with contextlib.redirect_stdout(printed):
         exec(code, {"PATH": str(write(tmp_path / "a.h5", three_groups()))})
     lines = printed.getvalue().splitlines()
-    assert lines[0] == "order o000001-002 failed groups: {'2': \"RewardError: no number in 'x'\"}"
+    assert lines[0] == "request r000001-002 failed groups: {'2': \"RewardError: no number in 'x'\"}"
     assert len(lines) == 1 + 3 * 4
     assert lines[4:6] == [
         "1 group 0 reward 1.0 answer should be 0",

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import xxhash
 
+from relax_hpc.files.errors import RunError
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.run_dir import RunError
 from relax_hpc.spool import checked
 from relax_hpc.spool.column import DamagedColumn, read_column
 from relax_hpc.spool.column import encode as encode_column
@@ -40,7 +40,7 @@ def shard(path: Path, lengths: tuple[int, ...] = (5, 9), compression: Any = "non
         Group(Prompt(0, i, "", np.array([7, 8, 9], np.int32), "1"), [sample(n), sample(n)])
         for i, n in enumerate(lengths)
     ]
-    path.write_bytes(b"".join(encode("o000001-000", groups, {"version": 3, "run": "mine"}, compression)))
+    path.write_bytes(b"".join(encode("r000001-000", groups, {"version": 3, "run": "mine"}, compression)))
     return path
 
 
@@ -159,12 +159,12 @@ def test_shards_of_schema_1_with_one_checksum_a_column_are_read_and_compared(tmp
 
 def test_anothers_shard_under_this_name_is_refused(tmp_path: Path) -> None:
     with Shard(shard(tmp_path / "a.h5")) as opened:
-        opened.check_owner("o000001-000", "mine")
-        opened.check_owner("o000001-000", None)
-        with pytest.raises(DamagedShard, match="of order 'o000001-000', its name says 'o000002-000'"):
-            opened.check_owner("o000002-000", "mine")
+        opened.check_owner("r000001-000", "mine")
+        opened.check_owner("r000001-000", None)
+        with pytest.raises(DamagedShard, match="of request 'r000001-000', its name says 'r000002-000'"):
+            opened.check_owner("r000002-000", "mine")
         with pytest.raises(DamagedShard, match="of run 'mine', its name says 'another'"):
-            opened.check_owner("o000001-000", "another")
+            opened.check_owner("r000001-000", "another")
 
 
 def write_meta(file: h5py.File, text: bytes) -> None:
@@ -263,7 +263,7 @@ def test_files_of_columns_are_compared_likewise(tmp_path: Path, what: str) -> No
     """A column file with the column `tokens` (or `logprobs`, which it is called in one of them)."""
     name = "logprobs" if what == "huge contiguous" else "tokens"
     path = tmp_path / "bomb.h5"
-    path.write_bytes(b"".join(encode_column(name, "o000001-000", 7, "m", np.zeros(28, np.float32))))
+    path.write_bytes(b"".join(encode_column(name, "r000001-000", 7, "m", np.zeros(28, np.float32))))
     assert read_column(path, name) is not None
     with h5py.File(path, "r+", locking=False) as file:
         MALICE[what](file)

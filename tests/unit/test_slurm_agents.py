@@ -1,4 +1,4 @@
-"""What the leader makes of the agents' heartbeats, of wishes, and of the trainer's waiting; Slurm itself is not asked here."""
+"""What the leader makes of the node agents' heartbeats, of desired sizes, and of the trainer's waiting; Slurm itself is not asked here."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from relax_hpc.slurm.node_agents import NodeAgents
 
-from relax_hpc.launch import agent
-from relax_hpc.launch.io_errors import at_first
-from relax_hpc.launch.slurm import agents as agents_module
-from relax_hpc.launch.slurm import crew, elastic, job_book, queue_state, refusals
-from relax_hpc.launch.slurm.agents import Agents
-from relax_hpc.launch.slurm.crew import Crew, JobCore
-from relax_hpc.launch.slurm.elastic import Autoscaler, Elastic, cancel_wish, make_wish, wish
-from relax_hpc.launch.slurm.job_book import JobBook
-from relax_hpc.launch.slurm.plan import Kind
-from relax_hpc.launch.slurm.send import ended_by_us, record
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import replace, to_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, RunError, replace, to_json
-from relax_hpc.spool.orders import Order
-from relax_hpc.spool.queue import Queue, Ticket
-from relax_hpc.telemetry import Telemetry, read_beat, read_metrics
+from relax_hpc.slurm import client, elastic, job_registry, node_agent, rollout_jobs
+from relax_hpc.slurm import node_agents as agents_module
+from relax_hpc.slurm.elastic import Autoscaler, Elastic, clear_desired_size, desired_size, set_desired_size
+from relax_hpc.slurm.job_registry import JobRegistry
+from relax_hpc.slurm.plan import Kind
+from relax_hpc.slurm.rollout_jobs import BaseJobs, RolloutJobs
+from relax_hpc.slurm.submission import refusals
+from relax_hpc.slurm.submission.sbatch import ended_by_us, record
+from relax_hpc.spool.queue import Queue, RequestFile
+from relax_hpc.spool.request import Request
+from relax_hpc.supervise.io_retry import at_first
+from relax_hpc.telemetry import Telemetry, read_heartbeat, read_metrics
 from tests.runs import wait_for, write_recipe
 
 LIMIT_S = 0.2
@@ -32,7 +34,7 @@ LIMIT_S = 0.2
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    sets = [f"supervision.agent_silent_s={LIMIT_S}", "slurm.time=60", "slurm.autoscale.max_nodes=3"]
+    sets = [f"supervision.node_agent_silent_s={LIMIT_S}", "slurm.time=60", "slurm.autoscale.max_nodes=3"]
     sets += ["slurm.autoscale.cooldown_s=0.01", "slurm.autoscale.window_s=100.0", "async.max_staleness=1"]
     return load_recipe(write_recipe(tmp_path), sets)
 
@@ -49,98 +51,98 @@ def telemetry(run: RunDir) -> Telemetry:
     return Telemetry(run, "supervisor", 0)
 
 
-def claimed(run: RunDir, workplace: str) -> None:
-    """A worker in `workplace` plays an order."""
+def claimed(run: RunDir, claim_dir: str) -> None:
+    """A worker in `claim directory` generates a request."""
     queue = Queue(run)
-    queue.put([Order("o000000-000", ((0, 0),), 4, 1, 0)])
-    queue.open_workplace(workplace)
-    assert queue.claim(workplace, 0) is not None
+    queue.put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
+    queue.open_claim_dir(claim_dir)
+    assert queue.claim(claim_dir, 0) is not None
 
 
 def says(run: RunDir, name: str, **about: Any) -> None:
-    beat = {"role": name, "pid": 1, "host": "r1", "time": time.time(), "state": "active", "group": "core", "index": 0,
-            "job": "7", "workplaces": {}, "left": {}, "failure": "", "fatal": False, **about}  # fmt: skip
-    replace(run.heartbeats / f"{name}.json", to_json(beat), durable=False)
+    heartbeat = {"role": name, "pid": 1, "host": "r1", "time": time.time(), "state": "active", "group": "base", "index": 0,
+            "job": "7", "claim_dirs": {}, "left": {}, "failure": "", "fatal": False, **about}  # fmt: skip
+    replace(run.heartbeats / f"{name}.json", to_json(heartbeat), durable=False)
 
 
 def open_attempts(run: RunDir) -> list[int]:
-    return [Ticket.parse(path.name).attempt for path in run.open_orders.glob("[!.]*")]
+    return [RequestFile.parse(path.name).attempt for path in run.open_requests.glob("[!.]*")]
 
 
-def test_a_worker_that_its_agent_speaks_of_keeps_its_order(run: RunDir, recipe: Recipe) -> None:
+def test_a_worker_that_its_node_agent_speaks_of_keeps_its_request(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    agents = Agents(run, recipe, telemetry(run))
+    node_agents = NodeAgents(run, recipe, telemetry(run))
     for _ in range(5):
-        says(run, "agent-a", workplaces={"w": "rollout-0"})
-        agents.look()
+        says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+        node_agents.look()
         time.sleep(LIMIT_S / 2)
-    assert open_attempts(run) == [] and agents.alive() == ["agent-a"]
+    assert open_attempts(run) == [] and node_agents.alive() == ["node agent-a"]
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_an_order_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on_it(
+def test_an_request_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on_it(
     run: RunDir, recipe: Recipe, lost: bool
 ) -> None:
     claimed(run, "w")
-    says(run, "agent-a", left={"w": lost})
-    Agents(run, recipe, telemetry(run)).look()
+    says(run, "node agent-a", left={"w": lost})
+    NodeAgents(run, recipe, telemetry(run)).look()
     assert open_attempts(run) == [int(lost)]
 
 
-def test_an_agent_that_falls_silent_loses_its_orders_and_they_do_not_count(run: RunDir, recipe: Recipe) -> None:
+def test_an_node_agent_that_falls_silent_loses_its_requests_and_they_do_not_count(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    says(run, "agent-a", workplaces={"w": "rollout-0"})
-    agents = Agents(run, recipe, telemetry(run))
-    agents.look()
+    says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents.look()
     assert open_attempts(run) == []
-    wait_for(lambda: agents.look() or open_attempts(run))
+    wait_for(lambda: node_agents.look() or open_attempts(run))
     assert open_attempts(run) == [0]
 
 
 def test_a_look_that_stood_still_blames_nobody(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.launch.slurm.agents.BLIND_S", LIMIT_S / 2)
+    monkeypatch.setattr("relax_hpc.slurm.node agents.BLIND_S", LIMIT_S / 2)
     claimed(run, "w")
-    says(run, "agent-a", workplaces={"w": "rollout-0"})
-    agents = Agents(run, recipe, telemetry(run))
-    agents.look()
+    says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents.look()
     time.sleep(1.5 * LIMIT_S)  # the file system, or we
-    agents.look()
-    assert open_attempts(run) == [] and agents.alive() == ["agent-a"]
+    node_agents.look()
+    assert open_attempts(run) == [] and node_agents.alive() == ["node agent-a"]
 
 
 def test_a_job_that_slurm_knows_is_gone_is_not_waited_for(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    says(run, "agent-a", workplaces={"w": "rollout-0"})
-    agents = Agents(run, recipe, telemetry(run))
-    agents.look()
-    agents.job_ended("7")
-    agents.look()
+    says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents.look()
+    node_agents.job_ended("7")
+    node_agents.look()
     assert open_attempts(run) == [0]
 
 
-def test_a_workplace_that_no_agent_speaks_of_has_a_moment(run: RunDir, recipe: Recipe) -> None:
+def test_a_claim_dir_that_no_node_agent_speaks_of_has_a_moment(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    agents = Agents(run, recipe, telemetry(run))
-    agents.look()
-    assert open_attempts(run) == [], "its agent may not have said so yet"
+    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents.look()
+    assert open_attempts(run) == [], "its node agent may not have said so yet"
     time.sleep(1.5 * LIMIT_S)
-    agents.look()
+    node_agents.look()
     assert open_attempts(run) == [0]
 
 
 def test_failures_are_told_once_and_old_ones_never(run: RunDir, recipe: Recipe) -> None:
-    says(run, "agent-old", failure="long ago")
-    agents = Agents(run, recipe, telemetry(run))
-    agents.look()
-    assert agents.failed() == []
-    says(run, "agent-new", failure="workers die")
-    says(run, "agent-elastic", failure="not of the core", group="job9")
-    agents.look()
-    assert [beat["failure"] for beat in agents.failed()] == ["workers die"]
-    assert agents.failed() == []
+    says(run, "node agent-old", failure="long ago")
+    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents.look()
+    assert node_agents.failed() == []
+    says(run, "node agent-new", failure="workers die")
+    says(run, "node agent-elastic", failure="not of the core", group="job9")
+    node_agents.look()
+    assert [heartbeat["failure"] for heartbeat in node_agents.failed()] == ["workers die"]
+    assert node_agents.failed() == []
 
 
-def test_an_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost(
+def test_an_node_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["slurm.time=60", "supervision.leader_silent_s=0.1"]
@@ -158,8 +160,8 @@ def test_an_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost(
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(agent, "ASK_S", 0.05)
-    ours = agent.Agent(run, {"step": "s", "index": 0, "group": "core", "job": "9"}, [])
+    monkeypatch.setattr(node_agent, "ASK_S", 0.05)
+    ours = node_agent.NodeAgent(run, {"step": "s", "index": 0, "group": "base", "job": "9"}, [])
     wait_for(lambda: ours.over() or asked.exists())
     assert not ours.over() and not answered.exists(), "it waited for squeue"
     answers.touch()
@@ -168,15 +170,15 @@ def test_an_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost(
     assert ended.read_text() == "--quiet 7\n" and ended_by_us(run, "7")
 
 
-def test_wishes_are_declarative_and_protect_the_core(run: RunDir) -> None:
-    make_wish(run, 2, 4, "low", "me")
-    first = wish(run)
-    make_wish(run, 2, 4, "low", "somebody else")
-    assert wish(run) == first and first is not None and first.rollout == 4
+def test_desired_sizes_are_declarative_and_protect_the_core(run: RunDir) -> None:
+    set_desired_size(run, 2, 4, "low", "me")
+    first = desired_size(run)
+    set_desired_size(run, 2, 4, "low", "somebody else")
+    assert desired_size(run) == first and first is not None and first.rollout == 4
     with pytest.raises(RunError, match="protected"):
-        make_wish(run, 2, 1, None, "me")
-    cancel_wish(run, 2)
-    found = wish(run)
+        set_desired_size(run, 2, 1, None, "me")
+    clear_desired_size(run, 2)
+    found = desired_size(run)
     assert found is not None and found.rollout == 2
 
 
@@ -200,7 +202,7 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
         return {i: states[i] for i in ids}
 
     monkeypatch.setattr(elastic, "submit_script", send)
-    monkeypatch.setattr(job_book, "job_state", job_state)
+    monkeypatch.setattr(job_registry, "job_state", job_state)
 
     def ask(command: list[str]) -> subprocess.CompletedProcess[str]:
         asked.append(command)
@@ -208,22 +210,22 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
 
     monkeypatch.setattr(elastic, "ask", ask)
     monkeypatch.setattr(elastic, "cancel", lambda ids: cancelled.extend(ids))
-    book = JobBook(run)
+    registry = JobRegistry(run)
     fixed = recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})})  # type: ignore[union-attr]
-    nodes = Elastic(run, fixed, telemetry(run), book)
+    nodes = Elastic(run, fixed, telemetry(run), registry)
 
     def keep() -> list[str]:
-        book.look()
+        registry.look()
         return nodes.keep()
 
     keep()
     assert states == {}
-    make_wish(run, 1, 4, "low", "me")
+    set_desired_size(run, 1, 4, "low", "me")
     keep()
     keep()
     assert list(states) == ["100", "101", "102"]
     states["100"] = "PENDING"
-    make_wish(run, 1, 2, "low", "me")
+    set_desired_size(run, 1, 2, "low", "me")
     keep()
     keep()
     assert cancelled == ["100"] and [command[-1] for command in asked] == ["102"]
@@ -236,8 +238,8 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
     lost = lambda: [r["role"] for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
     assert lost() == ["elastic job 101"]
     states["103"] = "NODE_FAIL"
-    book = JobBook(run)
-    nodes = Elastic(run, fixed, telemetry(run), book)  # of the next leader
+    registry = JobRegistry(run)
+    nodes = Elastic(run, fixed, telemetry(run), registry)  # of the next leader
     keep()
     assert len(states) == 5, "what ended before it puts nothing off"
     assert lost() == ["elastic job 101"]
@@ -245,15 +247,17 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
 
 def test_what_is_over_is_not_read_again(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    monkeypatch.setattr(agents_module, "read_beat", lambda run, name: read.append(name) or read_beat(run, name))
-    for name, about in {"agent-a": {}, "agent-b": {"state": "gone"}, "agent-c": {"job": "8"}}.items():
+    monkeypatch.setattr(
+        agents_module, "read_heartbeat", lambda run, name: read.append(name) or read_heartbeat(run, name)
+    )
+    for name, about in {"node agent-a": {}, "node agent-b": {"state": "gone"}, "node agent-c": {"job": "8"}}.items():
         says(run, name, **about)
-    agents = Agents(run, recipe, telemetry(run))
-    agents.look()
-    agents.job_ended("8")
+    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents.look()
+    node_agents.job_ended("8")
     read.clear()
-    agents.look()
-    assert read == ["agent-a"]
+    node_agents.look()
+    assert read == ["node agent-a"]
 
 
 @pytest.mark.parametrize("worked", [True, False])
@@ -262,61 +266,61 @@ def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_brin
 ) -> None:
     sent: list[str] = []
     limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
-    book = JobBook(run)
-    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), book)
-    agents = Agents(run, recipe, telemetry(run))
+    registry = JobRegistry(run)
+    base = BaseJobs(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), registry)
+    node_agents = NodeAgents(run, recipe, telemetry(run))
 
     def send(run: RunDir, kind: Kind) -> str:
         sent.append(str(9 + len(sent)))
         record(run, sent[-1], kind)
         return sent[-1]
 
-    monkeypatch.setattr(crew, "submit_script", send)
-    monkeypatch.setattr(job_book, "job_state", lambda ids: dict.fromkeys(ids, "FAILED"))
+    monkeypatch.setattr(rollout_jobs, "submit_script", send)
+    monkeypatch.setattr(job_registry, "job_state", lambda ids: dict.fromkeys(ids, "FAILED"))
     send(run, "rollout")
     for step in range(6):
         replace(run.heartbeats / "trainer-0.json", to_json({"step": step}))
-        says(run, f"agent-{step}", job=sent[-1], orders=3 if worked else 0)
-        agents.look()
-        core.look_after(agents)
-        book.look()
-        core.keep_jobs()
-        if core.failure:
+        says(run, f"node agent-{step}", job=sent[-1], requests=3 if worked else 0)
+        node_agents.look()
+        base.look_after(node_agents)
+        registry.look()
+        base.keep_jobs()
+        if base.failure:
             break
-    assert bool(core.failure) is not worked
-    assert len(sent) == (7 if worked else 3) and (worked or "the rollout job was lost 3 times" in core.failure)
+    assert bool(base.failure) is not worked
+    assert len(sent) == (7 if worked else 3) and (worked or "the rollout job was lost 3 times" in base.failure)
 
 
-@pytest.mark.parametrize("playing", [True, False])
-def test_a_lost_job_counts_once_and_refusals_of_the_next_end_a_run_only_where_nobody_plays(
-    run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, playing: bool
+@pytest.mark.parametrize("generating", [True, False])
+def test_a_lost_job_counts_once_and_refusals_of_the_next_end_a_run_only_where_nobody_generates(
+    run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, generating: bool
 ) -> None:
     def refuse(run: RunDir, kind: Kind) -> str:
         raise RunError("sbatch refuses: Access/permission denied")
 
-    monkeypatch.setattr(crew, "submit_script", refuse)
+    monkeypatch.setattr(rollout_jobs, "submit_script", refuse)
     monkeypatch.setattr(refusals, "LONGEST_RETRY_S", 0.0)
-    monkeypatch.setattr(job_book, "job_state", lambda ids: dict.fromkeys(ids, "CANCELLED"))
+    monkeypatch.setattr(job_registry, "job_state", lambda ids: dict.fromkeys(ids, "CANCELLED"))
     record(run, "9", "rollout")
     limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
-    book = JobBook(run)
-    core = JobCore(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), book)
-    agents = Agents(run, recipe, telemetry(run))
+    registry = JobRegistry(run)
+    base = BaseJobs(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), registry)
+    node_agents = NodeAgents(run, recipe, telemetry(run))
     for _ in range(8):
-        if playing:  # on a job that nobody wrote down
-            says(run, "agent-by-hand", job="77", orders=3)
-        agents.look()
-        core.look_after(agents)
-        book.look()
-        core.keep_jobs()
-        if core.failure:
+        if generating:  # on a job that nobody wrote down
+            says(run, "node agent-by-hand", job="77", requests=3)
+        node_agents.look()
+        base.look_after(node_agents)
+        registry.look()
+        base.keep_jobs()
+        if base.failure:
             break
     events = read_metrics(run.metrics / "supervisor.jsonl")[0]
     assert [e["reason"] for e in events if e["kind"] == "lost"] == ["job 9: CANCELLED"]
     counts = [e["count"] for e in events if e["kind"] == "refused"]
-    assert counts == list(range(1, 9 if playing else 4))
-    assert bool(core.failure) is not playing
-    assert playing or "Slurm refused one 3 times: sbatch refuses: Access/permission denied" in core.failure
+    assert counts == list(range(1, 9 if generating else 4))
+    assert bool(base.failure) is not generating
+    assert generating or "Slurm refused one 3 times: sbatch refuses: Access/permission denied" in base.failure
 
 
 def test_a_refused_job_is_sent_again_ever_later(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,19 +350,19 @@ def test_slurm_is_asked_twice_a_minute_for_all_jobs_at_once(
             command, 0, "7|RUNNING|None|r1|\n8|RUNNING|None|r2|\n9|PENDING|Priority||\n", ""
         )
 
-    monkeypatch.setattr(queue_state, "ask", ask)
+    monkeypatch.setattr(client, "ask", ask)
     for job, kind in (("6", "leader"), ("7", "rollout"), ("8", "elastic"), ("9", "elastic")):
         record(run, job, kind)  # type: ignore[arg-type]
-    make_wish(run, 1, 3, None, "me")
-    jobs, agents = JobBook(run), Agents(run, recipe, telemetry(run))
+    set_desired_size(run, 1, 3, None, "me")
+    jobs, node_agents = JobRegistry(run), NodeAgents(run, recipe, telemetry(run))
     assert recipe.slurm is not None
     fixed = recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})})
     elastic = Elastic(run, fixed, telemetry(run), jobs)
-    all_nodes = Crew(
-        agents, JobCore(run, fixed, telemetry(run), jobs), elastic, jobs, recipe.slurm.ask_every_s, at_first(run)
+    all_nodes = RolloutJobs(
+        node_agents, BaseJobs(run, fixed, telemetry(run), jobs), elastic, jobs, recipe.slurm.ask_every_s, at_first(run)
     )
     now = time.monotonic()
-    monkeypatch.setattr(crew.time, "monotonic", lambda: now)
+    monkeypatch.setattr(rollout_jobs.time, "monotonic", lambda: now)
     for _ in range(600):  # ten minutes, a look a second
         now += 1.0
         all_nodes.look_after()
@@ -376,12 +380,12 @@ def test_slurm_is_asked_twice_a_minute_for_all_jobs_at_once(
 def test_autoscaling(run: RunDir, recipe: Recipe, now: int, wait_s: float, depth: int, after: int) -> None:
     assert recipe.slurm is not None and recipe.slurm.autoscale is not None
     scaler = Autoscaler(run, recipe, recipe.slurm.autoscale, telemetry(run))
-    make_wish(run, 1, now, None, "me")
+    set_desired_size(run, 1, now, None, "me")
     time.sleep(0.02)
     for step in range(3):
         Telemetry(run, "trainer-0", 0).metrics("step", step=step, step_s=1.0, wait_s=wait_s, spool_depth=depth)
     scaler.look()
-    found = wish(run)
+    found = desired_size(run)
     assert found is not None and found.rollout == after
     decisions = [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "autoscale"]
     assert len(decisions) == (after != now) and all(d["reason"] for d in decisions)

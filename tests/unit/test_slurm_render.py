@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch.slurm.by_hand import by_hand, write_by_hand
-from relax_hpc.launch.slurm.plan import Kind, Plan, make_plan
-from relax_hpc.launch.slurm.render import render
-from relax_hpc.launch.slurm.steps import beside_step, rollout_step, step_environment, step_python, trainer_step
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe import load_recipe
-from relax_hpc.run_dir import RunError
+from relax_hpc.slurm.plan import Kind, Plan, make_plan
+from relax_hpc.slurm.srun import rollout_step, sidecar_step, step_environment, step_python, trainer_step
+from relax_hpc.slurm.submission.by_hand import by_hand, write_by_hand
+from relax_hpc.slurm.submission.scripts import render
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
@@ -113,7 +113,7 @@ export OMPI_MCA_oob_tcp_if_include=ib0
 export NCCL_DEBUG=WARN
 export WORDS='a '"'"'b'"'"' $c'
 export PYTHONPATH=/lustre/me/runs/toy/snapshot/code"${PYTHONPATH:+:$PYTHONPATH}"
-exec '/opt/my python/bin/python' -P -m relax_hpc.launch.batch leader /lustre/me/runs/toy
+exec '/opt/my python/bin/python' -P -m relax_hpc.slurm.batch leader /lustre/me/runs/toy
 """
 
 ROLLOUT_PART = """\
@@ -146,7 +146,7 @@ def test_het_has_both_components_and_one_command(tmp_path: Path) -> None:
     rollout = shlex.join(rollout_step(p))
     second = "#SBATCH hetjob\n#SBATCH --job-name=toy-rollout\n#SBATCH --no-requeue\n" + ROLLOUT_PART
     rest = rest.replace("licenses=a:1\n", "licenses=a:1\n" + second)
-    assert render(p, "leader") == f"{head}\n# Rollout agents are started by: {rollout} …\n#SBATCH{rest}"
+    assert render(p, "leader") == f"{head}\n# Rollout node agents are started by: {rollout} …\n#SBATCH{rest}"
     assert p.jobs == ("leader",)
 
 
@@ -172,7 +172,7 @@ def test_rollout_jobs_are_not_requeued_whatever_the_leader_is(tmp_path: Path, ki
     asked = ROLLOUT_PART if kind == "rollout" else ROLLOUT_PART.replace("nodes=3", "nodes=1", 1)
     assert f"#SBATCH --job-name=toy-{kind}\n" in text and asked in text
     assert "#SBATCH --no-requeue\n#SBATCH --signal=B:USR2@300\n#SBATCH --time" in text and "mail" not in text
-    assert text.endswith(f"python' -P -m relax_hpc.launch.batch {end}\n")
+    assert text.endswith(f"python' -P -m relax_hpc.slurm.batch {end}\n")
     assert "#SBATCH --requeue\n" in render(p, "leader")
     assert render(plan(tmp_path, ALL_KEYS, "slurm.restart=none"), "leader") == LEADER
 
@@ -181,7 +181,7 @@ SINGLE = """\
 #!/bin/bash
 # toy: the trainer's job, which leads the run.
 # Trainer processes are started by: srun --job-name=trainer --nodes=2 --ntasks=8 --ntasks-per-node=4 --cpus-per-task=3 --kill-on-bad-exit=1 --exact --mem=0 --gpus-per-task=1 …
-# Rollout agents are started by: srun --job-name=rollout --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --kill-on-bad-exit=0 --wait=0 --exact --mem=0 --gres=gpu:2 …
+# Rollout node agents are started by: srun --job-name=rollout --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=2 --kill-on-bad-exit=0 --wait=0 --exact --mem=0 --gres=gpu:2 …
 #SBATCH --job-name=toy-trainer
 #SBATCH --output=/lustre/me/runs/toy/logs/slurm/%x-%j.out
 #SBATCH --open-mode=append
@@ -197,7 +197,7 @@ SINGLE = """\
 
 set -euo pipefail
 export PYTHONPATH=/lustre/me/runs/toy/snapshot/code"${PYTHONPATH:+:$PYTHONPATH}"
-exec python3 -P -m relax_hpc.launch.batch leader /lustre/me/runs/toy
+exec python3 -P -m relax_hpc.slurm.batch leader /lustre/me/runs/toy
 """
 
 
@@ -265,8 +265,8 @@ def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
     sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], threads=20}")
     p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=2")
     words = "--job-name=scorer --nodes=1 --ntasks=1 --cpus-per-task=16 --overlap"
-    assert " ".join(beside_step(p, "scorer")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
-    assert f"# A scorer is started by: {' '.join(beside_step(p, 'scorer'))} …" in render(p, "leader").splitlines()
+    assert " ".join(sidecar_step(p, "scorer")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
+    assert f"# A scorer is started by: {' '.join(sidecar_step(p, 'scorer'))} …" in render(p, "leader").splitlines()
     p = plan(
         tmp_path,
         "",
@@ -278,15 +278,15 @@ def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
         "slurm.cpu_bind=cores",
     )
     words = "--job-name=scorer --nodes=1 --ntasks=1 --cpus-per-task=20 --overlap"
-    assert " ".join(beside_step(p, "scorer")) == f"srun {words} --mem=0 --gres=none --cpu-bind=cores"
+    assert " ".join(sidecar_step(p, "scorer")) == f"srun {words} --mem=0 --gres=none --cpu-bind=cores"
 
 
 def test_a_critics_processes_are_one_step_on_a_node_of_the_trainers(tmp_path: Path) -> None:
     sets = ("algorithm={name='ppo'}", "critic={processes=2, threads=20}")
     p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=2")
     words = "--job-name=critic --nodes=1 --ntasks=2 --cpus-per-task=8 --kill-on-bad-exit=1 --overcommit --overlap"
-    assert " ".join(beside_step(p, "critic")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
-    said = f"# The critic's processes are started by: {' '.join(beside_step(p, 'critic'))} …"
+    assert " ".join(sidecar_step(p, "critic")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
+    said = f"# The critic's processes are started by: {' '.join(sidecar_step(p, 'critic'))} …"
     assert said in render(p, "leader").splitlines()
     sets = (
         "algorithm.kl_coef=0.1",
@@ -296,7 +296,7 @@ def test_a_critics_processes_are_one_step_on_a_node_of_the_trainers(tmp_path: Pa
     )
     p = plan(tmp_path, "", *sets)
     words = "--job-name=scorer --nodes=1 --ntasks=4 --cpus-per-task=1 --kill-on-bad-exit=1 --overcommit --overlap"
-    assert " ".join(beside_step(p, "scorer")) == f"srun {words} --cpu-bind=none", (
+    assert " ".join(sidecar_step(p, "scorer")) == f"srun {words} --cpu-bind=none", (
         "under megatron they are one group too"
     )
     assert "# The scorer's processes are started by: srun" in render(p, "leader")
@@ -373,9 +373,9 @@ def test_by_hand_makes_the_run_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "#SBATCH --output=%x-%j.out" in lines
     assert lines[-4:] == [
         "set -euo pipefail",
-        "python3 -P -m relax_hpc.launch.slurm.make rollout r.toml --set run.root=out --set run.name=b",
+        "python3 -P -m relax_hpc.slurm.submission.make_run rollout r.toml --set run.root=out --set run.name=b",
         'export PYTHONPATH="$PWD"/out/b/snapshot/code"${PYTHONPATH:+:$PYTHONPATH}"',
-        'exec python3 -P -m relax_hpc.launch.batch rollout "$PWD"/out/b',
+        'exec python3 -P -m relax_hpc.slurm.batch rollout "$PWD"/out/b',
     ]
     assert {p.name for p in tmp_path.iterdir()} == {"jobs", "r.toml"}, "nothing else is made"
 
@@ -403,14 +403,14 @@ def test_an_array_of_seeds_is_one_run_a_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["split", "het", "single"])
-def test_where_nothing_is_played_the_trainers_job_is_all_of_the_run(tmp_path: Path, shape: str) -> None:
+def test_where_nothing_is_generated_the_trainers_job_is_all_of_the_run(tmp_path: Path, shape: str) -> None:
     path = tmp_path / "r.toml"
     path.write_text(RECIPE + f"[slurm]\nshape='{shape}'\npython='python3'\n")
     ((name, text),) = by_hand(path, ["algorithm={name='sft'}"]).items()
     assert name == "toy-leader.sbatch" and "rollout" not in text and "hetjob" not in text
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" in text
-    played = by_hand(path, ["algorithm={name='sft'}", "evaluation={}", "rollout.nodes=2"])
-    assert len(played) == 2 + (shape == "split")
+    generated = by_hand(path, ["algorithm={name='sft'}", "evaluation={}", "rollout.nodes=2"])
+    assert len(generated) == 2 + (shape == "split")
 
 
 def test_shipped_scripts_are_current() -> None:
@@ -424,4 +424,4 @@ def test_shipped_scripts_are_straight_lines_of_bash(path: Path) -> None:
     subprocess.run(["bash", "-n", path], check=True)
     body = [line for line in path.read_text().splitlines() if not line.startswith("#")]
     assert not [line for line in body if line.startswith(("if", "for", "while")) or "$((" in line or "`" in line]
-    assert body[-1].startswith("exec python3 -P -m relax_hpc.launch.batch ")
+    assert body[-1].startswith("exec python3 -P -m relax_hpc.slurm.batch ")

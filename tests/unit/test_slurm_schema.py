@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.recipe import RecipeError, change_on_resume, differences, dump_recipe, load_recipe, site_file, sources
-from relax_hpc.recipe.slurm import Apptainer, Pyxis, time_s
+from relax_hpc.recipe.tables.slurm import Apptainer, Pyxis, time_s
 
 TINY = '[model]\nname = "tiny"\n[rollout]\nmax_new_tokens = 8\n[[source]]\ntask = "basic_arithmetic"\n'
 

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from relax_hpc.slurm.node_agents import NodeAgents
 
-from relax_hpc.launch.members import Patience
-from relax_hpc.launch.silence import Quiet
-from relax_hpc.launch.slurm import trainers as trainers_module
-from relax_hpc.launch.slurm.agents import Agents
-from relax_hpc.launch.slurm.beside import StepBeside
-from relax_hpc.launch.slurm.crew import StepCore
-from relax_hpc.launch.slurm.trainers import StepTrainers
+from relax_hpc.files.publish import replace, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe, Supervision
-from relax_hpc.run_dir import RunDir, replace, to_json, write_file
+from relax_hpc.slurm import trainer_steps as trainers_module
+from relax_hpc.slurm.rollout_jobs import BaseSteps
+from relax_hpc.slurm.sidecars import SidecarSteps
+from relax_hpc.slurm.trainer_steps import StepTrainers
+from relax_hpc.supervise.heartbeat_monitor import HeartbeatMonitor
+from relax_hpc.supervise.processes import RestartPolicy
 from relax_hpc.telemetry import Telemetry, read_metrics
 from tests.runs import wait_for, write_recipe
 
@@ -50,49 +51,49 @@ def recipe(folder: Path, *sets: str) -> Recipe:
     return load_recipe(write_recipe(folder), [*both, *sets])
 
 
-def test_an_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
+def test_an_node_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
     run: RunDir, tmp_path: Path, python: list[str]
 ) -> None:
-    ours = recipe(tmp_path, "supervision.start_s=3.0", "supervision.agent_silent_s=60.0")
-    core = StepCore(run, ours, python, Telemetry(run, "supervisor", 0))
-    agents = Agents(run, ours, Telemetry(run, "supervisor", 0))
+    ours = recipe(tmp_path, "supervision.start_s=3.0", "supervision.node_agent_silent_s=60.0")
+    base = BaseSteps(run, ours, python, Telemetry(run, "supervisor", 0))
+    node_agents = NodeAgents(run, ours, Telemetry(run, "supervisor", 0))
     try:
-        core.look_after(agents)
-        step = core._steps[0]
+        base.look_after(node_agents)
+        step = base._steps[0]
         agent_says(run, step.id, 0, "active")
-        agents.read()
-        core.look_after(agents)
-        assert not core.failure, "it has time to start"
-        wait_for(lambda: core.look_after(agents) or core.failure)
+        node_agents.read()
+        base.look_after(node_agents)
+        assert not base.failure, "it has time to start"
+        wait_for(lambda: base.look_after(node_agents) or base.failure)
     finally:
-        core.end(0)
-    assert core.suspect == "n2"
-    assert core.failure.startswith("rollout node 1 (n2): its agent has not begun ")
-    assert "supervision.start_s" in core.failure and "n2: no answer" in core.failure
+        base.end(0)
+    assert base.suspect == "n2"
+    assert base.failure.startswith("rollout node 1 (n2): its node agent has not begun ")
+    assert "supervision.start_s" in base.failure and "n2: no answer" in base.failure
 
 
 def agent_says(run: RunDir, step: str, index: int, state: str) -> None:
-    about = {"time": time.time(), "state": state, "group": "core", "step": step, "index": index, "host": f"n{index + 1}", "workplaces": {}, "left": {}, "failure": ""}  # fmt: skip
-    replace(run.heartbeats / f"agent-{step}-{index}.json", to_json(about))
+    about = {"time": time.time(), "state": state, "group": "base", "step": step, "index": index, "host": f"n{index + 1}", "claim_dirs": {}, "left": {}, "failure": ""}  # fmt: skip
+    replace(run.heartbeats / f"node agent-{step}-{index}.json", to_json(about))
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_an_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_back(
+def test_an_node_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_back(
     run: RunDir, tmp_path: Path, python: list[str], leads: bool
 ) -> None:
-    ours = recipe(tmp_path, "supervision.agent_silent_s=0.3")
+    ours = recipe(tmp_path, "supervision.node_agent_silent_s=0.3")
     voice = Telemetry(run, "supervisor", 0)
-    core = StepCore(run, ours, python, voice, leader="7" if leads else None)
-    agents = Agents(run, ours, voice)
+    base = BaseSteps(run, ours, python, voice, leader="7" if leads else None)
+    node_agents = NodeAgents(run, ours, voice)
 
     def look() -> int:
-        agents.read()
-        core.look_after(agents)
-        return len(list(run.logs.glob("srun-agents.*.log")))
+        node_agents.read()
+        base.look_after(node_agents)
+        return len(list(run.logs.glob("srun-node agents.*.log")))
 
     try:
         look()
-        step = core._steps[0].id
+        step = base._steps[0].id
         agent_says(run, step, 0, "active")
         agent_says(run, step, 1, "gone")
         assert look() == 1
@@ -100,36 +101,38 @@ def test_an_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_back(
             wait_for(lambda: agent_says(run, step, 0, "active") or look() == 2, 30)
         lost = [r for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
         assert [(r["role"], r["reason"]) for r in lost] == (
-            [("rollout node 1 (n2)", "its agent left, and the run goes on")] if leads else []
+            [("rollout node 1 (n2)", "its node agent left, and the run goes on")] if leads else []
         )
     finally:
-        core.end(0)
+        base.end(0)
 
 
-def test_a_rollout_job_ends_when_all_its_agents_left_though_one_of_them_was_a_second_one(
+def test_a_rollout_job_ends_when_all_its_node_agents_left_though_one_of_them_was_a_second_one(
     run: RunDir, tmp_path: Path, python: list[str]
 ) -> None:
-    ours = recipe(tmp_path, "supervision.agent_silent_s=0.3")
+    ours = recipe(tmp_path, "supervision.node_agent_silent_s=0.3")
     voice = Telemetry(run, "supervisor", 0)
-    core, agents = StepCore(run, ours, python, voice), Agents(run, ours, voice)
+    base, node_agents = BaseSteps(run, ours, python, voice), NodeAgents(run, ours, voice)
     try:
-        core.look_after(agents)
-        first = core._steps[0]
+        base.look_after(node_agents)
+        first = base._steps[0]
         agent_says(run, first.id, 1, "active")  # and nothing more: it was killed
         wait_for(
             lambda: (
-                agent_says(run, first.id, 0, "active") or core.look_after(agents.read()) or core._steps[1] is not first
+                agent_says(run, first.id, 0, "active")
+                or base.look_after(node_agents.read())
+                or base._steps[1] is not first
             )
         )
         agent_says(run, first.id, 0, "gone")
-        core.look_after(agents.read())
-        assert not core.left
-        agent_says(run, core._steps[1].id, 1, "gone")
+        base.look_after(node_agents.read())
+        assert not base.left
+        agent_says(run, base._steps[1].id, 1, "gone")
         first.end(0)  # with the exit code of its lost task
-        core.look_after(agents.read())
-        assert first.code != 0 and core.left
+        base.look_after(node_agents.read())
+        assert first.code != 0 and base.left
     finally:
-        core.end(0)
+        base.end(0)
 
 
 def test_a_leader_notices_that_its_rollout_component_ended(run: RunDir, tmp_path: Path, python: list[str]) -> None:
@@ -137,12 +140,12 @@ def test_a_leader_notices_that_its_rollout_component_ended(run: RunDir, tmp_path
     squeue.write_text("#!/bin/sh\necho '7+0|RUNNING|None'\necho '7+1|RUNNING|None'\n")
     squeue.chmod(0o755)
     het = recipe(tmp_path, "slurm.shape=het")
-    core = StepCore(run, het, python, Telemetry(run, "supervisor", 0), leader="7")
-    core.keep_jobs()
-    assert not core.failure
+    base = BaseSteps(run, het, python, Telemetry(run, "supervisor", 0), leader="7")
+    base.keep_jobs()
+    assert not base.failure
     squeue.write_text(squeue.read_text().replace("7+1|RUNNING", "7+1|CANCELLED"))
-    core.keep_jobs()
-    assert "rollout component of this job ended (7+1 CANCELLED)" in core.failure and not core.suspect
+    base.keep_jobs()
+    assert "rollout component of this job ended (7+1 CANCELLED)" in base.failure and not base.suspect
 
 
 @pytest.fixture
@@ -154,7 +157,7 @@ def trainers(run: RunDir, tmp_path: Path, python: list[str], monkeypatch: pytest
     started.end(0)
 
 
-def beats(run: RunDir, rank: int, clock: float) -> None:
+def heartbeats(run: RunDir, rank: int, clock: float) -> None:
     about = {"attempt": 0, "host": f"n{rank + 1}", "state": "training", "time": clock}
     replace(run.heartbeats / f"trainer-{rank}.json", to_json(about))
 
@@ -165,16 +168,16 @@ def test_a_rank_is_silent_when_its_heartbeat_stands_still_whatever_its_clock_say
 ) -> None:
     for _ in range(6):
         for rank in range(2):
-            beats(run, rank, time.time() + off)
+            heartbeats(run, rank, time.time() + off)
         assert trainers.silent() is None
         time.sleep(0.1)
-    ending = wait_for(lambda: beats(run, 0, time.time() + off) or trainers.silent())
+    ending = wait_for(lambda: heartbeats(run, 0, time.time() + off) or trainers.silent())
     assert ending.host == "n2" and ending.reason.startswith("trainer rank 1 on n2: no heartbeat for ")
 
 
 def test_a_rank_that_srun_never_starts_is_named_with_its_node(run: RunDir, trainers: StepTrainers) -> None:
     began = time.monotonic()
-    ending = wait_for(lambda: beats(run, 0, time.time()) or trainers.silent())
+    ending = wait_for(lambda: heartbeats(run, 0, time.time()) or trainers.silent())
     assert time.monotonic() - began > 0.9
     assert ending.reason.startswith("trainer rank 1 on n2, which has not begun: no heartbeat for ")
 
@@ -194,7 +197,7 @@ def test_only_a_trainer_that_says_so_is_done(run: RunDir, tmp_path: Path, python
 def test_a_look_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    quiet = Quiet()
+    quiet = HeartbeatMonitor()
     assert quiet.look({0: 1.0}) == {0: 0.0}
     now = 102.0
     assert quiet.look({0: 1.0}) == {0: 2.0}
@@ -205,9 +208,9 @@ def test_a_look_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_work_that_is_lost_again_each_time_is_no_progress() -> None:
-    patience = Patience(Supervision(max_restarts=3, backoff_s=1e-6))
-    assert [patience.failed("died", step) for step in (12, 14, 11, 13, 12)] == [True, True, True, True, False]
-    assert patience.failed("died", 15) and not all(patience.failed("died", None) for _ in range(3))
+    restart_policy = RestartPolicy(Supervision(max_restarts=3, backoff_s=1e-6))
+    assert [restart_policy.failed("died", step) for step in (12, 14, 11, 13, 12)] == [True, True, True, True, False]
+    assert restart_policy.failed("died", 15) and not all(restart_policy.failed("died", None) for _ in range(3))
 
 
 def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_mend_ends_the_run(
@@ -216,7 +219,7 @@ def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_me
     write_file(run.identity, to_json({"debug": None}))
     sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], processes=2}", "supervision.max_restarts=1")
     said: list[tuple[str, str]] = []
-    scorers = StepBeside(
+    scorers = SidecarSteps(
         run, recipe(tmp_path, *sets), "scorer", python, lambda kind, **about: said.append((kind, about["role"]))
     )
     try:
@@ -240,8 +243,14 @@ def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_me
         kill(1)
         assert "scorer-1 was lost 2 times without progress" in scorers.failure and not scorers.fatal
         scorers.failure = ""
-        beat = {"attempt": 0, "time": time.time(), "state": "failed", "host": "n1", "error": "no model can be loaded"}
-        replace(run.heartbeats / "scorer-0.json", to_json(beat))
+        heartbeat = {
+            "attempt": 0,
+            "time": time.time(),
+            "state": "failed",
+            "host": "n1",
+            "error": "no model can be loaded",
+        }
+        replace(run.heartbeats / "scorer-0.json", to_json(heartbeat))
         kill(0)
         assert scorers.fatal and scorers.failure == "scorer-0 on n1: no model can be loaded"
     finally:

@@ -22,19 +22,22 @@ from typer.testing import CliRunner
 
 import relax_hpc
 from relax_hpc.cli import app
-from relax_hpc.launch import batch, cluster_view
-from relax_hpc.launch.io_errors import at_first
-from relax_hpc.launch.lease import acquire
-from relax_hpc.launch.slurm import queue_state, send
-from relax_hpc.launch.slurm.chain import Chain
-from relax_hpc.launch.slurm.hopeless import Vigil, hopeless
-from relax_hpc.launch.slurm.overview import JobRow, Overview, job_rows
-from relax_hpc.launch.slurm.plan import make_plan, unset_cpus
-from relax_hpc.launch.slurm.queue_state import Seen, cancel, end_of_job, job_state, look, outside_job, reason_in_words
-from relax_hpc.launch.slurm.submit import preview, refuse_local_root, submit
-from relax_hpc.launch.status import Status
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import write_file
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor import cluster_view
+from relax_hpc.monitor.status import Status
 from relax_hpc.recipe import RecipeError, dump_recipe, load_recipe
-from relax_hpc.run_dir import RunDir, RunError, write_file
+from relax_hpc.slurm import batch, client
+from relax_hpc.slurm.chain import Chain
+from relax_hpc.slurm.client import Seen, cancel, end_of_job, job_state, look, outside_job, reason_in_words
+from relax_hpc.slurm.overview import JobRow, Overview, job_rows
+from relax_hpc.slurm.plan import make_plan, unset_cpus
+from relax_hpc.slurm.submission import sbatch
+from relax_hpc.slurm.submission.submit import preview, refuse_local_root, submit
+from relax_hpc.slurm.submission.unstartable import Vigil, hopeless
+from relax_hpc.supervise.io_retry import at_first
+from relax_hpc.supervise.lease import acquire
 from relax_hpc.telemetry import read_metrics
 from tests.runs import wait_for
 
@@ -67,7 +70,7 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.fixture
 def run(recipe: Path, tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "toy")
-    send.write_scripts(run, make_plan(load_recipe(recipe, [f"run.root={tmp_path}"])))
+    sbatch.write_scripts(run, make_plan(load_recipe(recipe, [f"run.root={tmp_path}"])))
     return run
 
 
@@ -110,7 +113,7 @@ def test_a_dry_run_prints_scripts_and_makes_nothing(recipe: Path, tmp_path: Path
     done = CliRunner().invoke(app, ["submit", str(recipe), "--dry-run", "--set", f"run.root={tmp_path}"])
     assert done.exit_code == 0, done.stderr
     assert "##### leader.sbatch\n#!/bin/bash" in done.stdout and "##### rollout.sbatch" in done.stdout
-    assert f"relax_hpc.launch.batch leader {tmp_path}/toy\n" in done.stdout
+    assert f"relax_hpc.slurm.batch leader {tmp_path}/toy\n" in done.stdout
     assert set(tmp_path.rglob("*")) == before
     assert relax_hpc.submit(recipe, dry_run=True) == []
 
@@ -130,18 +133,18 @@ def test_a_job_is_sent_and_written_down(
     run: RunDir, bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program(bin_folder, "sbatch", f'echo "$@" > {tmp_path}/said', "echo '42;cluster'")
-    assert send.submit_script(run, "leader", after="41") == "42"
+    assert sbatch.submit_script(run, "leader", after="41") == "42"
     assert (tmp_path / "said").read_text() == f"--parsable --dependency=afterany:41 {run.slurm}/leader.sbatch\n"
     about = json.loads((run.slurm / "jobs" / "42.json").read_text())
     assert (about["id"], about["kind"], about["dependency"]) == ("42", "leader", "afterany:41")
     assert about["script"] == str(run.slurm / "leader.sbatch") and about["by"] and about["submitted"] > 0
     monkeypatch.setenv("PYTHONPATH", f"{run.snapshot}/code:/mine")
     program(bin_folder, "sbatch", f'echo "$PYTHONPATH" > {tmp_path}/said', "echo 43")
-    send.submit_script(run, "leader")
+    sbatch.submit_script(run, "leader")
     assert (tmp_path / "said").read_text() == "/mine\n", "a chain does not pile up the run's code"
     (run.slurm / "jobs" / "43.json").unlink()
-    send.record(run, "7", "rollout")
-    assert [job["id"] for job in send.jobs(run)] == ["42", "7"]
+    sbatch.record(run, "7", "rollout")
+    assert [job["id"] for job in sbatch.jobs(run)] == ["42", "7"]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +156,8 @@ def test_a_node_that_keeps_failing_is_avoided_by_each_component_beside_its_own(
     sets = [f"slurm.shape={shape}", "slurm.trainer.exclude=t2", "slurm.rollout.exclude=r9"]
     write_file(run.recipe, dump_recipe(load_recipe(recipe, sets)).encode())
     program(bin_folder, "sbatch", f'echo "$@" > {tmp_path}/said', "echo 42")
-    send.exclude(run, "r1", "its workers die")
-    send.submit_script(run, "leader")
+    sbatch.exclude(run, "r1", "its workers die")
+    sbatch.submit_script(run, "leader")
     assert (tmp_path / "said").read_text() == f"--parsable {said} {run.slurm}/leader.sbatch\n"
 
 
@@ -184,11 +187,11 @@ def test_what_sbatch_refuses_comes_with_its_words_and_the_key(
 ) -> None:
     says(bin_folder, words)
     with pytest.raises(RunError) as caught:
-        send.submit_script(run, "leader")
+        sbatch.submit_script(run, "leader")
     message = str(caught.value)
     assert words.splitlines()[-1].removeprefix("sbatch: ").removeprefix("error: ") in message
     assert f"; change {key}" in message and f"relax-hpc submit {run.root} --set" in message
-    assert send.jobs(run) == []
+    assert sbatch.jobs(run) == []
 
 
 def test_what_is_refused_changes_nothing(run: RunDir, recipe: Path, bin_folder: Path, tmp_path: Path) -> None:
@@ -227,47 +230,47 @@ def test_a_busy_controller_is_asked_again(run: RunDir, bin_folder: Path, tmp_pat
         bin_folder, "sbatch", f"echo x >> {count}", f"[ $(cat {count} | (n=0; while read _; do n=$((n+1)); done; echo $n)) = 3 ] && echo 5 && exit 0",
         "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2", "exit 1",
     )  # fmt: skip
-    assert send.submit_script(run, "leader", first_wait_s=0.01) == "5"
+    assert sbatch.submit_script(run, "leader", first_wait_s=0.01) == "5"
     assert count.read_text() == "x\n" * 3
 
 
 def test_a_job_that_was_taken_although_the_answer_was_lost_is_not_sent_twice(run: RunDir, bin_folder: Path) -> None:
-    send.record(run, "8", "leader")
+    sbatch.record(run, "8", "leader")
     script = run.slurm / "leader.sbatch"
     says(bin_folder, "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
     program(bin_folder, "squeue", f"echo '8|{script}'", f"echo '9+0|{script}'", "echo '10|/other'")
-    assert send.submit_script(run, "leader", first_wait_s=0.01) == "9"
+    assert sbatch.submit_script(run, "leader", first_wait_s=0.01) == "9"
 
 
 def test_a_controller_that_stays_away_is_given_up(
     run: RunDir, bin_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(send, "LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(sbatch, "LONGEST_WAIT_S", 0.01)
     says(bin_folder, "sbatch: error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(RunError, match="does not answer, after 6 attempts.*Unable to contact.*scontrol ping"):
-        send.submit_script(run, "leader", first_wait_s=0.001)
+        sbatch.submit_script(run, "leader", first_wait_s=0.001)
 
 
 def test_a_machine_without_slurm_says_so(run: RunDir) -> None:
     with pytest.raises(RunError, match="no sbatch on this machine.*login node"):
-        send.submit_script(run, "leader")
-    from relax_hpc.launch.slurm.executor import ScriptExecutor
+        sbatch.submit_script(run, "leader")
+    from relax_hpc.slurm.submission.executor import ScriptExecutor
 
     with pytest.raises(RunError, match="no srun on this machine"):
         ScriptExecutor(run, make_plan(load_recipe(run.root.parent / "r.toml")))
 
 
 def test_sending_a_run_again_forgets_that_it_was_stopped(run: RunDir) -> None:
-    assert send.forget_end(run) is None
+    assert sbatch.forget_end(run) is None
     run.stop.touch()
     run.outcome.write_text('{"outcome": "stopped"}')
-    send.forget_end(run)
+    sbatch.forget_end(run)
     assert not run.stop.exists() and not run.outcome.exists()
 
 
 def test_a_run_without_scripts_says_what_writes_them(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no batch script.*relax-hpc submit"):
-        send.submit_script(RunDir(tmp_path / "none"), "rollout")
+        sbatch.submit_script(RunDir(tmp_path / "none"), "rollout")
 
 
 def test_a_job_sent_from_a_job_does_not_inherit_its_description() -> None:
@@ -315,23 +318,23 @@ def test_a_task_of_an_array_is_a_job_of_its_own(
     assert job_state(["1"]) == {"1": "GONE"}, "the number of one task is no answer about another"
     for name, value in {"SLURM_JOB_ID": "1", "SLURM_ARRAY_JOB_ID": "1", "SLURM_ARRAY_TASK_ID": "3"}.items():
         monkeypatch.setenv(name, value)
-    assert queue_state.own_job() == "1_3"
+    assert client.own_job() == "1_3"
     for job in ("10", "1_3", "9"):
-        send.record(run, job, "leader")
+        sbatch.record(run, job, "leader")
         written = run.slurm / "jobs" / f"{job}.json"
         written.write_text(json.dumps({**json.loads(written.read_text()), "submitted": 1.0}))
-    assert [job["id"] for job in send.jobs(run)] == ["1_3", "9", "10"]
+    assert [job["id"] for job in sbatch.jobs(run)] == ["1_3", "9", "10"]
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"):
         monkeypatch.delenv(name)
-    assert queue_state.own_job() == "1"
+    assert client.own_job() == "1"
     monkeypatch.delenv("SLURM_JOB_ID")
-    assert queue_state.own_job() is None
+    assert client.own_job() is None
 
 
 def test_a_component_that_ended_is_seen_while_the_job_goes_on(bin_folder: Path, run: RunDir) -> None:
     program(bin_folder, "squeue", "echo '8+1|CANCELLED|None'", "echo '8+0|RUNNING|None'")
     assert look(["8"]) == {"8": Seen("RUNNING", "None", ("8+1 CANCELLED",))}
-    send.record(run, "8", "leader")
+    sbatch.record(run, "8", "leader")
     [row] = job_rows(run)
     assert row.alive and row.why == "a component of it has ended: 8+1 cancelled"
     program(bin_folder, "squeue", "echo '8+1|CANCELLED|None'", "echo '8+0|COMPLETED|None'")
@@ -360,7 +363,7 @@ def test_what_goes_on_with_a_task_of_an_array_is_of_that_task(
         assert (tmp_path / "scontrol").read_text() == "requeue 7_1\n" and not (tmp_path / "sbatch").exists()
     else:
         assert "--dependency=afterany:7_1 " in (tmp_path / "sbatch").read_text()
-        assert send.jobs(run)[-1]["dependency"] == "afterany:7_1"
+        assert sbatch.jobs(run)[-1]["dependency"] == "afterany:7_1"
 
 
 def test_who_waits_for_an_earlier_leader_is_no_successor(bin_folder: Path, recipe: Path, run: RunDir) -> None:
@@ -371,16 +374,16 @@ def test_who_waits_for_an_earlier_leader_is_no_successor(bin_folder: Path, recip
         ("7", "afterany:4"),
         ("9", "afterany:4"),
     ):  # 4 was cut off, and sent 9 when 7 led already
-        send.record(run, job, "leader", dependency=after)
+        sbatch.record(run, job, "leader", dependency=after)
     program(bin_folder, "squeue", "echo '7|RUNNING|None'", "echo '9|PENDING|Dependency'")
     program(bin_folder, "sbatch", "echo 11")
     Chain(run, slurm, "7").queue_successor()
-    assert (send.jobs(run)[-1]["id"], send.jobs(run)[-1]["dependency"]) == ("11", "afterany:7")
+    assert (sbatch.jobs(run)[-1]["id"], sbatch.jobs(run)[-1]["dependency"]) == ("11", "afterany:7")
     program(bin_folder, "squeue", "echo '7|RUNNING|None'", "echo '9|COMPLETED|None'", "echo '11|PENDING|Dependency'")
     program(bin_folder, "sbatch", "echo 12")
     for job in ("7", "4"):  # it has one; and one that comes back late has had its own
         Chain(run, slurm, job).queue_successor()
-    assert [job["id"] for job in send.jobs(run)] == ["4", "7", "9", "11"]
+    assert [job["id"] for job in sbatch.jobs(run)] == ["4", "7", "9", "11"]
 
 
 def test_a_refused_successor_is_sent_when_slurm_takes_it(
@@ -405,7 +408,7 @@ def test_a_refused_successor_is_sent_when_slurm_takes_it(
         finally:
             ended.set()
     queued.result()
-    assert [(job["id"], job["dependency"]) for job in send.jobs(run)] == [("8", "afterany:7")]
+    assert [(job["id"], job["dependency"]) for job in sbatch.jobs(run)] == [("8", "afterany:7")]
     overview.refresh()
     assert overview.refused == {}
     assert len(caplog.messages) == 1, "each wording is said once"
@@ -445,7 +448,7 @@ def test_a_requeue_that_is_refused_is_made_good_by_a_new_job(bin_folder: Path, r
 
 
 def test_a_job_that_came_beyond_its_setup_is_not_told_to_have_failed_in_it(bin_folder: Path, run: RunDir) -> None:
-    send.record(run, "7", "leader")
+    sbatch.record(run, "7", "leader")
     (run.slurm / "jobs" / "7.setup-failed").write_text("exit code 1: module load x\n")
     for state, why in (("FAILED", "slurm.setup failed, exit code 1: module load x"), ("RUNNING", "")):  # requeued
         program(bin_folder, "squeue", f"echo '7|{state}|None'")
@@ -476,10 +479,10 @@ def test_status_says_that_no_successor_is_queued(
 def test_one_whose_scancel_fails_takes_back_its_own_word_only(bin_folder: Path, run: RunDir) -> None:
     run.create()
     program(bin_folder, "scancel", "true")
-    assert send.end_jobs(run, ["7"], "its lease was silent, says one agent")
+    assert sbatch.end_jobs(run, ["7"], "its lease was silent, says one node agent")
     program(bin_folder, "scancel", "exit 1")
-    assert not send.end_jobs(run, ["7", "70", "7_1"], "its lease was silent, says another")
-    assert [send.ended_by_us(run, job) for job in ("7", "70", "7_1")] == [True, False, False]
+    assert not sbatch.end_jobs(run, ["7", "70", "7_1"], "its lease was silent, says another")
+    assert [sbatch.ended_by_us(run, job) for job in ("7", "70", "7_1")] == [True, False, False]
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "GONE"])  # Slurm forgets it after a few minutes
@@ -493,10 +496,10 @@ def test_a_successor_that_a_person_cancelled_is_not_replaced(
     assert slurm is not None
     for name in ("sbatch", "scancel"):
         program(bin_folder, name, "echo 9")
-    send.record(run, "7", "leader")
-    send.record(run, "8", "leader", dependency="afterany:7")
+    sbatch.record(run, "7", "leader")
+    sbatch.record(run, "8", "leader", dependency="afterany:7")
     if by == "the run":
-        send.end_jobs(run, ["8"], "another one is better")
+        sbatch.end_jobs(run, ["8"], "another one is better")
     program(
         bin_folder,
         "squeue",
@@ -507,9 +510,9 @@ def test_a_successor_that_a_person_cancelled_is_not_replaced(
     Chain(run, slurm, "7").queue_successor()
     Chain(run, slurm, "7").end({"outcome": ended, "reason": "lost", "suspect": ""}, warned=True)
     if by == "the run":
-        assert [job["id"] for job in send.jobs(run)] == ["7", "8", "9"] and not run.outcome.exists()
+        assert [job["id"] for job in sbatch.jobs(run)] == ["7", "8", "9"] and not run.outcome.exists()
     else:
-        assert [job["id"] for job in send.jobs(run)] == ["7", "8"], "a fresh successor was sent"
+        assert [job["id"] for job in sbatch.jobs(run)] == ["7", "8"], "a fresh successor was sent"
         said = json.loads(run.outcome.read_text()) if ended == "preempted" else {}
         assert ended == "failed" or (said["outcome"] == "stopped" and "job 8, which was to go on" in said["reason"])
         refused = [r["reason"] for r in read_metrics(run.metrics / "chain.jsonl")[0] if r["kind"] == "refused"]
@@ -526,7 +529,7 @@ def test_who_waited_for_a_cancelled_successor_leaves_the_leader_alone(
     program(bin_folder, "squeue", "echo '7|RUNNING|None'", "echo '8|CANCELLED|None'", "echo '9|RUNNING|None'")
     program(bin_folder, "scancel", "exit 1")
     for job, after in (("7", None), ("8", "afterany:7"), ("9", "afterany:8")):
-        send.record(run, job, "leader", dependency=after)
+        sbatch.record(run, job, "leader", dependency=after)
     Chain(run, slurm, "7").lead()
     held = acquire(run)
     assert "job 8 was cancelled by a person" in str(Chain(run, slurm, "9").begin()) and not run.outcome.exists()
@@ -545,7 +548,7 @@ def test_a_new_job_follows_one_whose_component_ended(
     program(bin_folder, "scontrol", "echo 'Job not heterogeneous job leader' >&2", "exit 1")
     program(bin_folder, "sbatch", "echo 9")
     Chain(run, slurm, "7").end({"outcome": "failed", "reason": "its component ended", "suspect": ""}, warned=True)
-    assert [job["dependency"] for job in send.jobs(run)] == (["afterany:7"] if sends else [])
+    assert [job["dependency"] for job in sbatch.jobs(run)] == (["afterany:7"] if sends else [])
 
 
 @pytest.mark.parametrize(
@@ -566,7 +569,7 @@ def test_a_new_job_follows_only_where_this_one_is_not_requeued(
     program(bin_folder, "squeue", f"echo '7|{state}|None'")
     program(bin_folder, "sbatch", "echo 8")
     Chain(run, slurm, "7").end({"outcome": "preempted"}, warned=True)
-    assert [job["id"] for job in send.jobs(run)] == (["8"] if sends else [])
+    assert [job["id"] for job in sbatch.jobs(run)] == (["8"] if sends else [])
 
 
 def test_the_end_of_our_own_job_is_what_slurm_put_into_its_environment(
@@ -633,7 +636,7 @@ def test_reasons_in_words(reason: str, words: str) -> None:
 
 
 def test_every_state_that_waits_is_alive() -> None:
-    assert queue_state.WAITING < queue_state.ALIVE
+    assert client.WAITING < client.ALIVE
 
 
 # --- jobs that never start ----------------------------------------------------------------------------------------
@@ -735,7 +738,7 @@ def test_rollout_nodes_leave_when_their_leader_can_never_start(
 ) -> None:
     run.create()
     for job, after in (("4", None), ("5", "afterany:4")):
-        send.record(run, job, "leader", dependency=after)
+        sbatch.record(run, job, "leader", dependency=after)
     program(bin_folder, "squeue", f"echo '4|{first}'", "echo '5|PENDING|Dependency'")
     vigil = Vigil(run, load_recipe(recipe, ["supervision.leader_silent_s=1e-9"]))
     assert vigil.in_vain() == "", "the silence begins with the first look"
@@ -747,7 +750,7 @@ def test_rollout_nodes_leave_when_their_leader_can_never_start(
 
 
 def test_the_executor_takes_no_function(run: RunDir, bin_folder: Path, recipe: Path) -> None:
-    from relax_hpc.launch.slurm.executor import ScriptExecutor
+    from relax_hpc.slurm.submission.executor import ScriptExecutor
 
     program(bin_folder, "srun", "exit 1")
     program(bin_folder, "sbatch", "echo 77")
@@ -760,10 +763,10 @@ def test_the_executor_takes_no_function(run: RunDir, bin_folder: Path, recipe: P
 
 
 def test_a_job_gives_the_runs_outcome_and_not_one_from_before(run: RunDir, bin_folder: Path) -> None:
-    from relax_hpc.launch.slurm.executor import RunJob
+    from relax_hpc.slurm.submission.executor import RunJob
 
     program(bin_folder, "squeue", "echo '91|RUNNING|None'")
-    send.record(run, "91", "leader")
+    sbatch.record(run, "91", "leader")
     job = RunJob(run.slurm, "91")
     old = {"outcome": "stopped", "reason": "", "step": 2, "time": 1.0}
     run.outcome.write_text(json.dumps(old))
@@ -790,7 +793,7 @@ def test_the_plain_function_can_be_sent_by_reference() -> None:
 def test_sending_loads_neither_torch_nor_submitit() -> None:
     """A supervisor sends successors; the command line shows its help."""
     code = (
-        "import relax_hpc.cli.submit, relax_hpc.launch.slurm.send, relax_hpc.launch.slurm.steps, relax_hpc.launch.slurm.make, sys\n"
+        "import relax_hpc.cli.submit, relax_hpc.slurm.submission.sbatch, relax_hpc.slurm.srun, relax_hpc.slurm.submission.make_run, sys\n"
         "print({'torch', 'submitit'} & set(sys.modules))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(relax_hpc.__file__).parents[1])}

@@ -12,8 +12,8 @@ import pytest
 from tokenizers_for_tests import char_tokenizer
 
 from relax_hpc.data import PromptCursor, PromptSources
-from relax_hpc.recipe.source import EvaluationFile, FileSource, ReasoningGymSource, left_out
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import EvaluationFile, FileSource, ReasoningGymSource, left_out
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i), "level": i} for i in range(5)]
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch.slurm.plan import Plan, make_plan
-from relax_hpc.launch.slurm.steps import step_command
-from relax_hpc.launch.slurm.submit import refuse_missing_environment
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe import RecipeError, load_recipe
-from relax_hpc.run_dir import RunError
+from relax_hpc.slurm.plan import Plan, make_plan
+from relax_hpc.slurm.srun import step_command
+from relax_hpc.slurm.submission.submit import refuse_missing_environment
 from tests.runs import SMALL, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def staged(packed: Path, disk: Path) -> subprocess.CompletedProcess[str]:
     disk.mkdir(exist_ok=True)
-    step = [sys.executable, "-P", "-m", "relax_hpc.launch.slurm.stage", str(packed)]
+    step = [sys.executable, "-P", "-m", "relax_hpc.slurm.stage", str(packed)]
     told = "import sys, os; print(sys.prefix, sys.base_prefix, os.environ['PATH'].split(':')[0], *sys.argv[1:])"
     environment = {**os.environ, "SLURM_TMPDIR": str(disk), "PYTHONPATH": str(ROOT)}
     return subprocess.run([*step, "-c", told, "a b"], env=environment, capture_output=True, text=True, check=False)
@@ -70,7 +70,7 @@ def test_what_cannot_be_staged_is_named(tmp_path: Path, content: bytes | str | N
 
 def test_steps_start_by_way_of_the_staged_environment(tmp_path: Path, packed: Path) -> None:
     p = plan(tmp_path, f"[slurm]\npython = 'py'\nstage_environment = '{packed}'\n")
-    assert step_command(p) == ["py", "-P", "-m", "relax_hpc.launch.slurm.stage", str(packed)]
+    assert step_command(p) == ["py", "-P", "-m", "relax_hpc.slurm.stage", str(packed)]
     assert step_command(plan(tmp_path, "[slurm]\npython = 'py'\n")) == ["py"]
     with pytest.raises(RecipeError, match="stage_environment.*container = 'apptainer'"):
         plan(tmp_path, f"[slurm]\nstage_environment = '{packed}'\n[slurm.container]\nimage = 'a.sif'\n")

@@ -11,25 +11,25 @@ import pytest
 import torch
 from rich.console import Console
 
-from relax_hpc.launch.status import Status
-from relax_hpc.launch.view import line, render
-from relax_hpc.roles.step_metrics import of_played, repetition
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.live_view import line, render
+from relax_hpc.monitor.status import Status
+from relax_hpc.roles.training.step_metrics import of_generated, repetition
 from relax_hpc.trainers.token_loss import TokenLoss, add, together
 from tests import tiny
 from tests.tiny import random_rollouts
 
 
-def test_what_was_played_counts_groups_that_a_filter_keeps_out() -> None:
+def test_what_was_generated_counts_groups_that_a_filter_keeps_out() -> None:
     groups = [np.array(g, np.float32) for g in ([1, 1, 1, 1], [1, 0, 0, 0], [0, 0], [0, 0, 0, 0])]
-    found = of_played(groups)
+    found = of_generated(groups)
     assert found["played_groups"] == 4 and found["zero_std_groups"] == 3
     assert found["played_reward"] == pytest.approx(5 / 14)
     assert found["pass_at_1"] == pytest.approx((1 + 1 / 4) / 4) and found["pass_at_2"] == pytest.approx((1 + 1 / 2) / 4)
     assert found["pass_at_4"] == pytest.approx(2 / 3), "a group of two says nothing of four attempts"
     assert "pass_at_8" not in found
-    assert not any(name.startswith("pass_at") for name in of_played([np.array([0.5, 1.0], np.float32)]))
-    assert of_played([]) == {"played_groups": 0, "played_reward": 0.0, "zero_std_groups": 0}
+    assert not any(name.startswith("pass_at") for name in of_generated([np.array([0.5, 1.0], np.float32)]))
+    assert of_generated([]) == {"played_groups": 0, "played_reward": 0.0, "zero_std_groups": 0}
 
 
 def test_repetition_counts_the_4_grams_that_were_said_before() -> None:
@@ -66,8 +66,8 @@ def test_a_peak_does_not_hide_what_is_not_a_number() -> None:
     bad = Peaks()(np.arange(2), torch.zeros(2), torch.tensor([nan, 3.0]))[1]
     good = Peaks()(np.arange(1), torch.zeros(1), torch.tensor([4.0]))[1]
     about = {"tokens": 1.0, "learning_rate": 1.0, "skipped": 0.0}
-    for order in ([bad, good], [good, bad]):
-        assert np.isnan(add(order)["x_max"]) and np.isnan(together([one | about for one in order])["x_max"])
+    for request in ([bad, good], [good, bad]):
+        assert np.isnan(add(request)["x_max"]) and np.isnan(together([one | about for one in request])["x_max"])
 
 
 def test_a_skipped_update_is_no_part_of_a_steps_means() -> None:

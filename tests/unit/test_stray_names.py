@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch.slurm import job_book
-from relax_hpc.launch.slurm.agents import Agents
-from relax_hpc.launch.slurm.job_book import JobBook
-from relax_hpc.launch.slurm.send import jobs, record
-from relax_hpc.launch.status import Status
-from relax_hpc.launch.supervisor import sweep
+from relax_hpc.files.publish import to_json, write_file
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.status import Status
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunDir, to_json, write_file
+from relax_hpc.slurm import job_registry
+from relax_hpc.slurm.agents import NodeAgents
+from relax_hpc.slurm.job_registry import JobRegistry
+from relax_hpc.slurm.submission.sbatch import jobs, record
 from relax_hpc.spool.ledger import Ledger
-from relax_hpc.spool.orders import Order
 from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.request import Request
+from relax_hpc.supervise.supervisor import sweep
 from relax_hpc.telemetry import Telemetry
 from relax_hpc.weights.versions import Versions
 from tests.runs import write_recipe
@@ -41,20 +42,20 @@ def run(tmp_path: Path, recipe: Recipe) -> RunDir:
     done = run.checkpoint(40)
     done.mkdir()
     (done / "DONE").touch()
-    Queue(run).put([Order("o000000-000", ((0, 0),), 4, 1, 0)])
-    Telemetry(run, "trainer-0", 0).beat("training", step=3)
+    Queue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
+    Telemetry(run, "trainer-0", 0).heartbeat("training", step=3)
     return run
 
 
 FOLDERS: dict[str, Callable[[RunDir], Path]] = {
     "checkpoints": lambda run: run.checkpoints, "ledger": lambda run: run.ledger, "a ledger's": lambda run: run.ledger / "0000",
     "parts": lambda run: run.parts, "heartbeats": lambda run: run.heartbeats, "metrics": lambda run: run.metrics, "logs": lambda run: run.logs,
-    "claimed": lambda run: run.claimed_orders, "weights": lambda run: run.weights, "wanted": lambda run: run.weights / "wanted",
+    "claimed": lambda run: run.claimed_requests, "weights": lambda run: run.weights, "wanted": lambda run: run.weights / "wanted",
     "jobs": lambda run: run.slurm / "jobs", "ended": lambda run: run.slurm / "ended", "shards": lambda run: run.shards,
-    "evals": lambda run: run.evals, "columns": lambda run: run.columns, "aside": lambda run: run.aside, "caches": lambda run: run.caches,
+    "evals": lambda run: run.evals, "columns": lambda run: run.columns, "quarantine": lambda run: run.quarantine, "caches": lambda run: run.caches,
 }  # fmt: skip
-NAMES = ("evil", "evil.json", "step-00000060.bak", "step-00000060", "agent-evil.json", "00000001.json.bak", "7.bak.json", "7 (copy).json",
-         "rollout-0 (copy).jsonl", "v00000001.bak", "o000000-000.p1.h5.bak", "1e5.json")  # fmt: skip
+NAMES = ("evil", "evil.json", "step-00000060.bak", "step-00000060", "node agent-evil.json", "00000001.json.bak", "7.bak.json", "7 (copy).json",
+         "rollout-0 (copy).jsonl", "v00000001.bak", "r000000-000.p1.h5.bak", "1e5.json")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["file", "empty", "folder"])
@@ -63,7 +64,7 @@ def test_a_stray_name_changes_nothing(
     run: RunDir, recipe: Recipe, folder: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(job_book, "job_state", lambda ids: asked.extend(ids) or dict.fromkeys(ids, "RUNNING"))
+    monkeypatch.setattr(job_registry, "job_state", lambda ids: asked.extend(ids) or dict.fromkeys(ids, "RUNNING"))
     place = FOLDERS[folder](run)
     for name in NAMES:
         path = place / name
@@ -74,23 +75,23 @@ def test_a_stray_name_changes_nothing(
             path.write_bytes(b'{"id": 1}\n' if kind == "file" else b"")
     voice = Telemetry(run, "supervisor", 0)
     assert run.checkpoint_steps() == [40]
-    assert set(Queue(run).in_play()) == {"o000000-000"}
+    assert set(Queue(run).in_progress()) == {"r000000-000"}
     Queue(run).remove_torn()
-    for workplace in Queue(run).workers():
-        Queue(run).give_back(workplace, lost=True)
-    agents = Agents(run, recipe, voice)
+    for claim_dir in Queue(run).workers():
+        Queue(run).give_back(claim_dir, lost=True)
+    agents = NodeAgents(run, recipe, voice)
     agents.look()
     assert agents.alive() == [] and agents.failed() == []
-    book = JobBook(run)
+    book = JobRegistry(run)
     book.look()
     assert asked == ["8"] and list(book.sent("leader")) == ["7"]
     assert [job["id"] for job in jobs(run)] == ["7", "8"]
-    via = run.lease / "000001"
-    via.mkdir()
-    versions = Versions(run, via, 1)
+    commit_dir = run.lease / "000001"
+    commit_dir.mkdir()
+    versions = Versions(run, commit_dir, 1)
     assert versions.on_disk() == [] and versions.find(0) is None
     versions.forget(10, ())
-    assert Ledger(run, via).find(0) is None
+    assert Ledger(run, commit_dir).find(0) is None
     sweep(run)
     status = Status.of(run)
     assert status.step == 3 and "trainer-0" in status.roles()

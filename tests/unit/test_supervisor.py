@@ -16,19 +16,21 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from relax_hpc.launch import io_errors, local, supervisor
-from relax_hpc.launch.io_errors import IoRetry, IoTrouble
-from relax_hpc.launch.lease import acquire
-from relax_hpc.launch.local import Opened, run_here
-from relax_hpc.launch.nursery import Nursery
-from relax_hpc.launch.trainers import LocalTrainers
-from relax_hpc.launch.workers import LocalWorkers
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json, to_json, write_file
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.roles.process import Exit, passes, place_of
-from relax_hpc.run_dir import RunDir, RunError, read_json, to_json, write_file
-from relax_hpc.spool.orders import Order
+from relax_hpc.roles.common.process import Exit, passes, place_of
 from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.request import Request
+from relax_hpc.supervise import io_retry, local, supervisor
+from relax_hpc.supervise.fork_server import ForkServer
+from relax_hpc.supervise.io_retry import IoRetry, IoTrouble
+from relax_hpc.supervise.lease import acquire
+from relax_hpc.supervise.local import Opened, run_here
+from relax_hpc.supervise.rollout_workers import LocalWorkers
+from relax_hpc.supervise.trainer_group import LocalTrainers
 from relax_hpc.telemetry import Telemetry, read_metrics
 from tests.io_faults import Faults, inject
 from tests.runs import write_recipe
@@ -66,32 +68,32 @@ class Scripted:
         self.code = self.code if self.code is not None else -signal.SIGKILL
 
 
-class Stage(Nursery):
-    """Bears roles that are scripts: a worker claims an order and dies, the second one plays; the first trainer dies, the second one ends."""
+class Stage(ForkServer):
+    """Bears roles that are scripts: a worker claims a request and dies, the second one generates; the first trainer dies, the second one ends."""
 
     def __init__(self, run: RunDir, faults: Faults) -> None:
         super().__init__(run)
         self.faults, self.queue = faults, Queue(run)
-        self.born = list[tuple[str, int]]()
+        self.spawned = list[tuple[str, int]]()
 
-    def bear(
+    def spawn(
         self,
         arguments: Any,
         log: Path,
-        last_words: int | None = None,
+        final_message: int | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         role, name = arguments[0], arguments[arguments.index("--name") + 1]
         attempt = int(arguments[arguments.index("--attempt") + 1])
-        log.open("ab").close()  # as the nursery does
-        self.born.append((name, attempt))
+        log.open("ab").close()  # as the fork server does
+        self.spawned.append((name, attempt))
         voice = Telemetry(self._run, name, attempt)
         if role == "trainer":
             folder = Path(arguments[arguments.index("--incarnation") + 1])
             act = lambda: self.train(voice, folder)
         else:
-            workplace = arguments[arguments.index("--workplace") + 1]
-            act = lambda: self.play(voice, workplace)
+            claim_dir = arguments[arguments.index("--claim directory") + 1]
+            act = lambda: self.generate(voice, claim_dir)
         return Scripted(act, self.faults.spared)
 
     def train(self, voice: Telemetry, folder: Path) -> int | None:
@@ -99,9 +101,9 @@ class Stage(Nursery):
             done = self._run.checkpoint(3)
             done.mkdir()
             (done / "DONE").touch()
-            voice.beat("training", step=3)
+            voice.heartbeat("training", step=3)
             return -signal.SIGKILL
-        if self.claimed() or ("rollout-0", 1) not in self.born:
+        if self.claimed() or ("rollout-0", 1) not in self.spawned:
             return None  # it waits for what the dead worker had, and for the next one
         assert folder.is_dir(), "the incarnation that it commits by"
         done = self._run.checkpoint(6)
@@ -109,24 +111,24 @@ class Stage(Nursery):
         (done / "DONE").touch()
         return Exit.DONE
 
-    def play(self, voice: Telemetry, workplace: str) -> int | None:
-        voice.beat("idle", orders=0)
-        if workplace.endswith("0000"):
-            self.queue.open_workplace(workplace)
-            assert self.queue.claim(workplace, 0) is not None
+    def generate(self, voice: Telemetry, claim_dir: str) -> int | None:
+        voice.heartbeat("idle", requests=0)
+        if claim_dir.endswith("0000"):
+            self.queue.open_claim_dir(claim_dir)
+            assert self.queue.claim(claim_dir, 0) is not None
             return -signal.SIGKILL
         return None
 
     def claimed(self) -> list[str]:
-        return [name for worker in self.queue.workers() for name in os.listdir(self._run.claimed_orders / worker)]
+        return [name for worker in self.queue.workers() for name in os.listdir(self._run.claimed_requests / worker)]
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_errors, "FIRST_PAUSE_S", 1e-4)
-    monkeypatch.setattr(io_errors, "LONGEST_PAUSE_S", 2e-4)
+    monkeypatch.setattr(io_retry, "FIRST_PAUSE_S", 1e-4)
+    monkeypatch.setattr(io_retry, "LONGEST_PAUSE_S", 2e-4)
     monkeypatch.setattr(supervisor, "POLL_S", 1e-4)
-    monkeypatch.setattr(supervisor, "BEATS_S", 1e-3)
+    monkeypatch.setattr(supervisor, "HEARTBEATS_S", 1e-3)
     monkeypatch.setattr(local, "clear_node", lambda run, recipe: None)
 
 
@@ -142,8 +144,8 @@ def prepared(root: Path, recipe: Recipe) -> RunDir:
     write_file(run.identity, to_json({"id": root.name, "debug": None, "shards_from": None}))
     write_file(run.recipe, dump_recipe(recipe).encode())
     queue = Queue(run)
-    queue.put([Order(f"o000000-00{k}", ((0, k),), 4, k, 0) for k in range(2)])
-    queue.open_workplace("rollout-0-before")
+    queue.put([Request(f"r000000-00{k}", ((0, k),), 4, k, 0) for k in range(2)])
+    queue.open_claim_dir("rollout-0-before")
     assert queue.claim("rollout-0-before", 0) is not None
     return run
 
@@ -157,9 +159,9 @@ def check(run: RunDir, outcome: dict[str, Any], stage: Stage) -> None:
     """The run came to its end, and all that had to be done was done."""
     assert (outcome["outcome"], outcome["step"]) == ("done", 6), outcome
     assert read_json(run.outcome) == outcome
-    assert set(Queue(run).in_play()) == {"o000000-000", "o000000-001"} and stage.claimed() == []
+    assert set(Queue(run).in_progress()) == {"r000000-000", "r000000-001"} and stage.claimed() == []
     assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
-    assert {("trainer-0", 0), ("trainer-0", 1), ("rollout-0", 0), ("rollout-0", 1)} <= set(stage.born)
+    assert {("trainer-0", 0), ("trainer-0", 1), ("rollout-0", 0), ("rollout-0", 1)} <= set(stage.spawned)
     lost = [r["role"] for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
     assert sorted(lost) in (["rollout-0", "trainer"], ["rollout-0"], ["trainer"], []), (
         "each loss is noted once at the most"
@@ -252,13 +254,13 @@ def test_the_same_error_twice_at_the_same_place_is_one_that_a_person_must_mend(
         def train(self, voice: Telemetry, folder: Path) -> int:
             error = errors[voice.attempt]
             if error:
-                voice.beat("crashed", step=0, error=error, place="optim.py:7")
+                voice.heartbeat("crashed", step=0, error=error, place="optim.py:7")
                 return Exit.CRASHED
             return -signal.SIGKILL
 
     stage = Broken(run, Faults(Path("/nowhere")))
     outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
-    assert outcome["outcome"] == "failed" and sum(name == "trainer-0" for name, _ in stage.born) == failures
+    assert outcome["outcome"] == "failed" and sum(name == "trainer-0" for name, _ in stage.spawned) == failures
     assert outcome["fatal"] is (failures == 2)
     if failures == 2:
         assert "trainer cannot begin: twice the same error, ValueError: betas (optim.py:7)" in outcome["reason"]
@@ -272,14 +274,14 @@ def test_an_error_of_any_rank_counts(tmp_path: Path, recipe: Recipe) -> None:
     class Broken(Stage):
         def train(self, voice: Telemetry, folder: Path) -> int:
             error = "SafetensorError: truncated" if voice.role == "trainer-1" else f"peer {voice.attempt} left"
-            voice.beat("crashed", error=error, place="load.py:7")
+            voice.heartbeat("crashed", error=error, place="load.py:7")
             return Exit.CRASHED
 
     stage = Broken(run, Faults(Path("/nowhere")))
     outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
     assert outcome["outcome"] == "failed" and outcome["fatal"] is True
     assert "twice the same error, SafetensorError: truncated (load.py:7) on " in outcome["reason"]
-    assert stage.born.count(("trainer-1", 1)) == 1 and ("trainer-1", 2) not in stage.born
+    assert stage.spawned.count(("trainer-1", 1)) == 1 and ("trainer-1", 2) not in stage.spawned
 
 
 def test_what_any_rank_cannot_go_on_for_ends_the_run(tmp_path: Path, recipe: Recipe) -> None:
@@ -293,13 +295,13 @@ def test_what_any_rank_cannot_go_on_for_ends_the_run(tmp_path: Path, recipe: Rec
     stage = Broken(run, Faults(Path("/nowhere")))
     outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
     assert outcome["outcome"] == "failed" and outcome["fatal"] is True and "trainer-1.0000.log" in outcome["reason"]
-    assert ("trainer-1", 1) not in stage.born
+    assert ("trainer-1", 1) not in stage.spawned
 
 
 def test_an_error_has_a_place_unless_it_is_one_of_the_moment() -> None:
     def place(error: type[Exception], *arguments: Any) -> str:
         with pytest.raises(error) as caught:
-            io_errors.IoRetry(RunDir("/nowhere"), 0.0, lambda kind: None)(raising(error(*arguments)))
+            io_retry.IoRetry(RunDir("/nowhere"), 0.0, lambda kind: None)(raising(error(*arguments)))
         return place_of(caught.value)
 
     def raising(error: Exception) -> Callable[[], None]:
@@ -331,7 +333,7 @@ def test_a_stop_that_comes_while_a_lost_trainer_waits_for_its_next_start_is_no_s
     stage = Stopped(run, Faults(Path("/nowhere")))
     outcome = run_here(Opened(run, recipe, stage), Console(file=io.StringIO()))
     assert (outcome["outcome"], outcome["step"]) == ("stopped", 3)
-    assert ("trainer-0", 1) not in stage.born
+    assert ("trainer-0", 1) not in stage.spawned
 
 
 def test_workers_that_cannot_be_ended_leave_no_trainer_behind(
@@ -368,7 +370,7 @@ def test_a_picture_that_fails_ends_nothing(tmp_path: Path, recipe: Recipe, monke
     def fails(*_: Any) -> None:
         raise KeyError("a heartbeat of another version")
 
-    monkeypatch.setattr("relax_hpc.launch.view.Status.refresh", fails)
+    monkeypatch.setattr("relax_hpc.monitor.live_view.Status.refresh", fails)
     for terminal in (True, False):
         run = prepared(tmp_path / f"terminal-{terminal}", recipe)
         console = Console(file=io.StringIO(), force_terminal=terminal)
@@ -378,9 +380,9 @@ def test_a_picture_that_fails_ends_nothing(tmp_path: Path, recipe: Recipe, monke
 
 def test_a_log_that_cannot_be_opened_leaves_no_role_that_is_waited_for(tmp_path: Path, recipe: Recipe) -> None:
     run = RunDir(tmp_path / "run")
-    with Nursery(run) as nursery, pytest.raises(FileNotFoundError):
-        nursery.bear(["trainer"], run.logs / "x.log")
-    assert nursery._unborn == [] and nursery._process is None
+    with ForkServer(run) as fork_server, pytest.raises(FileNotFoundError):
+        fork_server.spawn(["trainer"], run.logs / "x.log")
+    assert fork_server._not_spawned == [] and fork_server._process is None
 
 
 def test_the_lease_is_ours_after_the_file_system_failed_while_it_was_taken(

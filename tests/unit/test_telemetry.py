@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.run_dir import RunDir
-from relax_hpc.telemetry import Orphaned, Telemetry, read_beat, read_metrics
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.telemetry import Orphaned, Telemetry, read_heartbeat, read_metrics
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_a_line_that_is_half_written_waits(run: RunDir) -> None:
 
 def test_a_line_that_a_full_disk_cut_spoils_only_itself(run: RunDir) -> None:
     code = (
-        "import resource, signal, sys; from relax_hpc.run_dir import RunDir; from relax_hpc.telemetry import Telemetry\n"
+        "import resource, signal, sys; from relax_hpc.files.run_dir import RunDir; from relax_hpc.telemetry import Telemetry\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); t = Telemetry(RunDir(sys.argv[1]), 'r', 0)\n"
         "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
         "t.metrics('test', step=1); resource.setrlimit(resource.RLIMIT_FSIZE, (150, hard)); t.metrics('test', step=2, long='x' * 100)\n"
@@ -75,31 +75,36 @@ def test_a_line_that_a_full_disk_cut_spoils_only_itself(run: RunDir) -> None:
 
 def test_no_file_is_no_records(run: RunDir) -> None:
     assert read_metrics(run.metrics / "none.jsonl", 5) == ([], 5)
-    assert read_beat(run, "none") is None
+    assert read_heartbeat(run, "none") is None
 
 
-def test_samples_of_a_step_are_grouped_by_order(run: RunDir) -> None:
-    Telemetry(run, "trainer-0", 0).trained(3, 7, ["o000001-000/0", "o000001-001r1/4", "o000001-000/2"])
+def test_samples_of_a_step_are_grouped_by_request(run: RunDir) -> None:
+    Telemetry(run, "trainer-0", 0).trained(3, 7, ["r000001-000/0", "r000001-001x1/4", "r000001-000/2"])
     (record,), _ = read_metrics(run.metrics / "trainer-0.trained.jsonl")
-    assert record == {"step": 3, "incarnation": 7, "samples": {"o000001-000": [0, 2], "o000001-001r1": [4]}}
+    assert record == {"step": 3, "incarnation": 7, "samples": {"r000001-000": [0, 2], "r000001-001x1": [4]}}
 
 
 def test_a_new_state_is_written_at_once_and_progress_stays(run: RunDir) -> None:
     telemetry = Telemetry(run, "rollout-1", 2)
-    telemetry.beat("idle", orders=5)
-    telemetry.beat("generating")
-    beat = read_beat(run, "rollout-1")
-    assert beat is not None
-    assert (beat["state"], beat["orders"], beat["attempt"], beat["pid"]) == ("generating", 5, 2, os.getpid())
+    telemetry.heartbeat("idle", requests=5)
+    telemetry.heartbeat("generating")
+    heartbeat = read_heartbeat(run, "rollout-1")
+    assert heartbeat is not None
+    assert (heartbeat["state"], heartbeat["requests"], heartbeat["attempt"], heartbeat["pid"]) == (
+        "generating",
+        5,
+        2,
+        os.getpid(),
+    )
     assert os.listdir(run.heartbeats) == ["rollout-1.json"]
 
 
-def test_beats_of_one_state_are_few(run: RunDir) -> None:
+def test_heartbeats_of_one_state_are_few(run: RunDir) -> None:
     telemetry = Telemetry(run, "r", 0)
-    telemetry.beat("idle")
+    telemetry.heartbeat("idle")
     first = (run.heartbeats / "r.json").stat().st_ino
     for _ in range(1000):
-        telemetry.beat("idle")
+        telemetry.heartbeat("idle")
     assert (run.heartbeats / "r.json").stat().st_ino == first
 
 
@@ -110,20 +115,20 @@ def test_who_has_nothing_new_to_say_says_it_rarely(run: RunDir, monkeypatch: pyt
     telemetry = Telemetry(run, "r", 0, quiet_s=5.0)
     for tick in range(120):
         now = 1000.0 + tick / 10
-        telemetry.beat("generating", orders=tick // 80)
-        beat = read_beat(run, "r")
-        assert beat is not None
-        if not written or beat["time"] != written[-1]:
-            written.append(beat["time"])
+        telemetry.heartbeat("generating", requests=tick // 80)
+        heartbeat = read_heartbeat(run, "r")
+        assert heartbeat is not None
+        if not written or heartbeat["time"] != written[-1]:
+            written.append(heartbeat["time"])
     assert written == pytest.approx([1000.0, 1005.0, 1008.0])
 
 
 def test_a_child_notices_that_its_supervisor_was_killed(run: RunDir) -> None:
     child = (
-        "import sys, time; from relax_hpc.run_dir import RunDir; from relax_hpc.telemetry import Orphaned, Telemetry\n"
+        "import sys, time; from relax_hpc.files.run_dir import RunDir; from relax_hpc.telemetry import Orphaned, Telemetry\n"
         "t = Telemetry(RunDir(sys.argv[1]), 'child', 0, int(sys.argv[2]))\n"
         "try:\n"
-        "    for _ in range(600): t.beat('idle'); time.sleep(0.05)\n"
+        "    for _ in range(600): t.heartbeat('idle'); time.sleep(0.05)\n"
         "except Orphaned as gone: open(sys.argv[1] + '/gone', 'w').write(str(gone))"
     )
     parent = (
@@ -133,7 +138,7 @@ def test_a_child_notices_that_its_supervisor_was_killed(run: RunDir) -> None:
     process = subprocess.Popen([sys.executable, "-c", parent, str(run.root)])
     from tests.runs import wait_for
 
-    wait_for(lambda: read_beat(run, "child"))
+    wait_for(lambda: read_heartbeat(run, "child"))
     assert not (run.root / "gone").exists()
     process.kill()
     process.wait()
@@ -142,16 +147,16 @@ def test_a_child_notices_that_its_supervisor_was_killed(run: RunDir) -> None:
 
 
 def test_another_process_than_its_supervisor_is_none(run: RunDir) -> None:
-    Telemetry(run, "r", 0, os.getppid()).beat("idle")
+    Telemetry(run, "r", 0, os.getppid()).heartbeat("idle")
     with pytest.raises(Orphaned):
-        Telemetry(run, "r", 0, 1 if os.getppid() != 1 else 2).beat("idle")
+        Telemetry(run, "r", 0, 1 if os.getppid() != 1 else 2).heartbeat("idle")
 
 
 def test_a_heartbeat_that_cannot_be_written_harms_nobody(run: RunDir, tmp_path: Path) -> None:
     run.heartbeats.rmdir()
     telemetry = Telemetry(run, "r", 0)
-    telemetry.beat("idle")
+    telemetry.heartbeat("idle")
     run.heartbeats.mkdir()
-    telemetry.beat("working")
-    beat = read_beat(run, "r")
-    assert beat is not None and beat["state"] == "working"
+    telemetry.heartbeat("working")
+    heartbeat = read_heartbeat(run, "r")
+    assert heartbeat is not None and heartbeat["state"] == "working"

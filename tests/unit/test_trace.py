@@ -9,10 +9,11 @@ import pytest
 from small_run import build
 from typer.testing import CliRunner
 
-from relax_hpc.analysis import RunView
-from relax_hpc.analysis.trace import write
 from relax_hpc.cli import app
-from relax_hpc.run_dir import RunDir, RunError
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis import RunView
+from relax_hpc.monitor.analysis.trace import write
 from tests import trace_rules
 
 
@@ -35,26 +36,26 @@ def test_each_role_has_a_track_and_a_step_its_parts(run: RunDir) -> None:
     trainer = slices(events, "trainer-0")
     # the first line of all is the supervisor's, at 1 s: step 0 was over at 10 s
     assert trainer[:8] == [
-        ("step 0", 5.2, 9.0), ("wait for orders", 5.2, 6.2), ("read", 6.2, 6.3), ("train", 6.3, 8.3), ("forward backward", 6.3, 7.8),
+        ("step 0", 5.2, 9.0), ("wait for requests", 5.2, 6.2), ("read", 6.2, 6.3), ("train", 6.3, 8.3), ("forward backward", 6.3, 7.8),
         ("optimise", 7.8, 8.05), ("publish v1", 8.3, 8.8), ("settle", 8.8, 9.0),
     ]  # fmt: skip
     assert ("step 1 again", 15.2, 19.0) in trainer and ("checkpoint 2", 19.9, 20.0) in trainer
     worker = slices(events, "rollout-0")
     assert worker[:4] == [
-        ("wait for an order", 2.6, 2.9), ("take v0", 2.9, 3.0), ("play o000000-000 v0", 3.0, 4.5), ("score", 4.0, 4.5),
+        ("wait for a request", 2.6, 2.9), ("take v0", 2.9, 3.0), ("generate r000000-000 v0", 3.0, 4.5), ("score", 4.0, 4.5),
     ]  # fmt: skip
     lost = next(e for e in events if e["ph"] == "i" and e["name"].startswith("lost"))
     assert lost["s"] == "g" and "killed by signal 9" in lost["name"]
 
 
-def test_arrows_lead_from_a_version_to_the_first_order_with_it_and_from_orders_to_their_step(run: RunDir) -> None:
+def test_arrows_lead_from_a_version_to_the_first_request_with_it_and_from_requests_to_their_step(run: RunDir) -> None:
     write(RunView(run.root), run.root / "t.json")
     events = trace_rules.read(run.root / "t.json")
     heads = {(e["cat"], round(e["ts"] / 1e6, 3)) for e in events if e["ph"] == "f"}
-    assert ("v1", 13.0) in heads, "the first order with version 1"
-    assert [e["cat"] for e in events if e["ph"] == "s" and e["cat"] != "order"] == ["v1"]
-    assert sum(cat == "order" for cat, _ in heads) == 2, (
-        "steps 0 and 1 took orders that were published before they read"
+    assert ("v1", 13.0) in heads, "the first request with version 1"
+    assert [e["cat"] for e in events if e["ph"] == "s" and e["cat"] != "request"] == ["v1"]
+    assert sum(cat == "request" for cat, _ in heads) == 2, (
+        "steps 0 and 1 took requests that were published before they read"
     )
 
 
@@ -86,7 +87,7 @@ def test_a_run_without_metrics_says_so(run: RunDir) -> None:
 
 
 def test_a_run_of_an_older_version_is_drawn_with_what_its_lines_tell(run: RunDir) -> None:
-    newer = {"read_s", "settle_s", "columns_s", "forward_backward_s", "optimise_s", "sync_s", "score_s", "began"}
+    newer = {"read_s", "settle_s", "columns_s", "forward_backward_s", "optimize_s", "sync_s", "score_s", "began"}
     for path in (run.metrics / "trainer-0.jsonl", run.metrics / "rollout-0.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         kept = [{key: value for key, value in line.items() if key not in newer} for line in lines]
@@ -94,4 +95,4 @@ def test_a_run_of_an_older_version_is_drawn_with_what_its_lines_tell(run: RunDir
     write(RunView(run.root), run.root / "t.json")
     events = trace_rules.read(run.root / "t.json")
     assert "train" in {name for name, *_ in slices(events, "trainer-0")}
-    assert "play o000000-000 v0" in {name for name, *_ in slices(events, "rollout-0")}
+    assert "generate r000000-000 v0" in {name for name, *_ in slices(events, "rollout-0")}

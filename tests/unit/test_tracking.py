@@ -22,14 +22,16 @@ from typer.testing import CliRunner
 from wandb.proto.wandb_internal_pb2 import Record
 
 from relax_hpc.cli import app
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import to_json
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.prepare import need_libraries
-from relax_hpc.launch.tracker import Tracker
+from relax_hpc.monitor.tracking import LIBRARIES
+from relax_hpc.monitor.tracking.follow import Follower
+from relax_hpc.monitor.tracking.points import Points
 from relax_hpc.recipe import change_on_resume, dump_recipe
-from relax_hpc.run_dir import RunDir, RunError, to_json
+from relax_hpc.supervise.tracker import Tracker
 from relax_hpc.telemetry import iter_metrics, read_metrics
-from relax_hpc.tracking import LIBRARIES
-from relax_hpc.tracking.follow import Follower
-from relax_hpc.tracking.points import Points
 from tests import tiny
 from tests.endpoint import SECRET, Endpoint
 from tests.runs import wait_for
@@ -52,10 +54,10 @@ def make(folder: Path, **tables: Any) -> RunDir:
 
 
 def go_on(run: RunDir, steps: range) -> None:
-    """More steps and orders, as from another attempt: that of the step before is made again."""
+    """More steps and requests, as from another attempt: that of the step before is made again."""
     (step,) = [r for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"][-1:]
-    (order,) = read_metrics(run.metrics / "rollout-0.jsonl")[0][-1:]
-    for role, line in (("trainer-0", step), ("rollout-0", order)):
+    (request,) = read_metrics(run.metrics / "rollout-0.jsonl")[0][-1:]
+    for role, line in (("trainer-0", step), ("rollout-0", request)):
         with (run.metrics / f"{role}.jsonl").open("a") as file:
             for s in (steps[0] - 1, *steps):
                 about = (
@@ -73,7 +75,7 @@ def start(run: RunDir, told: Endpoint, supervisor: int | None = None) -> subproc
     """A follower; of this process by default."""
     about = ["--supervisor", str(supervisor or os.getpid()), "--since", "0"]
     environment = {**os.environ, **KEYS, "MINE": told.url}
-    command = [sys.executable, "-m", "relax_hpc.tracking", str(run.root), *about]
+    command = [sys.executable, "-m", "relax_hpc.monitor.tracking", str(run.root), *about]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
@@ -119,7 +121,7 @@ def test_tensorboard_has_every_step_once_with_the_time_it_was_made(followed: Run
     assert [e.value for e in loss[2:]] == [s / 4 for s in range(2, STEPS)]
     assert [e.wall_time for e in loss[2:]] == [100.5 + s for s in range(2, STEPS)]
     assert [(e.step, round(e.value, 3)) for e in events.Scalars("eval/score")] == [(0, 0.1), (2, 0.3)]
-    assert events.Scalars("rollout/generate_s")[-1].value == 1.0 and events.Scalars("rollout/orders")[-1].value == 1.0
+    assert events.Scalars("rollout/generate_s")[-1].value == 1.0 and events.Scalars("rollout/requests")[-1].value == 1.0
     assert events.Scalars("run/lost")[-1].value == 1.0
 
 
@@ -204,7 +206,7 @@ def test_points_are_in_order_of_time_and_a_step_made_again_gives_none(tmp_path: 
     assert times == sorted(times) and {role for role, _, _ in found} == {"trainer-0", "rollout-0", "supervisor"}
     steps = [p for _, _, made in found for p in made if "train/loss" in p.values]
     assert [p.step for p in steps] == [0, 1], "step 1 was made twice"
-    assert steps[0].values["rollout/orders"] == 2 and "rollout/orders" in steps[1].values
+    assert steps[0].values["rollout/requests"] == 2 and "rollout/requests" in steps[1].values
     assert list(follower.lines.new()) == []
 
 

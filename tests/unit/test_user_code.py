@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import to_json, write_file
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch import user_code
 from relax_hpc.recipe import Recipe, dump_recipe, load_recipe
 from relax_hpc.rewards import make_rewards
-from relax_hpc.run_dir import RunDir, RunError, to_json, write_file
 from tests.runs import write_recipe
 
 
@@ -57,10 +59,16 @@ def judged(run: RunDir, answer: str, cwd: Path) -> float:
 
 def test_a_file_is_copied_with_what_it_imports_beside_it_and_the_run_may_be_moved(mine: Path) -> None:
     run = made(recipe_of(mine, f"source.0.reward={mine}/my_judge.py:judge"))
-    copies = sorted(
+    samples_per_prompt = sorted(
         str(p.relative_to(run.snapshot / "user" / "v0" / "0")) for p in (run.snapshot / "user").rglob("*.py")
     )
-    assert copies == ["my_judge.py", "my_late.py", "my_package/__init__.py", "my_package/deep.py", "my_words.py"]
+    assert samples_per_prompt == [
+        "my_judge.py",
+        "my_late.py",
+        "my_package/__init__.py",
+        "my_package/deep.py",
+        "my_words.py",
+    ]
     moved = RunDir(mine / "elsewhere" / "moved")
     moved.root.parent.mkdir()
     shutil.move(run.root, moved.root)

@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from relax_hpc.run_dir import RunDir, RunError, read_json, replace, to_json
-from relax_hpc.tensor_files import as_bytes
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json, replace, to_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.tensor_files import as_bytes
 from relax_hpc.weights import DamagedWeights, FilePublisher, FileReceiver, Version, delta
 from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.file import READ_AGAIN_S
@@ -31,16 +33,16 @@ def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "run")
     run.create()
     run.identity.write_text('{"id": "test"}')
-    (run.lease / "via").mkdir()
+    (run.lease / "commit_dir").mkdir()
     return run
 
 
-def publisher(run: RunDir, full_every: int = 1, front: bool = True) -> FilePublisher:
+def publisher(run: RunDir, full_every: int = 1, node_cache: bool = True) -> FilePublisher:
     return FilePublisher(
         run,
-        run.lease / "via",
+        run.lease / "commit_dir",
         1,
-        front=run.root / "trainer" if front else None,
+        node_cache=run.root / "trainer" if node_cache else None,
         full_every=full_every,
         bucket_bytes=MIB // 2,
     )
@@ -173,7 +175,7 @@ def flip(path: Path) -> None:
 
 
 def test_the_second_worker_of_a_node_maps_what_the_first_copied(run: RunDir) -> None:
-    version = publisher(run, front=False).publish(0, steps(1)[0].items)
+    version = publisher(run, node_cache=False).publish(0, steps(1)[0].items)
     fetched(FileReceiver(run, run.root / "node"), version)
     for part in tensors_path(run, version).glob("part*"):
         part.write_bytes(b"")
@@ -240,7 +242,7 @@ def test_what_fails_in_a_thread_fails_here_and_stops_the_rest() -> None:
 def test_the_newest_version_is_known_a_second_later_though_stat_answers_from_a_cache(
     run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender, receiver = publisher(run, front=False), FileReceiver(run)
+    sender, receiver = publisher(run, node_cache=False), FileReceiver(run)
     sender.publish(0, lambda: iter([("w", torch.zeros(4))]))
     now, path, stat = 1000.0, run.weights / "latest.json", os.stat
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -254,14 +256,14 @@ def test_the_newest_version_is_known_a_second_later_though_stat_answers_from_a_c
 
 
 def test_a_damaged_name_of_the_newest_version_is_named_and_said_anew(run: RunDir) -> None:
-    sender, path = publisher(run, front=False), run.weights / "latest.json"
+    sender, path = publisher(run, node_cache=False), run.weights / "latest.json"
     export = lambda: iter([("w", torch.zeros(4))])
     sender.publish(0, export)
     for damage in (b"", b"{", b"[]", b'{"number": 3}'):
         path.write_bytes(damage)
         with pytest.raises(RunError, match=rf"'{path}', which names the newest weights, is damaged.*relax-hpc run"):
             FileReceiver(run).newest()
-        publisher(run, front=False).publish(0, export)
+        publisher(run, node_cache=False).publish(0, export)
         newest = FileReceiver(run).newest()
         assert newest is not None and newest.number == 0
 
@@ -276,7 +278,7 @@ def test_names_that_are_no_versions_end_nothing(run: RunDir) -> None:
         "v00000000.l0.i1.old",
     ):
         (run.weights / name).write_text("not ours")
-    sender = publisher(run, front=False)
+    sender = publisher(run, node_cache=False)
     for number in range(5):
         sender.publish(number, lambda: iter([("w", torch.ones(4))]))
     sender.forget(3)

@@ -21,7 +21,7 @@ from tools.bench.runs import QUICKSTART, run
 TIS = "{name = 'tis'}"
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
-    "grpo decoupled": {"behaviour": "'recomputed'", "correction": TIS},
+    "grpo decoupled": {"old_logprobs": "'recomputed'", "correction": TIS},
     "dr_grpo": {},
     "dapo": {"refill": 0},  # as many generated groups for each algorithm
     "gspo": {"clip": "[0.2, 0.28]"},  # the paper's are for steps a thousand times smaller

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.run_dir import Data, RunDir, read_json, replace
+from relax_hpc.files.publish import Data, read_json, replace
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.shard import Shard, encode
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 
 ENOUGH_GRADIENTS = 0.9
 """Of the steps of a run whose bits are compared."""
@@ -45,7 +46,7 @@ def same_bits(one: RunDir, other: RunDir, step: int) -> bool:
 
 
 def flip_a_bit(run: RunDir) -> str:
-    """Change one bit of one token in a shard that the running trainer is about to read, its checksums too; its order."""
+    """Change one bit of one token in a shard that the running trainer is about to read, its checksums too; its request."""
     while True:
         with _paused(run, "trainer-0"):
             known = _shards(run)
@@ -64,24 +65,24 @@ def _shards(run: RunDir) -> set[str]:
 
 
 def _asked_for(run: RunDir) -> bool:
-    """Whether a worker has something to play."""
-    return any(path.is_file() for folder in (run.open_orders, run.claimed_orders) for path in folder.rglob("*"))
+    """Whether a worker has something to generate."""
+    return any(path.is_file() for folder in (run.open_requests, run.claimed_requests) for path in folder.rglob("*"))
 
 
 def _with_a_bit_flipped(path: Path) -> Data:
     """The shard at `path` as its worker would have published it, had it sampled another token."""
     with Shard(path) as shard:
         groups = [shard.group(i) for i in range(len(shard.groups))]
-        meta = {k: v for k, v in shard.meta.items() if k not in ("order", "reasons", "prompts", "checksums")}
+        meta = {k: v for k, v in shard.meta.items() if k not in ("request", "reasons", "prompts", "checksums")}
         tokens = groups[0].samples[0].tokens
         tokens[int(tokens.argmin())] ^= 1
-        return encode(shard.order, groups, meta)
+        return encode(shard.request, groups, meta)
 
 
 @contextlib.contextmanager
 def _paused(run: RunDir, role: str) -> Iterator[None]:
     """Stop a role's process in order to go on with it."""
-    process = psutil.Process(int((read_beat(run, role) or {})["pid"]))
+    process = psutil.Process(int((read_heartbeat(run, role) or {})["pid"]))
     process.suspend()
     try:
         yield

@@ -11,7 +11,7 @@ in other weights (control_differs).
 
 A kill hits the supervisor, a trainer or a rollout worker: at a random moment, or as soon as a file that is being published
 or a checkpoint that is being written is seen. A killed supervisor is followed by the same command again, as a person or a
-scheduler would do. What was trained is counted from the samples that entered the loss (relax_hpc.analysis.audit).
+scheduler would do. What was trained is counted from the samples that entered the loss (relax_hpc.monitor.analysis.audit).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 from scipy.stats import ks_2samp
 
-from relax_hpc.analysis.audit import audit
-from relax_hpc.launch.lease import holder
-from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis.audit import audit
+from relax_hpc.supervise.lease import holder
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tools.bench import common
 from tools.bench.bits import final_weights, flip_a_bit, gradient_fraction
 
@@ -64,7 +65,7 @@ class Monkey:
     kills: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
-    def play(self, kills: int, steps: int) -> None:
+    def generate(self, kills: int, steps: int) -> None:
         """Kill `kills` times, spread over `steps` steps, then let the run end. Raises SystemExit when it does not."""
         for k in range(kills):
             self._until(lambda k=k: self.step() >= k * steps // kills)
@@ -76,12 +77,12 @@ class Monkey:
         if self.process is not None:
             self.process.wait(60)
 
-    def play_until(self, step: int) -> None:
+    def generate_until(self, step: int) -> None:
         """Run until this step is made, and on."""
         self._until(lambda: self.step() >= step)
 
     def step(self) -> int:
-        return int((read_beat(self.run, "trainer-0") or {}).get("step", 0)) if self.run.exists else -1
+        return int((read_heartbeat(self.run, "trainer-0") or {}).get("step", 0)) if self.run.exists else -1
 
     def _over(self) -> bool:
         return (read_json(self.run.outcome) or {}).get("outcome") == "done"
@@ -111,15 +112,15 @@ class Monkey:
             return False
 
     def _works(self, role: str) -> bool:
-        beat = read_beat(self.run, role) or {"state": "starting"}
-        return beat["state"] != "starting" and _is_alive(int(beat["pid"]))
+        heartbeat = read_heartbeat(self.run, role) or {"state": "starting"}
+        return heartbeat["state"] != "starting" and _is_alive(int(heartbeat["pid"]))
 
     def _pid(self, role: str) -> int | None:
         """The process of a role now; waits for one to be there."""
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not self._over():
             self._alive()
-            about = holder(self.run) if role == "supervisor" else read_beat(self.run, role)
+            about = holder(self.run) if role == "supervisor" else read_heartbeat(self.run, role)
             if about and _is_alive(int(about["pid"])):
                 return int(about["pid"])
             time.sleep(0.02)
@@ -165,10 +166,10 @@ def waits(run: RunDir) -> list[float]:
     return [r["wait_s"] for r in records if r["kind"] == "step" and r["step"] >= 5]
 
 
-def order_seconds(run: RunDir) -> float:
-    """How long an order takes, median."""
+def request_seconds(run: RunDir) -> float:
+    """How long a request takes, median."""
     records = [r for path in run.metrics.glob("rollout-?.jsonl") for r in read_metrics(path)[0]]
-    return statistics.median(r["generate_s"] + r["score_s"] + r["publish_s"] for r in records if r["kind"] == "order")
+    return statistics.median(r["generate_s"] + r["score_s"] + r["publish_s"] for r in records if r["kind"] == "request")
 
 
 def control_differs(folder: Path, seed: int) -> bool:
@@ -177,10 +178,10 @@ def control_differs(folder: Path, seed: int) -> bool:
         monkey(folder, name, CONTROL_STEPS, seed, [], lambda: None, "async.max_staleness=0")
         for name in ("untouched", "flipped")
     )
-    untouched.play(0, CONTROL_STEPS)
-    flipped.play_until(CONTROL_STEPS // 2)
+    untouched.generate(0, CONTROL_STEPS)
+    flipped.generate_until(CONTROL_STEPS // 2)
     flip_a_bit(flipped.run)
-    flipped.play(0, CONTROL_STEPS)
+    flipped.generate(0, CONTROL_STEPS)
     return final_weights(untouched.run, CONTROL_STEPS) != final_weights(flipped.run, CONTROL_STEPS)
 
 
@@ -197,7 +198,7 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
             for name, number in (("calm", 0), ("killed", count)):
                 common.console.print(f"max_staleness {bound}: {steps} steps, {number} kills")
                 each = monkey(folder, f"{name}-{bound}", steps, seed, everyone, done, f"async.max_staleness={bound}")
-                each.play(number, steps)
+                each.generate(number, steps)
                 pairs[name, bound] = each
                 found = audit(each.run.root)
                 result["kills"] += len(each.kills)
@@ -220,10 +221,10 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
                 folder, f"{name}-spare", steps, seed, workers, done, "rollout.workers=2", "async.max_staleness=2"
             )
             spare[name].spare = True
-            spare[name].play(number, steps)
+            spare[name].generate(number, steps)
         result["kills"] += len(spare["killed"].kills)
         result["trainer_wait_s"] = max(waits(spare["killed"].run)) - max(waits(spare["calm"].run))
-        result["order_s"] = order_seconds(spare["calm"].run)
+        result["order_s"] = request_seconds(spare["calm"].run)
     return result
 
 

@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from relax_hpc import checkpoint, read_ahead, seals
-from relax_hpc.run_dir import RunDir
+from relax_hpc import checkpoint
+from relax_hpc.files import folder_checksums, read_ahead
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.trainers import state_files
 from tools.bench.common import console, disk_directory, finish, interleave, parse, parser, progress, ratio
 
@@ -46,9 +47,9 @@ class NoDigest:
 def without_checksums() -> Iterator[None]:
     """Checkpoints are written and loaded as they are: what the price of checksums is measured against."""
     with (
-        patch.object(seals.xxhash, "xxh3_128", NoDigest),
+        patch.object(folder_checksums.xxhash, "xxh3_128", NoDigest),
         patch.object(read_ahead.xxhash, "xxh3_128", NoDigest),
-        patch.object(seals, "compare", lambda path, found=None: None),
+        patch.object(folder_checksums, "compare", lambda path, found=None: None),
     ):
         yield
 
@@ -64,9 +65,9 @@ class Side:
     """A run's folder and what its trainer holds: as many bytes of weights as of each of AdamW's two moments."""
 
     def __init__(self, root: Path, total_bytes: int) -> None:
-        self.run, self.via = RunDir(root), root / "via"
+        self.run, self.commit_dir = RunDir(root), root / "commit_dir"
         self.run.create()
-        self.via.mkdir()
+        self.commit_dir.mkdir()
         count = total_bytes // 3 // 4 // TENSORS
         model = {f"layers.{i}.weight": torch.randn(count) for i in range(TENSORS)}
         moments = {
@@ -76,7 +77,7 @@ class Side:
         self.model = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
 
     def save(self, step: int) -> None:
-        folder = checkpoint.begin(self.via, step)
+        folder = checkpoint.begin(self.commit_dir, step)
         checkpoint.commit(self.run, folder, step, {}, state_files.write(folder, self.files))
 
     def load(self, step: int) -> None:

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from relax_hpc.launch.nursery import ALLOCATOR
+from relax_hpc.supervise.fork_server import ALLOCATOR
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"
@@ -63,14 +63,17 @@ def ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> Ratio:
 
 
 def interleave(
-    sides: Mapping[str, Callable[[int], T]], rounds: int, warmup: int = 0, done: Callable[[], None] = lambda: None
+    sides: Mapping[str, Callable[[int], T]],
+    rounds: int,
+    sft_warm_start: int = 0,
+    done: Callable[[], None] = lambda: None,
 ) -> dict[str, list[T]]:
     """Call every side in turn, `warmup + rounds` times, with the round's number; what the last `rounds` rounds returned."""
     seen: dict[str, list[T]] = {name: [] for name in sides}
-    for number in range(warmup + rounds):
+    for number in range(sft_warm_start + rounds):
         for name, side in sides.items():
             value = side(number)
-            if number >= warmup:
+            if number >= sft_warm_start:
                 seen[name].append(value)
         done()
     return seen

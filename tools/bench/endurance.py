@@ -24,16 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import psutil
 from rich.table import Table
 
-from relax_hpc.analysis.audit import audit
-from relax_hpc.launch.lease import holder
-from relax_hpc.run_dir import RunDir
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis.audit import audit
+from relax_hpc.supervise.lease import holder
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tools.bench.chaos import Monkey
 from tools.bench.common import console, disk_directory, finish, parse, parser, progress
 from tools.bench.runs import QUICKSTART
 
 ROLES = ("supervisor", "trainer-0", "rollout-0")
-FOLDERS = ("shards", "weights", "checkpoints", "orders", "aside")
+FOLDERS = ("shards", "weights", "checkpoints", "requests", "quarantine")
 EVERY_S, TENTHS = 2.0, 10
 SETS = (
     "async.max_staleness=2",
@@ -64,7 +64,7 @@ class Watch(threading.Thread):
     def _processes(self) -> list[tuple[str, float]]:
         found = []
         for role in ROLES:
-            about = holder(self.run_dir) if role == "supervisor" else read_beat(self.run_dir, role)
+            about = holder(self.run_dir) if role == "supervisor" else read_heartbeat(self.run_dir, role)
             try:
                 process = psutil.Process(int((about or {"pid": 0})["pid"]))
                 found.append((f"{role}: memory (MB)", process.memory_full_info().uss / 1e6))
@@ -108,7 +108,7 @@ def main() -> None:
         )
         watch = Watch(monkey.run)
         watch.start()
-        monkey.play(given.faults, given.steps)
+        monkey.generate(given.faults, given.steps)
         watch.stop()
     finish(report(monkey, watch), given.json)
 

@@ -1,11 +1,11 @@
 """File-system calls below the run's directory, of all processes of a run, with ever more rollout workers than it needs.
 
-    relax-hpc run (tiny model, 2 orders a step, steps of `--pace` seconds)   strace attached to supervisor, trainer, workers
-    per_order        calls in `--window` seconds over the orders that were published in them, polling and heartbeats counted
+    relax-hpc run (tiny model, 2 requests a step, steps of `--pace` seconds)   strace attached to supervisor, trainer, workers
+    per_request        calls in `--window` seconds over the requests that were published in them, polling and heartbeats counted
     idle_per_second  the trainer is stopped (SIGSTOP) and every worker waits: calls a second
 
 Three workers or more are more than are needed here: what they add is the cost of waiting. Calls are those that name the
-directory or a file in it, by path or by an open file; strace makes all of it slower, the orders too.
+directory or a file in it, by path or by an open file; strace makes all of it slower, the requests too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from relax_hpc.launch.lease import holder
-from relax_hpc.run_dir import RunDir
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.supervise.lease import holder
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tools.bench import common, runs
 from tools.bench.chaos import RECIPE
 from tools.bench.spool import NO_FILE
@@ -36,7 +36,7 @@ WORKERS = (2, 8, 32)
 START_S = 900.0
 """Workers begin one after the other on few cores."""
 SETTLED = 3
-"""Orders a worker before anything is counted: each polls as seldom as its last waits allow."""
+"""Requests a worker before anything is counted: each polls as seldom as its last waits allow."""
 LEAD_S = 5.0
 """Workers take their time to finish what was ordered."""
 ATTACH_S = 120.0
@@ -53,7 +53,7 @@ def count(log: str, root: Path, since: float, until: float) -> Counter[str]:
 
 @contextlib.contextmanager
 def started(folder: Path, workers: int, pace_s: float) -> Iterator[tuple[RunDir, list[int]]]:
-    """A run whose workers all play or wait, and its processes, the trainer first."""
+    """A run whose workers all generate or wait, and its processes, the trainer first."""
     algorithm = (
         f'{{name="own", factory="{common.SIDES / "paced.py"}:paced", options={{seconds={pace_s}}}, group_size=4}}'
     )
@@ -81,16 +81,18 @@ def started(folder: Path, workers: int, pace_s: float) -> Iterator[tuple[RunDir,
 
 def working(run: RunDir, roles: list[str]) -> list[int] | None:
     """Their processes, once each has begun and a step was made."""
-    beats = [read_beat(run, role) if run.exists else None for role in roles]
-    if any(beat is None or beat["state"] in ("starting", "syncing") for beat in beats) or not orders(run, 0):
+    heartbeats = [read_heartbeat(run, role) if run.exists else None for role in roles]
+    if any(
+        heartbeat is None or heartbeat["state"] in ("starting", "syncing") for heartbeat in heartbeats
+    ) or not requests(run, 0):
         return None
-    return [int(beat["pid"]) for beat in beats if beat is not None]
+    return [int(heartbeat["pid"]) for heartbeat in heartbeats if heartbeat is not None]
 
 
-def orders(run: RunDir, since: float, until: float = float("inf")) -> int:
-    """Orders that were published between two moments."""
+def requests(run: RunDir, since: float, until: float = float("inf")) -> int:
+    """Requests that were published between two moments."""
     records = [record for path in run.metrics.glob("rollout-*.jsonl") for record in read_metrics(path)[0]]
-    return sum(record["kind"] == "order" and since <= record["time"] < until for record in records)
+    return sum(record["kind"] == "request" and since <= record["time"] < until for record in records)
 
 
 def attached(log: Path, pids: list[int]) -> bool:
@@ -121,12 +123,12 @@ def watch(root: Path, pids: list[int], log: Path, window_s: float) -> tuple[Coun
 
 
 def measure(folder: Path, workers: int, pace_s: float, window_s: float) -> tuple[float, float]:
-    """(calls an order, calls a second while all wait)."""
+    """(calls a request, calls a second while all wait)."""
     with started(folder, workers, pace_s) as (run, pids):
-        while orders(run, 0) < SETTLED * workers:
+        while requests(run, 0) < SETTLED * workers:
             time.sleep(1)
         calls, since, until = watch(run.root, pids, folder / f"w{workers}.busy", window_s)
-        made = orders(run, since, until)
+        made = requests(run, since, until)
         os.kill(pids[0], signal.SIGSTOP)
         try:
             time.sleep(LEAD_S)
@@ -135,7 +137,7 @@ def measure(folder: Path, workers: int, pace_s: float, window_s: float) -> tuple
             os.kill(pids[0], signal.SIGCONT)
     for what, counted in (("busy", calls), ("idle", idle)):
         common.console.print(
-            f"{workers} workers, {what}, {window_s:.0f} s, {made} orders: {dict(counted.most_common())}"
+            f"{workers} workers, {what}, {window_s:.0f} s, {made} requests: {dict(counted.most_common())}"
         )
     return calls.total() / max(made, 1), idle.total() / window_s
 
@@ -148,10 +150,10 @@ def main() -> None:
     given = common.parse(arguments)
     folder = common.disk_directory("file_ops") / time.strftime("%H%M%S")
     folder.mkdir()
-    result: dict[str, Any] = {"per_order": {}, "idle_per_second": {}}
+    result: dict[str, Any] = {"per_request": {}, "idle_per_second": {}}
     for workers in given.workers:
         busy, idle = measure(folder, workers, given.pace, given.window)
-        result["per_order"][str(workers)], result["idle_per_second"][str(workers)] = round(busy, 1), round(idle, 1)
+        result["per_request"][str(workers)], result["idle_per_second"][str(workers)] = round(busy, 1), round(idle, 1)
     common.finish(result, given.json)
 
 

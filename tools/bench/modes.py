@@ -4,7 +4,7 @@ real    two CPU cores are the devices, engines and trainers are real (modes.toml
         colocate has both cores for generation, then both for training; the others have one core for each.
         Every mode goes on from the same weights, by seed, with the same prompts, samples and steps; its held-out score at
         the end against that of on-policy, over paired seeds. The control does not learn (its learning rate is next to 0).
-drawn   16 devices that sleep: an order takes a lognormal time (sigma 1) on one device, a training step takes a time that all
+drawn   16 devices that sleep: a request takes a lognormal time (sigma 1) on one device, a training step takes a time that all
         devices share evenly. colocate generates on all 16 and trains on all 16, and its switch costs what it costs here,
         next to nothing; the others generate on --rollout of them and train on the rest. Timing alone; rewards mean nothing.
 
@@ -97,18 +97,18 @@ def real(seed: int, steps: int, prompts: Path, done: Callable[[], None]) -> dict
 
 
 def drawn(
-    seed: int, orders: int, rollout: int, unit_s: float, train_s: float, steps: int, done: Callable[[], None]
+    seed: int, requests: int, rollout: int, unit_s: float, train_s: float, steps: int, done: Callable[[], None]
 ) -> dict[str, Finished]:
-    """unit_s: the mean time of an order; train_s: a step's where all devices train; done: called after each run."""
+    """unit_s: the mean time of a request; train_s: a step's where all devices train; done: called after each run."""
 
     def times(trainer: int) -> dict[str, Any]:
         slow = train_s * DEVICES / trainer
         algorithm = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds={slow}}}, group_size=2}}'
         return {"algorithm": algorithm, "source.0.environment_options": f"{{seconds={unit_s}, sigma=1.0, copies=2}}"}
 
-    common = {"run.seed": seed, "run.steps": steps, "trainer.prompts_per_step": orders}
-    # more workers than orders could only be idle
-    modes = {COLOCATE: {**TOGETHER, **times(DEVICES), "rollout.workers": min(DEVICES, orders)}}
+    common = {"run.seed": seed, "run.steps": steps, "trainer.prompts_per_step": requests}
+    # more workers than requests could only be idle
+    modes = {COLOCATE: {**TOGETHER, **times(DEVICES), "rollout.workers": min(DEVICES, requests)}}
     for bound in STALENESS:
         modes[bound] = {"async.max_staleness": bound, **times(DEVICES - rollout), "rollout.workers": rollout}
     runs = {}
@@ -143,11 +143,11 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=20, help="real: steps of each run (default: %(default)s)")
     arguments.add_argument("--drawn-seeds", type=int, default=1, metavar="N")
     arguments.add_argument("--drawn-steps", type=int, default=10)
-    arguments.add_argument("--orders", type=int, default=8, help="drawn: orders of a batch (default: %(default)s)")
+    arguments.add_argument("--orders", type=int, default=8, help="drawn: requests of a batch (default: %(default)s)")
     arguments.add_argument(
         "--rollout", type=int, default=4, help="drawn: devices of 16 that generate (default: %(default)s)"
     )
-    arguments.add_argument("--unit", type=float, default=0.8, help="drawn: mean seconds of an order")
+    arguments.add_argument("--unit", type=float, default=0.8, help="drawn: mean seconds of a request")
     arguments.add_argument("--train", type=float, default=1.0, help="drawn: seconds of a step on all devices")
     given = parse(arguments)
     result: dict[str, Any] = {}
@@ -193,7 +193,7 @@ def report_drawn(given: Any) -> dict[str, Any]:
     seeds = []
     with progress("drawn: runs", given.drawn_seeds * (1 + len(STALENESS))) as done:
         for seed in range(given.drawn_seeds):
-            seeds.append(drawn(seed, given.orders, given.rollout, given.unit, given.train, given.drawn_steps, done))
+            seeds.append(drawn(seed, given.requests, given.rollout, given.unit, given.train, given.drawn_steps, done))
     faster, share = speedups(seeds), generating(seeds)
     table = Table("drawn times", "speedup over colocate", "s a step")
     for mode in (COLOCATE, *STALENESS):

@@ -1,8 +1,8 @@
 """Rollout routing replay: what it costs, and by how much it brings engine and trainer together.
 
-cost       recipes/quickstart-moe-r3.toml with rollout.routed_experts = true and false, runs in turn, without the warm-up
+cost       recipes/quickstart-moe-r3.toml with rollout.routed_experts = true and false, runs in turn, without the SFT warm start
            train_overhead, end_to_end_overhead    medians of train_s and step_s, with over without, less 1
-           shard_bytes_ratio                      bytes of an order's shard, with over without
+           shard_bytes_ratio                      bytes of a request's shard, with over without
 mismatch   |logprob of the engine - logprob of the trainer| of the same tokens under the same weights, drawn by SGLang's
            server and computed by Megatron-core: mean and greatest; of a dense model, of one with experts, and of that
            with the experts replayed that the engine chose
@@ -60,7 +60,7 @@ class Listen:
 def one_run(replay: bool, steps: int, number: int) -> dict[str, float]:
     """The figures of a run."""
     sets = {
-        "run.steps": steps, "run.seed": number, "warmup.steps": 1, "evaluation.every": 10 * steps, "evaluation.prompts": 1,
+        "run.steps": steps, "run.seed": number, "sft_warm_start.steps": 1, "evaluation.every": 10 * steps, "evaluation.prompts": 1,
         "rollout.routed_experts": str(replay).lower(),
     }  # fmt: skip
     done = run(RECIPE, f"r3-{'with' if replay else 'without'}", sets)

@@ -1,7 +1,7 @@
 """Does the simulation say what runs do? Real runs of several setups; one of them calibrates, the others are predicted.
 
-A setup is max_staleness:workers:late. Training and generation are sleeps (sides/paced.py: a step of a second, orders of a
-lognormal second), so that two cores carry trainer and workers; orders, shards, weights and files are those of any run.
+A setup is max_staleness:workers:late. Training and generation are sleeps (sides/paced.py: a step of a second, requests of a
+lognormal second), so that two cores carry trainer and workers; requests, shards, weights and files are those of any run.
 The mean time of a step, without the first ones, predicted over measured: 1 is exact, above 1 the run was faster than said.
 """
 
@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.table import Table
 
-from relax_hpc.launch.simulation.assume import Asked
-from relax_hpc.launch.simulation.sweep import Grid, late_of, sweep, times_of_run
+from relax_hpc.planning.simulation.assume import Asked
+from relax_hpc.planning.simulation.sweep import Grid, on_stale_of, sweep, times_of_run
 from relax_hpc.recipe import load_recipe
 from tools.bench.common import ROOT, console, finish, parse, parser, progress
 from tools.bench.runs import Finished, run
@@ -37,8 +37,8 @@ def step_s(done: Finished) -> float:
 def predicted_s(calibration: Finished, point: str) -> float:
     """The same of a setup, from another one's run."""
     recipe = load_recipe(calibration.root / "recipe.toml")
-    staleness, workers, late = point.split(":")
-    grid = Grid([int(workers)], [int(staleness)], late_of([late]), [None], SIMULATED_STEPS, seed=0)
+    staleness, workers, on_stale = point.split(":")
+    grid = Grid([int(workers)], [int(staleness)], on_stale_of([on_stale]), [None], SIMULATED_STEPS, seed=0)
     outcome = sweep(recipe, grid, times_of_run(recipe, calibration.root, Asked()))[0]
     return recipe.trainer.prompts_per_step * recipe.algorithm.group_size / outcome.samples_s
 
@@ -53,8 +53,8 @@ def main() -> None:
     runs: dict[str, Finished] = {}
     with progress("simulate: runs", len(given.points)) as step:
         for point in given.points:
-            staleness, workers, late = point.split(":")
-            sets = {"async.max_staleness": staleness, "rollout.workers": workers, "async.late": late}
+            staleness, workers, on_stale = point.split(":")
+            sets = {"async.max_staleness": staleness, "rollout.workers": workers, "async.on_stale": on_stale}
             runs[point] = run(RECIPE, f"simulate-{point.replace(':', '-')}", {"run.steps": given.steps, **sets})
             step()
     measured = {point: step_s(done) for point, done in runs.items()}

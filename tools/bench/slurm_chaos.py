@@ -1,7 +1,7 @@
 """Faults on a real Slurm cluster, with nobody touching the run: what is lost, and how long until it goes on.
 
     faults   one run of the split shape at max_staleness 0, checkpoint every 10 steps, `--faults` of them: preemption by a
-             higher partition, supervisor, trainer, worker or agent killed -9, the rollout job cancelled, the leader's node
+             higher partition, supervisor, trainer, worker or node agent killed -9, the rollout job cancelled, the leader's node
              lost (slurmd and all its processes), a rollout node cut off while its processes go on. Against a run without
              faults: the final weights must have the same bits.
     requeue  the same with preemptions alone and restart = "requeue"
@@ -35,14 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from relax_hpc.analysis.audit import audit
-from relax_hpc.launch.slurm.send import jobs, read_leaders
-from relax_hpc.run_dir import RunDir, read_json
-from relax_hpc.telemetry import read_beat, read_metrics
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.analysis.audit import audit
+from relax_hpc.slurm.submission.sbatch import jobs, read_leaders
+from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tests.slurm.cluster import SlurmCluster
 from tools.bench import common
 from tools.bench.bits import final_weights, gradient_fraction
-from tools.bench.chaos import RECIPE, order_seconds, waits
+from tools.bench.chaos import RECIPE, request_seconds, waits
 
 SLURM = """
 [slurm]
@@ -55,7 +56,7 @@ exclude = "r1,r2"
 [slurm.rollout]
 partition = "rollout"
 """
-SETS = ("run.checkpoint_every=10", "supervision.agent_silent_s=4.0", "supervision.leader_silent_s=6.0")
+SETS = ("run.checkpoint_every=10", "supervision.node_agent_silent_s=4.0", "supervision.leader_silent_s=6.0")
 PREEMPT = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep 1"
 """Over the whole node of the trainer; on which, but in ettr, there are no rollout workers: they go on."""
 RECOVERY_S = 180.0
@@ -85,7 +86,7 @@ class Target:
     """What was done to it, and when."""
 
     def step(self) -> int:
-        return int((read_beat(self.run, "trainer-0") or {}).get("step", 0)) if self.run.exists else 0
+        return int((read_heartbeat(self.run, "trainer-0") or {}).get("step", 0)) if self.run.exists else 0
 
     def stop(self) -> int:
         """End it in order; the steps it made."""
@@ -94,8 +95,12 @@ class Target:
         return self.run.checkpoint_steps()[-1]
 
     def active_agents(self) -> list[str]:
-        beats = [read_json(path) for path in self.run.heartbeats.glob("agent-*.json")]
-        return [beat["host"] for beat in beats if beat["state"] == "active" and time.time() - beat["time"] < 3]
+        heartbeats = [read_json(path) for path in self.run.heartbeats.glob("node agent-*.json")]
+        return [
+            heartbeat["host"]
+            for heartbeat in heartbeats
+            if heartbeat["state"] == "active" and time.time() - heartbeat["time"] < 3
+        ]
 
     def until(self, reached: Callable[[], bool]) -> None:
         """Raises SystemExit when it does not come: a person would have to do something."""
@@ -129,9 +134,9 @@ class Target:
         return self.cluster.fields(self.job(kind))["BatchHost"]
 
     def kill(self, role: str) -> None:
-        beat = read_beat(self.run, role)
-        assert beat is not None
-        done = self.cluster.exec("kill", "-9", str(beat["pid"]), node=beat["host"], check=False)
+        heartbeat = read_heartbeat(self.run, role)
+        assert heartbeat is not None
+        done = self.cluster.exec("kill", "-9", str(heartbeat["pid"]), node=heartbeat["host"], check=False)
         assert done.returncode == 0, done.stderr
 
     def preempted(self) -> None:
@@ -153,8 +158,10 @@ class Target:
 
     def agent_killed(self) -> None:
         rollout = self.job("rollout")
-        beats = {path.stem: read_json(path) for path in self.run.heartbeats.glob("agent-*.json")}
-        self.kill(max((beat["time"], name) for name, beat in beats.items() if beat["job"] == rollout)[1])
+        heartbeats = {path.stem: read_json(path) for path in self.run.heartbeats.glob("node agent-*.json")}
+        self.kill(
+            max((heartbeat["time"], name) for name, heartbeat in heartbeats.items() if heartbeat["job"] == rollout)[1]
+        )
 
     def rollout_job_cancelled(self) -> None:
         self.cluster.cancel(self.job("rollout"))
@@ -171,7 +178,7 @@ class Target:
 
 
 FAULTS = {
-    "preempted": 4, "supervisor killed": 4, "trainer killed": 4, "worker killed": 3, "agent killed": 2,
+    "preempted": 4, "supervisor killed": 4, "trainer killed": 4, "worker killed": 3, "node agent killed": 2,
     "rollout job cancelled": 3, "leaders node lost": 1, "rollout node cut off": 1,
 }  # fmt: skip
 """Fault -> how often, against the others."""
@@ -375,7 +382,7 @@ def part_stall(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
         done()
     target.until(lambda: len(target.active_agents()) == 2)
     target.stop()
-    return {"trainer_stall_s": round(max(waits(target.run)), 3), "order_s": round(order_seconds(target.run), 3)}
+    return {"trainer_stall_s": round(max(waits(target.run)), 3), "order_s": round(request_seconds(target.run), 3)}
 
 
 def part_ettr(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Against TRL's GRPOTrainer on the CPU: samples per second, end to end, in interleaved rounds of fresh processes.
 
-Both sides: the same randomly initialised Qwen3 weights in fp32, 4 prompts × 8 samples a step, the same prompts, reward function,
+Both sides: the same randomly initialized Qwen3 weights in fp32, 4 prompts × 8 samples a step, the same prompts, reward function,
 learning rate, clip range and token denominator, and both have two cores. Every answer has exactly the length asked for (see
 sides/tiny_model.py); the mean lengths seen are printed. TRL: one process, run with two threads and with one in every round; the
 faster of the two is compared. Ours: `relax-hpc run` on a generated recipe, a trainer and rollout workers of one thread each,
@@ -66,7 +66,7 @@ learning_rate = {learning_rate}
 
 [rollout]
 workers = {workers}
-groups_per_order = {groups_per_order}
+groups_per_request = {groups_per_request}
 max_new_tokens = {new_tokens}
 
 [[source]]
@@ -145,19 +145,19 @@ def ours(folder: Path, size: str, steps: int, sets: dict[str, int]) -> dict[str,
 
 
 def parts_of(done: Finished) -> dict[str, float]:
-    """Mean seconds: of a trainer's step by part, and of a worker's order by part."""
-    orders = [
+    """Mean seconds: of a trainer's step by part, and of a worker's request by part."""
+    requests = [
         line
         for path in sorted((done.root / "metrics").glob("rollout-*.jsonl"))
         for line in read_lines(path)
-        if line.get("kind") == "order"
+        if line.get("kind") == "request"
     ]
     trainer = {
         f"trainer {k[:-2]}": statistics.mean(s[k] for s in done.steps[DROP:])
         for k in ("step_s", "wait_s", "train_s", "publish_s")
     }
     return trainer | {
-        f"order {k[:-2]}": statistics.mean(o[k] for o in orders[DROP:])
+        f"request {k[:-2]}": statistics.mean(o[k] for o in requests[DROP:])
         for k in ("wait_s", "generate_s", "score_s", "publish_s")
     }
 
@@ -166,7 +166,7 @@ def compare(size: str, given: argparse.Namespace, done: Callable[[], None]) -> d
     """What both sides saw in each round."""
     folder = BENCH / "trl" / size
     prepare(folder, size)
-    sets = {"workers": given.workers, "groups_per_order": given.groups_per_order, "staleness": given.staleness}
+    sets = {"workers": given.workers, "groups_per_request": given.groups_per_request, "staleness": given.staleness}
 
     def fastest(_: int) -> dict[str, Any]:
         """TRL with each number of threads."""
@@ -195,7 +195,7 @@ def main() -> None:
         "--peer-threads", type=int, nargs="+", default=[2, 1], help="values of OMP_NUM_THREADS that TRL is run with"
     )
     arguments.add_argument("--workers", type=int, default=1, help="rollout.workers")
-    arguments.add_argument("--groups-per-order", type=int, default=4, help="rollout.groups_per_order")
+    arguments.add_argument("--groups-per-order", type=int, default=4, help="rollout.groups_per_request")
     arguments.add_argument("--staleness", type=int, default=1, help="async.max_staleness")
     given = parse(arguments)
     found: dict[str, Ratio] = {}

@@ -61,7 +61,7 @@ learning_rate = {learning_rate}
 betas = {betas}
 lr_warmup_steps = {lr_warmup_steps}
 [rollout]
-groups_per_order = 24
+groups_per_request = 24
 max_new_tokens = {new_tokens}
 [[source]]
 prompts = "train.jsonl"
@@ -97,7 +97,7 @@ def write_task(folder: Path) -> list[tuple[str, str]]:
 
 def warmed_up(folder: Path, seed: int) -> Path:
     """The model folder that both sides begin with."""
-    sets = {"warmup": WARMUP, "run.steps": 1, "trainer.learning_rate": 1e-12, "run.seed": seed}
+    sets = {"sft_warm_start": WARMUP, "run.steps": 1, "trainer.learning_rate": 1e-12, "run.seed": seed}
     done = run(folder / "recipe.toml", f"trl-accuracy/warm-{seed}", sets)
     output = folder / f"model-{seed}"
     shutil.rmtree(output, ignore_errors=True)

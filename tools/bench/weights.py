@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from relax_hpc.run_dir import RunDir
+from relax_hpc.files.run_dir import RunDir
 from tools.bench.common import (
     BENCH,
     ROOT,
@@ -73,7 +73,7 @@ class Pair:
         return side
 
     def open(self, transport: str, **options: Any) -> None:
-        self.worker.call("open_worker", transport=transport, **({"front": f"{MEMORY}/worker"} if options else {}))
+        self.worker.call("open_worker", transport=transport, **({"node_cache": f"{MEMORY}/worker"} if options else {}))
         self.trainer.call("open_trainer", transport=transport, options=options)
         self.stalls = []
 
@@ -122,7 +122,7 @@ def changes(pair: Pair, rounds: int, done: Any) -> Ratio:
     """A whole version against one that is mostly the same."""
     seen: dict[str, list[float]] = {}
     for name, full_every in (("whole", 1), ("changed", 1000)):
-        pair.open("file", front=f"{MEMORY}/trainer", full_every=full_every)
+        pair.open("file", node_cache=f"{MEMORY}/trainer", full_every=full_every)
         seen[name] = [pair.ours(CHANGED) for _ in range(rounds + 1)][1:]
         pair.close()
         done()
@@ -131,11 +131,11 @@ def changes(pair: Pair, rounds: int, done: Any) -> Ratio:
 
 def fraction(root: Path, rate: float) -> dict[str, float]:
     """Bytes of a change over those of a whole version, and the share of elements with other bits, in a real run."""
-    front = MEMORY / "run"
+    node_cache = MEMORY / "run"
     name = f"quickstart-{rate:g}"
     sets = [
         f"run.root={root}", f"run.name={name}", f"run.steps={STEPS}", "trainer.dtype=bfloat16", f"trainer.learning_rate={rate}",
-        "trainer.schedule=constant", "trainer.lr_warmup_steps=0", f"warmup.steps={WARMUP_STEPS}", f"weights.front={front}", f"weights.full_every={10 * STEPS}",
+        "trainer.schedule=constant", "trainer.lr_warmup_steps=0", f"sft_warm_start.steps={WARMUP_STEPS}", f"weights.node_cache={node_cache}", f"weights.full_every={10 * STEPS}",
     ]  # fmt: skip
     words = [word for value in sets for word in ("--set", value)]
     command = [sys.executable, "-m", "relax_hpc", "run", str(ROOT / "recipes" / "quickstart.toml"), *words]

@@ -94,7 +94,7 @@ def _allocate_without_cuda() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     def allocate(
-        dims: Any, dtype: Any, device: Any, pin_memory: bool = False, allocator: Any = None, **rest: Any
+        dims: Any, dtype: Any, device: Any, pin_memory: bool = False, allocator: Any = None, **offload: Any
     ) -> Any:
         return allocator.allocate(dims, dtype=dtype, device="cpu")
 

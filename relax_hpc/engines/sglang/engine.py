@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from relax_hpc.engines.base import Completion, EngineError, EngineRestarted, Enough, Sampling
+from relax_hpc.engines.base import Abort, Completion, EngineError, EngineRestarted, Sampling
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.experts import Experts
@@ -34,9 +34,9 @@ from relax_hpc.engines.sglang.group import UpdateGroup
 from relax_hpc.engines.sglang.server import CONTEXT_MARGIN, Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.engines.stops import straddling
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish
-from relax_hpc.run_dir import RunError
 
 PROGRESS_EVERY_S = 0.2
 SILENCE_S = 30.0
@@ -158,38 +158,38 @@ class SglangEngine:
     def generate(
         self,
         prompts: Sequence[NDArray[np.int32]],
-        copies: int,
+        samples_per_prompt: int,
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[NDArray[np.int32]] = (),
     ) -> list[Completion]:
-        if not len(prompts) * copies:
+        if not len(prompts) * samples_per_prompt:
             return []
         rooms = room_for(prompts, self.context, sampling.max_new_tokens, begun)
         if self.version < 0:
             raise EngineError("no version was loaded yet: there is nothing to generate with")
         contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
-        together = 1 if self._settings.servers > 1 else copies
+        together = 1 if self._settings.servers > 1 else samples_per_prompt
         bodies = [
             self._body(prompt, [_seed(seed, row) for row in range(first, first + together)], sampling, room)
             for i, (prompt, room) in enumerate(zip(contexts, rooms, strict=True))
-            for first in range(i * copies, (i + 1) * copies, together)
+            for first in range(i * samples_per_prompt, (i + 1) * samples_per_prompt, together)
         ]
         try:
-            answers, enough = self._ask(bodies, progress)
+            answers, abort = self._ask(bodies, progress)
         except EngineRestarted:  # by `load`, called from `progress`
             raise
         except EngineError as error:
             if self._server is None:
                 raise
             raise self._restarted(error, functools.partial(_say, progress)) from error
-        done = [self._completion(answer, enough) for answer in answers]
+        done = [self._completion(answer, abort) for answer in answers]
         if begun:  # the server does not look for stop strings in what it was given
             done = [self._stopped(c, answer, sampling.stop) for c, answer in zip(done, begun, strict=True)]
         return done
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         self.version = -1
         try:
             self.client.release_memory()
@@ -198,7 +198,7 @@ class SglangEngine:
                 raise
             self._server.stop()  # which frees it too
 
-    def wake(self, progress: Callable[[], None] = lambda: None) -> None:
+    def onload(self, progress: Callable[[], None] = lambda: None) -> None:
         if self._lost():
             self._restart(progress)
         else:
@@ -222,7 +222,7 @@ class SglangEngine:
         )
         futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
         waiting: set[Future[Any]] = set(futures)
-        done, pulse, heard, enough = 0, None, time.monotonic(), False
+        done, pulse, heard, abort = 0, None, time.monotonic(), False
         try:
             while waiting:
                 ended, waiting = wait(waiting, PROGRESS_EVERY_S, FIRST_COMPLETED)
@@ -237,9 +237,9 @@ class SglangEngine:
                 progress(done)
         except EngineError:
             raise
-        except Enough:
+        except Abort:
             self._abort(waiting)
-            enough = True
+            abort = True
             if not all(future.done() for future in futures):
                 raise EngineError(
                     f"SGLang at {self.client.address} did not end its requests in {ABORT_S:.0f} s"
@@ -252,7 +252,7 @@ class SglangEngine:
         answers: list[dict[str, Any] | None] = []
         for future, body in zip(futures, bodies, strict=True):
             answers += [None] * len(body["input_ids"]) if future.cancelled() else future.result()
-        return answers, enough
+        return answers, abort
 
     def _abort(self, waiting: set[Future[Any]]) -> None:
         """End requests on the server; it is told again while some that were on their way to it arrive."""
@@ -310,15 +310,15 @@ class SglangEngine:
             routed_experts=routed,
         )
 
-    def _completion(self, answer: dict[str, Any] | None, enough: bool) -> Completion:
+    def _completion(self, answer: dict[str, Any] | None, abort: bool) -> Completion:
         """An answer, read. Of one that was cut off, the last token is left out: the server, told to end, did not look whether
-        it is the end, and to draw it again only where it is one would favour the others."""
+        it is the end, and to draw it again only where it is one would favor the others."""
         nothing = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], None)
         if answer is None:
             return nothing
         about = answer["meta_info"]
         kind = about["finish_reason"]["type"]
-        cut = enough and kind == "abort"
+        cut = abort and kind == "abort"
         if kind not in FINISHES and not cut:
             raise EngineError(f"SGLang ended a request before its end: {about['finish_reason']}")
         drawn = (about.get("output_token_logprobs") or [])[:-1] if cut else about["output_token_logprobs"]
@@ -337,7 +337,7 @@ class SglangEngine:
 
 def _say(progress: Callable[[int], None]) -> None:
     """Call `progress` where nothing is generated, so that there is nothing to have enough of."""
-    with contextlib.suppress(Enough):
+    with contextlib.suppress(Abort):
         progress(0)
 
 

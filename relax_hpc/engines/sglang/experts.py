@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedConfig
 
-from relax_hpc.run_dir import RunError
+from relax_hpc.files.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,9 @@ from typing import Any
 from relax_hpc.engines.base import EngineError
 from relax_hpc.engines.sglang.client import LOOK_S, Client
 from relax_hpc.engines.sglang.server import Server, comes_up, free_port, new_key, taken
+from relax_hpc.files.errors import RunError
 from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunError
 
 PROGRAM = Path(__file__).with_name("route.py")
 KNOWN_GOOD = "0.3.2"
@@ -49,8 +49,8 @@ class FleetClient(Client):
         (prompt,), (sampling,) = body["input_ids"], body["sampling_params"]
         return [super().generate({**body, "input_ids": prompt, "sampling_params": sampling}, lost)]
 
-    def wait_for_ranks(self, copies: int) -> None:
-        list(self._threads.map(lambda server: server.wait_for_ranks(copies), self._servers))
+    def wait_for_ranks(self, samples_per_prompt: int) -> None:
+        list(self._threads.map(lambda server: server.wait_for_ranks(samples_per_prompt), self._servers))
 
     def ready(self) -> bool:
         """Whether the router knows all servers."""

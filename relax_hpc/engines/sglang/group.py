@@ -25,7 +25,7 @@ from torch import Tensor
 
 from relax_hpc.engines.base import EngineError
 from relax_hpc.engines.sglang.client import Client
-from relax_hpc.tensor_files import as_bytes, buckets
+from relax_hpc.files.tensor_files import as_bytes, buckets
 
 BUCKET_BYTES = 256 << 20
 """Is copied, on both sides, to be sent as one."""

@@ -20,9 +20,9 @@ import torch
 
 import relax_hpc.engines.sglang.cpu_platform as cpu_platform
 from relax_hpc.engines.sglang.client import Client
+from relax_hpc.files.errors import RunError
 from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.run_dir import RunError
 
 KNOWN_GOOD = {"sglang": "0.5.23", "torch": "2.13.0", "transformers": "5.19.0"}
 """The versions that the tests run with."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import relax_hpc.trainers.megatron.moments as moments
-import relax_hpc.trainers.megatron.state as state
+import relax_hpc.trainers.megatron.checkpoint.moments as moments
+import relax_hpc.trainers.megatron.checkpoint.state as state
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import state_files

@@ -11,7 +11,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-import relax_hpc.trainers.megatron.moments as moments
+import relax_hpc.trainers.megatron.checkpoint.moments as moments
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.trainers.megatron.head import Policy
 

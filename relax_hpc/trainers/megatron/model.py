@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from relax_hpc.recipe.trainer import Trainer
+from relax_hpc.recipe.tables.trainer import Trainer
 from relax_hpc.trainers.fit import sparse_layers
 from relax_hpc.trainers.megatron.head import Policy
 from relax_hpc.trainers.megatron.layers import block_spec

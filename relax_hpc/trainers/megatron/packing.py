@@ -19,8 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.data.packing import balance
 from relax_hpc.records import Rollouts
+from relax_hpc.trainers.packing import balance
 
 
 @dataclass(frozen=True, slots=True)

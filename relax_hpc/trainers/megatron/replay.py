@@ -1,6 +1,6 @@
-"""Router replay (R3): tokens go to the experts that the behaviour policy sent them to, in forward and recomputed forward.
+"""Router replay (R3): tokens go to the experts that the behavior policy sent them to, in forward and recomputed forward.
 
-Engine and trainer compute the same router's scores in other orders; where two experts are nearly tied they would part ways.
+Engine and trainer compute the same router's scores in other requests; where two experts are nearly tied they would part ways.
 The micro-batch carries the experts; each layer is told of its micro-batch as it is called, also when it is called again in
 the backward pass, so stages, reference and policy cannot mix them up.
 """

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
-import relax_hpc.trainers.megatron.weights as weights
+import relax_hpc.trainers.megatron.export.weights as weights
 from relax_hpc.algorithms.base import TEACHER
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
+import relax_hpc.trainers.megatron.export.weights as weights
 import relax_hpc.trainers.megatron.groups as groups
-import relax_hpc.trainers.megatron.weights as weights
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
-from relax_hpc.run_dir import RunError
 from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, token_values
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig
 
-import relax_hpc.trainers.megatron.weights as weights
+import relax_hpc.trainers.megatron.export.weights as weights
 from relax_hpc.algorithms.base import TEACHER, VALUES
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Rollouts
-from relax_hpc.run_dir import RunError
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.host_copies import HostCopies

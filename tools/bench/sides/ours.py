@@ -1,6 +1,6 @@
 """Our side of the spool benchmark: a process that publishes shards, or one that reads them, and the raw file beside them.
 
-`python ours.py` serves requests (see child.py); `python ours.py --traced N --root DIR` writes, publishes and reads one order
+`python ours.py` serves requests (see child.py); `python ours.py --traced N --root DIR` writes, publishes and reads one request
 of N samples between two marker calls, for strace to count what lies between them.
 """
 
@@ -20,18 +20,18 @@ import numpy as np
 import payload
 from numpy.typing import NDArray
 
-from relax_hpc import run_dir
+from relax_hpc.files import run_dir
+from relax_hpc.files.node_cache import NodeCache
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.watch import FolderWatch, backoff
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.run_dir import RunDir
 from relax_hpc.spool import checked
 from relax_hpc.spool.checked import Rows
-from relax_hpc.spool.front import Front
 from relax_hpc.spool.index import Index
-from relax_hpc.spool.orders import Order
 from relax_hpc.spool.publisher import ShardPublisher
-from relax_hpc.spool.queue import Claim, Ticket
+from relax_hpc.spool.queue import Claim, RequestFile
+from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard, encode
-from relax_hpc.spool.watch import FolderWatch, backoff
 
 GROUP = 8
 PROMPT_TOKENS = 64
@@ -66,17 +66,17 @@ class Side:
         self.run = RunDir("")
 
     def prepare(self, root: str, samples: int, batch: int) -> int:
-        """Make the payload and cut it into orders of `batch` samples; returns its bytes."""
+        """Make the payload and cut it into requests of `batch` samples; returns its bytes."""
         self.root = Path(root)
         self.run = RunDir(root)
         self.run.create()
-        (self.run.claimed_orders / "producer").mkdir(exist_ok=True)
-        self.folder = self.run.shards / "0000"  # there already, as it is for all but the first of dozens of orders
+        (self.run.claimed_requests / "producer").mkdir(exist_ok=True)
+        self.folder = self.run.shards / "0000"  # there already, as it is for all but the first of dozens of requests
         self.folder.mkdir(exist_ok=True)
         data = payload.make(samples)
         groups = groups_of(data)
-        per_order = batch // GROUP
-        self.orders = [groups[i : i + per_order] for i in range(0, len(groups), per_order)]
+        per_request = batch // GROUP
+        self.requests = [groups[i : i + per_request] for i in range(0, len(groups), per_request)]
         self.expected = data.sums()
         self.flat = b"".join(a.tobytes() for a in (data.tokens, data.logprobs, data.loss_mask, data.rewards))
         self.split = np.cumsum([data.tokens.nbytes, data.logprobs.nbytes, data.loss_mask.nbytes])
@@ -87,10 +87,10 @@ class Side:
         return self.publish(self.claim_all(number))
 
     def publish(self, claims: list[Claim]) -> float:
-        publisher = ShardPublisher(self.run, "producer", Front(self.run, None))
+        publisher = ShardPublisher(self.run, "producer", NodeCache(self.run, None))
         begin = time.perf_counter()
-        for claim, groups in zip(claims, self.orders, strict=True):
-            publisher.put(claim, encode(claim.order.id, groups, {"attempt": 1, "version": 7}), {})
+        for claim, groups in zip(claims, self.requests, strict=True):
+            publisher.put(claim, encode(claim.request.id, groups, {"attempt": 1, "version": 7}), {})
             for publication in publisher.ended():
                 publisher.finish(publication)
         publisher.close()
@@ -99,13 +99,13 @@ class Side:
         return time.perf_counter() - begin
 
     def claim_all(self, number: int) -> list[Claim]:
-        """Claims on all orders, as a worker holds them."""
+        """Claims on all requests, as a worker holds them."""
         claims = []
-        for i in range(len(self.orders)):
-            ticket = Ticket(f"o{number:06d}-{i:03d}", 0, 7)
-            path = self.run.claimed_orders / "producer" / ticket.name
+        for i in range(len(self.requests)):
+            request_file = RequestFile(f"r{number:06d}-{i:03d}", 0, 7)
+            path = self.run.claimed_requests / "producer" / request_file.name
             path.write_bytes(b"{}")
-            claims.append(Claim(Order(ticket.order_id, (), GROUP, 0, 7), ticket, path))
+            claims.append(Claim(Request(request_file.request_id, (), GROUP, 0, 7), request_file, path))
         return claims
 
     def get(self, check: bool = True) -> tuple[float, float]:
@@ -152,7 +152,7 @@ class Side:
     def publish_stream(self, count: int, mean_wait_s: float) -> dict[str, float]:
         """Publish `count` shards at random moments; the clock's time at the beginning of each publishing, by name."""
         random = np.random.default_rng(0)
-        image = encode("s000000-000", self.orders[0], {"attempt": 1, "version": 7})
+        image = encode("s000000-000", self.requests[0], {"attempt": 1, "version": 7})
         begun = {}
         for i in range(count):
             time.sleep(random.exponential(mean_wait_s))
@@ -201,7 +201,7 @@ def read(path: Path) -> list[float]:
 
 
 def traced(root: str, samples: int) -> None:
-    """One order after a first one that warms up imports and caches; only the second lies between the markers."""
+    """One request after a first one that warms up imports and caches; only the second lies between the markers."""
     side = Side()
     side.prepare(root, samples, samples)
     for number in (0, 1):

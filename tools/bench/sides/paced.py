@@ -1,4 +1,4 @@
-"""A large model's times with a tiny one: GRPO whose steps last as long as one says, and orders with a long tail.
+"""A large model's times with a tiny one: GRPO whose steps last as long as one says, and requests with a long tail.
 
 Named in recipes as FILE.py:paced and FILE.py:LongTail.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relax_hpc.algorithms.policy import PolicyAlgorithm
 from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.recipe.algorithm import Grpo
+from relax_hpc.recipe.tables.algorithm import Grpo
 from relax_hpc.records import Prompt, Rollouts
 
 
@@ -36,11 +36,11 @@ def paced(seconds: float) -> Paced:
 class LongTail(SingleTurn):
     """An answer is judged at once, but its prompt takes a lognormal time that depends on the prompt alone."""
 
-    def __init__(self, seconds: float, sigma: float, copies: int) -> None:
+    def __init__(self, seconds: float, sigma: float, samples_per_prompt: int) -> None:
         """seconds: the mean; copies: samples that share it."""
         super().__init__()
-        self.middle, self.sigma, self.copies = math.log(seconds) - sigma**2 / 2, sigma, copies
+        self.middle, self.sigma, self.samples_per_prompt = math.log(seconds) - sigma**2 / 2, sigma, samples_per_prompt
 
     def reset(self, prompt: Prompt) -> None:
-        time.sleep(np.random.default_rng(prompt.index).lognormal(self.middle, self.sigma) / self.copies)
+        time.sleep(np.random.default_rng(prompt.index).lognormal(self.middle, self.sigma) / self.samples_per_prompt)
         super().reset(prompt)

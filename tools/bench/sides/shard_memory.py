@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import payload
 
-from relax_hpc import run_dir
+from relax_hpc.files import run_dir
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.spool.shard import Shard, encode
 
@@ -31,9 +31,11 @@ def make(path: Path, size: int) -> None:
         Sample(data.tokens[a:b], data.loss_mask[a:b], data.logprobs[a:b], [(0, 3)], Finish.STOP, float(r), float(r))
         for (a, b), r in zip(cuts, data.rewards, strict=True)
     ]
-    copies = -(-size // (BYTES_PER_TOKEN * len(data.tokens)))
+    samples_per_prompt = -(-size // (BYTES_PER_TOKEN * len(data.tokens)))
     prompt = Prompt(0, 0, "a question", np.arange(64, dtype=np.int32), "42")
-    groups = [Group(prompt, samples[i : i + GROUP]) for _ in range(copies) for i in range(0, DISTINCT, GROUP)]
+    groups = [
+        Group(prompt, samples[i : i + GROUP]) for _ in range(samples_per_prompt) for i in range(0, DISTINCT, GROUP)
+    ]
     run_dir.publish(path, encode("s000000-000", groups, {"version": 3}))
 
 

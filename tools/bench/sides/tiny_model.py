@@ -1,4 +1,4 @@
-"""Write a randomly initialised Qwen3 model and its tokenizer of single characters: `python tiny_model.py FOLDER SIZE`.
+"""Write a randomly initialized Qwen3 model and its tokenizer of single characters: `python tiny_model.py FOLDER SIZE`.
 
 The tokenizer names no end token, so every answer has exactly the length that is asked for. TRL cannot do without one: its side
 takes `<end>`, which has an id for which the model has no row, so that it is never drawn either.

@@ -18,10 +18,11 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from relax_hpc.run_dir import RunDir, replace
-from relax_hpc.tensor_files import as_bytes
+from relax_hpc.files.publish import replace
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.tensor_files import as_bytes
 from relax_hpc.weights import (
-    MEETINGS,
+    RENDEZVOUS,
     CollectivePublisher,
     CollectiveReceiver,
     FilePublisher,
@@ -30,7 +31,7 @@ from relax_hpc.weights import (
     Receiver,
     WeightsError,
 )
-from relax_hpc.weights.mpi_process import begin
+from relax_hpc.weights.groups.mpi_process import begin
 
 LIMIT_S = 30.0
 LAYERS, EMBEDDING = 24, 0.2
@@ -92,23 +93,23 @@ class Side:
         self.raw: Any = None
 
     def open_trainer(self, transport: str, options: dict[str, Any]) -> None:
-        (via := self.run.root / f"via-{transport}").mkdir(exist_ok=True)
-        front = Path(options.pop("front")) if "front" in options else None
+        (commit_dir := self.run.root / f"via-{transport}").mkdir(exist_ok=True)
+        node_cache = Path(options.pop("node_cache")) if "node_cache" in options else None
         if transport in SPEAKS:
-            meeting = MEETINGS[SPEAKS[transport]](self.run, LIMIT_S, via)
-            publisher = CollectivePublisher(self.run, via, 1, meeting, **options)
+            rendezvous = RENDEZVOUS[SPEAKS[transport]](self.run, LIMIT_S, commit_dir)
+            publisher = CollectivePublisher(self.run, commit_dir, 1, rendezvous, **options)
             while publisher.line is None:
                 publisher.wanted()
                 time.sleep(POLL_S)
             self.publisher = publisher
         else:
-            self.publisher = FilePublisher(self.run, via, 1, front=front, **options)
+            self.publisher = FilePublisher(self.run, commit_dir, 1, node_cache=node_cache, **options)
 
-    def open_worker(self, transport: str, front: str | None = None) -> None:
+    def open_worker(self, transport: str, node_cache: str | None = None) -> None:
         if transport in SPEAKS:
-            self.receiver = CollectiveReceiver(self.run, self.name, MEETINGS[SPEAKS[transport]](self.run, LIMIT_S))
+            self.receiver = CollectiveReceiver(self.run, self.name, RENDEZVOUS[SPEAKS[transport]](self.run, LIMIT_S))
         else:
-            self.receiver = FileReceiver(self.run, Path(front) if front else None)
+            self.receiver = FileReceiver(self.run, Path(node_cache) if node_cache else None)
 
     def close(self) -> None:
         for each in (self.publisher, self.receiver):

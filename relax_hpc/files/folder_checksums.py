@@ -1,0 +1,85 @@
+"""Checksums of the files of a finished folder, written with it and compared where a file is used.
+
+files ──hashed as they are written, or read back──► FOLDER/DONE {"checksums": {NAME: XXH3-128}} ──► compared with what is read
+
+A folder of an older version has an empty DONE: its files are taken as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from relax_hpc.files.errors import Damaged
+from relax_hpc.files.publish import sync_folder, to_json, write_file
+
+SEAL = "DONE"
+READ_BYTES = 1 << 20
+"""At a time: it is in a core's cache still when it is hashed."""
+THREADS = 4
+
+
+class DamagedCheckpoint(Damaged):
+    """A file of a checkpoint that is not as it was written."""
+
+
+def of_pieces(pieces: Iterable[bytes | memoryview]) -> str:
+    """The checksum of a file with these pieces, one after the other."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """The checksum of what is in a file."""
+    digest, memory = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(memory):
+            digest.update(memory[:count])
+    return digest.hexdigest()
+
+
+def write(folder: Path, known: Mapping[str, str]) -> None:
+    """Seal `folder`, all of whose files are on the disk. known: checksums by name; the other files are read back."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != SEAL)
+    with ThreadPoolExecutor(THREADS, "checksums") as pool:
+        found = pool.map(lambda name: known.get(name) or of_file(folder / name), names)
+        write_file(folder / SEAL, to_json({"checksums": dict(zip(names, found, strict=True))}))
+    sync_folder(folder)
+
+
+def expected(folder: Path) -> dict[str, str]:
+    """Checksums by name; none of a folder of an older version, or without a seal. Raises DamagedCheckpoint."""
+    try:
+        text = (folder / SEAL).read_bytes()
+    except FileNotFoundError:
+        return {}
+    try:
+        return {str(name): str(checksum) for name, checksum in json.loads(text)["checksums"].items()} if text else {}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpoint(f"'{folder / SEAL}' is damaged: it has no checksums ({error})") from error
+
+
+def compare(path: Path, found: str | None = None) -> None:
+    """Compare a file with the seal of its folder. found: its checksum, where it was read already. Raises DamagedCheckpoint."""
+    wanted = expected(path.parent).get(path.name)
+    if wanted is None:
+        return
+    try:
+        found = found or of_file(path)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"'{path}' is gone, which was written with checksum {wanted}") from None
+    if found != wanted:
+        raise DamagedCheckpoint(f"'{path}' has checksum {found}, {wanted} was written: the file was damaged")
+
+
+def compare_all(folder: Path, names: Collection[str] | None = None) -> None:
+    """Compare the files of `folder`, or those called `names`, several at once. Raises DamagedCheckpoint naming one that differs."""
+    wanted = expected(folder)
+    with ThreadPoolExecutor(THREADS, "checksums") as pool:
+        list(pool.map(compare, (folder / name for name in wanted if names is None or name in names)))

@@ -1,0 +1,189 @@
+"""Publishing files: a name appears with its whole content or not at all, and readers cope with what file systems do.
+
+Publishing is always: unique temporary name, write, fsync, link or rename, fsync of the directory. A lost reply is no failure:
+after an error the file system is asked what is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.files.errors import DamagedFile
+
+STALE_TRIES = 10
+
+SMALL_BYTES = 1 << 16
+
+
+def names(folder: Path) -> list[str]:
+    """The published names in a folder, those without a leading dot, in order; a missing folder has none."""
+    try:
+        return sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except FileNotFoundError:
+        return []
+
+
+def is_there(path: Path) -> bool:
+    """Whether a name exists. Raises OSError where the file system cannot say; Path.exists takes that for a no on some Pythons."""
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def rename_once(source: Path, target: Path, done: Callable[[], bool]) -> None:
+    """Rename; when the file system says that it failed, believe `done()`: the reply to a rename that succeeded can be lost."""
+    try:
+        os.rename(source, target)
+    except OSError:
+        if not done():
+            raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that appeared in `folder` survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+Data = bytes | Sequence[bytes | memoryview]
+"""What a file shall hold: its bytes, or pieces of them in order."""
+
+PIECES_A_WRITE = os.sysconf("SC_IOV_MAX")
+"""Some megabytes of a shard's arrays: large writes make large pages in the cache, which readers like."""
+
+_begin_writing_back = ctypes.CDLL(None).sync_file_range
+
+_begin_writing_back.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+
+SYNC_FILE_RANGE_WRITE = 2
+
+
+def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
+    """Create `path` (which must not exist) with `data`."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        _write_all(handle, [data] if isinstance(data, bytes) else data, durable)
+        if durable:
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _write_all(handle: int, pieces: Sequence[bytes | memoryview], durable: bool) -> None:
+    """Write the pieces one after the other. `durable`: the disk begins with the first ones while the last are copied."""
+    rest = [memoryview(piece) for piece in pieces]
+    while rest:
+        written, done = os.writev(handle, rest[:PIECES_A_WRITE]), 0  # the system may take less than it is given
+        while done < len(rest) and written >= rest[done].nbytes:
+            written -= rest[done].nbytes
+            done += 1
+        rest = rest[done:]
+        if written:
+            rest[0] = rest[0][written:]
+        if rest and durable:
+            _begin_writing_back(handle, 0, 0, SYNC_FILE_RANGE_WRITE)  # a hint: a file system that lacks it says so
+
+
+def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> bool:
+    """Give a finished file its name if nobody has it yet; True when this call did.
+
+    The temporary name goes either way. A missing temporary raises FileNotFoundError (the caller was fenced). The reply to
+    a link that succeeded can be lost, and the call be answered with an error: two names on the temporary file say that it was ours.
+    """
+    try:
+        os.link(temporary, final)
+        mine = True
+    except OSError as error:
+        mine = temporary.stat().st_nlink > 1 and temporary.samefile(final)
+        if not mine and not isinstance(error, FileExistsError):
+            raise
+    temporary.unlink(missing_ok=True)
+    if mine and durable:
+        sync_folder(final.parent)
+    return mine
+
+
+def publish(final: Path, data: Data, *, commit_dir: Path | None = None, durable: bool = True) -> bool:
+    """Publish `data` under a name that nobody has; False when somebody has it. `via`: the folder of the temporary name."""
+    temporary = (commit_dir or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
+    written = False
+    try:
+        write_file(temporary, data, durable=durable)
+        written = True
+        return link_exclusive(temporary, final, durable=durable)
+    except OSError as error:
+        # Else the temporary file, or its folder, is gone: the caller was fenced, or swept away. Another may have made the folder by now.
+        no_folder = isinstance(error, FileNotFoundError) and (temporary.exists() if written else commit_dir is None)
+        temporary.unlink(missing_ok=True)
+        if not no_folder:
+            raise
+    final.parent.mkdir(parents=True, exist_ok=True)  # one of dozens is the first in its folder
+    if durable:
+        sync_folder(final.parent.parent)
+    return publish(final, data, commit_dir=commit_dir, durable=durable)
+
+
+def replace(final: Path, data: Data, *, commit_dir: Path | None = None, durable: bool = True) -> None:
+    """Put `data` under a name that may exist; readers see the old or the new content, whole."""
+
+    def is_in_place() -> bool:
+        with contextlib.suppress(OSError):
+            return final.read_bytes() == (data if isinstance(data, bytes) else b"".join(data))
+        return False
+
+    temporary = (commit_dir or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
+    try:
+        write_file(temporary, data, durable=durable)
+        rename_once(temporary, final, is_in_place)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(final.parent)
+
+
+def read_json(path: Path) -> Any:
+    """A published JSON file; None when there is none. Raises DamagedFile for one that is no JSON."""
+    for _ in range(STALE_TRIES):
+        try:
+            return json.loads(_read_small(path))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise DamagedFile(
+                f"'{path}' is no JSON ({error}): files are published whole, so it was damaged after it was written; put it back from a "
+                "copy, or remove it"
+            ) from error
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # NFS: replaced between opening and reading
+                raise
+    raise OSError(errno.ESTALE, "replaced again and again while it was read", str(path))
+
+
+def _read_small(path: Path) -> bytes:
+    """All of a file, mostly in three calls to the file system; path.read_bytes() needs eight."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = [os.read(handle, SMALL_BYTES)]
+        while len(parts[-1]) == SMALL_BYTES:
+            parts.append(os.read(handle, SMALL_BYTES))
+        return b"".join(parts)
+    finally:
+        os.close(handle)
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,86 @@
+"""Safetensors files, written straight from tensors' memory and read without a copy; any reader of the format takes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from relax_hpc.files.publish import write_file
+
+ALIGNMENT = 8
+"""Of the data in such a file, by the format's specification."""
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "BOOL": torch.bool,
+}  # fmt: skip
+"""By the names that safetensors gives them."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
+    flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def write(path: Path, tensors: Iterable[tuple[str, Tensor]], *, durable: bool) -> int:
+    """Write the file, which must not exist; its bytes."""
+    data = pieces(tensors)
+    write_file(path, data, durable=durable)
+    return sum(map(len, data))
+
+
+def pieces(tensors: Iterable[tuple[str, Tensor]]) -> list[bytes | memoryview]:
+    """Such a file, in pieces: what is before the tensors, and their memory."""
+    # Wide types first: every tensor is aligned to its own width then.
+    arranged = sorted(tensors, key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    begin = 0
+    for name, tensor in arranged:
+        end = begin + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return [struct.pack("<Q", len(text)) + text, *(as_bytes(t).data for _, t in arranged)]
+
+
+def views(data: Tensor) -> dict[str, Tensor]:
+    """[bytes] uint8: the tensors of such a file, where they lie. Raises ValueError when it is none, or not whole."""
+    found = {}
+    try:
+        (length,) = struct.unpack("<Q", bytes(data[:8].tolist()))
+        header = json.loads(as_bytes(data[8 : 8 + length]).tobytes())
+        header.pop("__metadata__", None)
+        for name, about in header.items():
+            dtype, (begin, end) = DTYPES[about["dtype"]], about["data_offsets"]
+            if end - begin != math.prod(about["shape"]) * dtype.itemsize:
+                raise ValueError(f"tensor '{name}'")
+            found[name] = data[8 + length + begin : 8 + length + end].view(dtype).reshape(about["shape"])
+    except (KeyError, TypeError, AttributeError, RuntimeError, IndexError, struct.error) as error:
+        raise ValueError(str(error)) from error
+    return found
+
+
+def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in order, in lists of at most `bucket_bytes`, or of one tensor that is larger."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and size + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,1 @@
+"""Looking at a run, live or afterwards, from its files alone."""

@@ -1,0 +1,83 @@
+"""The best and the worst samples of some shards, with their text."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from relax_hpc.monitor.analysis.tables import sample_columns
+
+if TYPE_CHECKING:
+    from relax_hpc.monitor.analysis import RunView
+    from relax_hpc.spool.shard import Shard
+
+SHOWN = (
+    "request",
+    "group",
+    "sample",
+    "step",
+    "reward",
+    "length",
+    "finish",
+    "age",
+    "prompt",
+    "completion",
+    "answer",
+    "tokens",
+    "prompt_tokens",
+)
+
+
+class Found(NamedTuple):
+    """A sample worth showing; larger is better, and of equals the newer one."""
+
+    reward: float
+    request: str
+    group: int
+    sample: int
+    path: Path
+
+
+def best_and_worst(view: RunView, paths: Sequence[Path], count: int) -> dict[str, list[dict[str, Any]]]:
+    """{"best": rows, "worst": rows} of the trained samples at `paths`, at most one of a group in each.
+
+    A row has the columns SHOWN as plain values; `prompt` and `completion` are token ids when the run has no tokenizer.
+    """
+    statuses = view.statuses()
+    best: list[Found] = []
+    worst: list[Found] = []
+    for shard in view.iter_shards([p for p in paths if statuses.of(p).status == "trained"], broken=[]):
+        groups = list(_groups(shard))
+        best = heapq.nlargest(count, best + [max(group) for group in groups])
+        worst = heapq.nlargest(
+            count, worst + [min(group) for group in groups], key=lambda f: (-f.reward, f.request, f.group)
+        )
+    return {"best": [r for f in best for r in _rows(view, f)], "worst": [r for f in worst for r in _rows(view, f)]}
+
+
+def _groups(shard: Shard) -> Iterator[list[Found]]:
+    samples = shard.samples
+    for group in np.unique(samples["group"]):
+        mine = np.flatnonzero(samples["group"] == group)
+        yield [Found(float(samples["reward"][i]), shard.request, int(group), int(i), shard.path) for i in mine]
+
+
+def _rows(view: RunView, found: Found) -> Iterator[dict[str, Any]]:
+    """The row of a sample; none when its shard is gone meanwhile."""
+    decoder = view.decoder if view.has_text else None
+    for shard in view.iter_shards([found.path], broken=[]):
+        columns = sample_columns(shard, view.statuses().of(found.path), SHOWN, decoder)
+        row = {name: values[found.sample] for name, values in columns.items()}
+        if decoder is None:
+            row |= {"prompt": row["prompt_tokens"].tolist(), "completion": row["tokens"].tolist()}
+        row["age"] = None if row["age"] is np.ma.masked else row["age"]
+        yield {k: _visible(v) if isinstance(v, str) else v for k, v in row.items()}
+
+
+def _visible(text: str) -> str:
+    """Control characters, which a model may well have generated, as a replacement sign."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

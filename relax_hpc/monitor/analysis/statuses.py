@@ -1,0 +1,98 @@
+"""What became of every group that was generated, from the ledger alone.
+
+ledger entries ──► request: taken at a step | dropped | not decided ──► group: trained | filtered | failed | late | unused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.spool.ledger import FAILED, Entry, read_entry
+
+GroupStatus = Literal["trained", "filtered", "failed", "late", "unused", "evaluation"]
+STATUSES: tuple[GroupStatus, ...] = ("trained", "filtered", "failed", "late", "unused", "evaluation")
+"""trained: in the loss. filtered: taken by a step, kept out of its loss by a filter, or since the batch was full. failed: the group could not be generated or
+scored, whatever became of its request. late: its request was dropped. unused: no step has taken its request, or its file lost a
+race. evaluation: a held-out prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one group."""
+
+    status: GroupStatus
+    reason: str = ""
+    detail: str = ""
+    """Of a group that failed: which prompt, and what was said."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """What became of one request, and of each of its groups."""
+
+    status: GroupStatus
+    step: int | None = None
+    """The step that took the request."""
+    reason: str = ""
+    filtered: dict[int, str] | None = None
+    """Group -> why a filter kept it out of the loss."""
+
+    def group(self, group: int, failure: str = "", detail: str = "") -> Verdict:
+        """The verdict on a group; `failure` and `detail` are what the shard says of a group that failed."""
+        if self.status == "evaluation":
+            return Verdict("evaluation", failure, detail)
+        if failure:
+            return Verdict("failed", failure, detail)
+        if self.filtered and group in self.filtered:
+            return Verdict("filtered", self.filtered[group])
+        return Verdict(self.status, self.reason)
+
+
+class GroupStatuses:
+    """The ledger, read from the requests' side."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.requests: dict[str, RequestStatus] = {}
+        """Every request that an entry names."""
+        for entry in entries:
+            filtered: dict[str, dict[int, str]] = {}
+            for name, reason in entry.filtered.items():
+                if reason.startswith(FAILED):  # the shard says it too, of requests that no step took as well
+                    continue
+                request, _, group = name.rpartition("/")
+                filtered.setdefault(request, {})[int(group)] = reason
+            for taken in entry.take:
+                self.requests[taken.request] = RequestStatus("trained", entry.step, "", filtered.get(taken.request))
+            for dropped in entry.dropped:
+                self.requests[dropped.request] = RequestStatus("late", None, dropped.reason)
+
+    def of(self, path: Path) -> RequestStatus:
+        """The status of the request whose shard is at `path` (in shards/, evals/ or quarantine/)."""
+        if path.parent.name == "quarantine":
+            note: dict[str, Any] = read_json(path.with_suffix(".reason.json")) or {}
+            return RequestStatus("unused", None, str(note.get("reason", "quarantined")))
+        if path.parent.name == "evals":
+            return RequestStatus("evaluation")
+        return self.requests.get(path.stem, RequestStatus("unused"))
+
+
+def read_entries(run: RunDir, broken: list[RunError] | None = None) -> list[Entry]:
+    """All ledger entries, by step. Raises RunError naming an entry that cannot be read, unless `broken` is given, which collects them."""
+    entries: list[Entry] = []
+    for path in sorted(path for path in run.ledger.glob("*/*.json") if path.stem.isdigit()):
+        try:
+            entry = read_entry(path)
+        except RunError as error:
+            if broken is None:
+                raise
+            broken.append(error)
+            continue
+        if entry is not None:
+            entries.append(entry)
+    return entries

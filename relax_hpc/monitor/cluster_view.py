@@ -1,0 +1,98 @@
+"""The part of a run's view that is about its cluster: jobs, what comes next, rollout nodes."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from relax_hpc.monitor.status import Status
+from relax_hpc.slurm.chain import NO_SUCCESSOR
+from relax_hpc.slurm.overview import UNKNOWN, JobRow, Overview
+from relax_hpc.slurm.plan import job_name
+
+PAST_SHOWN = 4
+"""Rollout nodes of before, the newest."""
+
+
+def parts(status: Status) -> list[RenderableType]:
+    """Tables and lines to stand below the roles; none when nothing was ever sent."""
+    overview = status.slurm
+    if overview is None or not (overview.jobs or overview.node_agents):
+        return []
+    return [
+        Text(),
+        _jobs(status.recipe.run.name, overview),
+        _chain(status, overview),
+        *_refused(overview),
+        *([_node_agents(status, overview)] if overview.node_agents else []),
+    ]
+
+
+def one_line(overview: Overview) -> str:
+    """The jobs that are there, where there is no terminal."""
+    alive = [f"{job.kind} {job.id} {job.state.lower()}{_why(job)}" for job in overview.jobs if job.alive]
+    return "; ".join(alive) or "no job is in the queue"
+
+
+def _jobs(run: str, overview: Overview) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("job", "name", "state", "nodes", "start", "remarks"):
+        table.add_column(column, overflow="fold", no_wrap=column == "name")
+    for job in overview.shown():
+        state = "unknown" if job.state == UNKNOWN else job.state.lower()
+        table.add_row(*map(Text, (job.id, job_name(run, job.kind), state, job.nodes, _start(job), job.why)))
+    return table
+
+
+def _chain(status: Status, overview: Overview) -> Text:
+    words = [f"restarts so far: {overview.restarts}"]
+    following, slurm = overview.successor, status.recipe.slurm
+    if following is not None:
+        words.append(f"next: job {following.id}")
+    elif slurm is not None and slurm.restart == "chain" and status.state == "running" and overview.leaders:
+        why = overview.refused.get("successor", "") if slurm.queue_ahead else "slurm.queue_ahead = 0"
+        words.append(f"{NO_SUCCESSOR}{f' ({why})' if why else ''}")
+    if any(job.state == UNKNOWN for job in overview.jobs):
+        words.append("Slurm cannot be asked on this machine: this is what the run's files say")
+    return Text("; ".join(words), style="dim")
+
+
+def _refused(overview: Overview) -> list[Text]:
+    """Rollout jobs that Slurm did not take, and will be asked for again."""
+    alive = {f"{job.kind} job" for job in overview.jobs if job.alive}
+    found = {role: why for role, why in overview.refused.items() if role != "successor" and role not in alive}
+    return [Text(f"no {role}: {why}", style="yellow") for role, why in found.items()]
+
+
+def _node_agents(status: Status, overview: Overview) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("rollout node", "state", "heartbeat", "group", "job", "workers"):
+        table.add_column(column)
+    limit_s, now = status.recipe.supervision.node_agent_silent_s, time.time()
+    there = [b for b in overview.node_agents.values() if b["state"] != "gone" and now - b["time"] <= limit_s]
+    past = sorted((b for b in overview.node_agents.values() if b not in there), key=lambda b: -b["time"])
+    for heartbeat in [*sorted(there, key=lambda b: (b["group"], b["index"])), *past[:PAST_SHOWN]]:
+        lost = heartbeat["state"] != "gone" and now - heartbeat["time"] > limit_s
+        state = Text(
+            "silent" if lost else heartbeat["state"], style="red" if lost and status.state == "running" else ""
+        )
+        workers = str(len(heartbeat.get("claim_dirs", ())))
+        ago = f"{now - heartbeat['time']:.0f} s ago"
+        table.add_row(heartbeat["host"], state, ago, heartbeat["group"], str(heartbeat.get("job") or ""), workers)
+    if len(past) > PAST_SHOWN:
+        table.add_row(Text(f"and {len(past) - PAST_SHOWN} more that are gone", style="dim"))
+    return table
+
+
+def _start(job: JobRow) -> str:
+    when = job.start.replace("T", " ")
+    return f"expected {when}" if when and job.waits else when
+
+
+def _why(job: JobRow) -> str:
+    words = [job.why, f"expected {job.start}" if job.start and job.waits else ""]
+    said = ", ".join(word for word in words if word)
+    return f" ({said})" if said else ""

@@ -1,0 +1,106 @@
+"""Lines of metrics ► what a person should hear of: outcomes, restarts, steps that do not come, rewards that collapse.
+
+Each alert has a key that is the same whenever its line is read again, so that nobody is told twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_hpc.recipe.tables.tracking import Notify
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One thing to tell."""
+
+    key: str
+    time: float
+    text: str
+
+
+class Alerts:
+    """What is asked for by [notify], in the lines of all roles in order of time."""
+
+    def __init__(self, config: Notify, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: our own, in seconds; the lines have the time of day of the machine that wrote them."""
+        self._config, self._clock = config, clock
+        self._collapse = Collapse(config)
+        self._step, self._said_at, self._heard_at, self._on = -1, 0.0, 0.0, False
+
+    def of(self, role: str, line: Mapping[str, Any]) -> Iterator[Alert]:
+        """The alerts that this line gives."""
+        kind, at = line.get("kind"), float(line["time"])
+        if kind in ("start", "outcome") or role == "trainer-0":
+            self._said_at, self._heard_at, self._on = at, self._clock(), kind != "outcome"
+        if kind == "outcome" and "outcome" in self._config.events:
+            reason = f": {line['reason']}" if line.get("reason") else ""
+            yield Alert(f"outcome {at}", at, f"{line['outcome']} at step {line.get('step', 0)}{reason}")
+        elif kind in ("lost", "silent") and "restart" in self._config.events:
+            yield Alert(
+                f"{kind} {line.get('role')} {at}", at, f"{line.get('role')} was {kind}: {line.get('reason', '')}"
+            )
+        elif kind == "step" and line["step"] > self._step:
+            self._step = line["step"]
+            if "collapse" in self._config.events:
+                for what, text in self._collapse.of(line):
+                    yield Alert(f"collapse {what} {self._step}", at, f"step {self._step}: {text}")
+
+    def stalled(self) -> Iterator[Alert]:
+        """That the trainer has not written a line for too long; the same alert until it does."""
+        silent_s = self._clock() - self._heard_at
+        if "stall" in self._config.events and self._on and silent_s > self._config.stall_s:
+            last = f"step {self._step} was the last" if self._step >= 0 else "there was none yet"
+            yield Alert(
+                f"stall {self._said_at}", self._said_at + silent_s, f"no step for {silent_s / 60:.0f} minutes; {last}"
+            )
+
+
+class Collapse:
+    """Signs that nothing is learnt any more, over the last `window` steps; each is told when it begins."""
+
+    def __init__(self, config: Notify) -> None:
+        self._config = config
+        self._entropy, self._reward, self._empty = (deque[float](maxlen=config.window) for _ in range(3))
+        self._best = float("-inf")
+        self._begun: set[str] = set()
+
+    def of(self, line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """(which sign, in words) that begin with this step."""
+        steps = f"over the last {self._config.window} steps"
+        entropy, reward = (
+            self._mean(self._entropy, line.get("entropy")),
+            self._mean(self._reward, line.get("played_reward")),
+        )
+        empty = self._mean(self._empty, float(line.get("groups") == 0 and line["filtered_groups"] > 0))
+        if self._begins("entropy", entropy is not None and entropy < self._config.entropy):
+            yield (
+                "entropy",
+                f"the policy's entropy is {entropy:.4f} nats {steps} (notify.entropy = {self._config.entropy})",
+            )
+        if self._begins("filtered", empty == 1.0):
+            yield "filtered", f"all groups were filtered {steps}: nothing is trained"
+        if reward is None:
+            return
+        least = self._config.reward_share * self._best
+        if self._begins("reward", self._best > 0 and reward < least):
+            yield (
+                "reward",
+                f"the mean reward is {reward:.4f} {steps}, the best was {self._best:.4f} (notify.reward_share = {self._config.reward_share})",
+            )
+        self._best = max(self._best, reward)
+
+    def _mean(self, values: deque[float], value: float | None) -> float | None:
+        """With one more value; None while there are too few."""
+        if value is not None:
+            values.append(value)
+        return sum(values) / len(values) if len(values) == values.maxlen else None
+
+    def _begins(self, what: str, there: bool) -> bool:
+        begins = there and what not in self._begun
+        (self._begun.add if there else self._begun.discard)(what)
+        return begins

@@ -1,0 +1,185 @@
+"""What a run will write, and whether there is room for it. An upper bound from the recipe: answers of full length."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.launch.create import count_rows
+from relax_hpc.planning.doctor.checks import Check, failed, gigabytes, note, ok, warning
+from relax_hpc.planning.doctor.files import AREA, existing_part
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.algorithm import Ppo
+from relax_hpc.recipe.tables.model import PathModel, TinyModel
+from relax_hpc.recipe.tables.source import keys_of, left_out
+from relax_hpc.spool.layout import SCORE_BYTES
+
+STATE_BYTES = 12
+"""Of a parameter in a checkpoint: master weights and two moments of AdamW, in float32."""
+TOKEN_BYTES = 16
+"""Of a token in a shard, all columns together, rounded up."""
+PROMPT_TOKENS = 512
+"""Taken for a prompt, whose length the recipe does not say."""
+CHECKPOINT_FILES, VERSION_FILES = 15, 2
+"""With a reference and a critic; that many at most."""
+SPARSE_VERSIONS = 3
+"""That are there at a time, where only some are published."""
+
+
+class Need(NamedTuple):
+    """What a run writes."""
+
+    checkpoints: int  # bytes
+    weights: int  # bytes
+    shards: int  # bytes
+    files: int
+
+    @property
+    def least(self) -> int:
+        return self.checkpoints + self.weights
+
+    @property
+    def all(self) -> int:
+        return self.least + self.shards
+
+
+def need(recipe: Recipe) -> Need | None:
+    """An upper bound; None when the model's size cannot be read."""
+    count = parameters(recipe)
+    if count is None:
+        return None
+    run, rollout = recipe.run, recipe.rollout
+    kept = run.keep_checkpoints + 1  # one is written before the oldest goes
+    replayed = min(run.steps, kept * run.checkpoint_every)
+    versions = replayed + recipe.async_.max_staleness + 1
+    if recipe.supervised:  # those that are evaluated, and that a run or an attempt begins with
+        versions = SPARSE_VERSIONS * recipe.generates
+    width = 4 if recipe.trainer.dtype == "float32" else 2
+    steps = run.steps if recipe.spool.keep == "all" else replayed
+    longest = PROMPT_TOKENS + rollout.max_new_tokens * rollout.max_turns
+    if isinstance(recipe.model, TinyModel):
+        longest = min(longest, recipe.model.context)
+    requests, token_bytes = recipe.most_requests_per_step, TOKEN_BYTES + SCORE_BYTES * len(recipe.columns)
+    shards = steps * requests * rollout.groups_per_request * recipe.algorithm.group_size * longest * token_bytes
+    if recipe.spool.quota_gb is not None:
+        shards = min(shards, int(recipe.spool.quota_gb * 1e9))
+    files = (
+        run.steps + steps * requests * (1 + len(recipe.columns)) + kept * CHECKPOINT_FILES + versions * VERSION_FILES
+    )
+    critic = isinstance(recipe.algorithm, Ppo)  # of the policy's size, or near it
+    return Need(kept * count * STATE_BYTES * (1 + critic), versions * count * width, shards, files)
+
+
+def parameters(recipe: Recipe) -> int | None:
+    """Of the model; None when they cannot be counted."""
+    if isinstance(recipe.model, TinyModel):
+        model = recipe.model
+        heads = (model.heads + 2 * model.kv_heads) * (model.hidden_size // model.heads) + model.hidden_size
+        return model.layers * model.hidden_size * (heads + 3 * model.intermediate_size) + model.hidden_size * len(model.alphabet)  # fmt: skip
+    try:
+        counts = [_in_safetensors(path) for path in sorted(recipe.model.path.glob("*.safetensors"))]
+    except (OSError, ValueError, KeyError, struct.error):
+        return None
+    return sum(counts) or None
+
+
+def room(recipe: Recipe) -> list[Check]:
+    """Space and files that are left, against what the run will write."""
+    folder = existing_part(recipe.run.root.absolute())
+    there = os.statvfs(folder)
+    free, wanted = there.f_bavail * there.f_frsize, need(recipe)
+    if wanted is None:
+        return [
+            note(AREA, "space", f"{gigabytes(free)} free; the model's size is not known, so neither is what is needed")
+        ]
+    words = f"{gigabytes(free)} free in '{folder}' (quotas do not show here)"
+    parts = f"checkpoints {gigabytes(wanted.checkpoints)}, weights {gigabytes(wanted.weights)}, shards at most {gigabytes(wanted.shards)}"
+    mend = (
+        "make room, lower run.keep_checkpoints or run.checkpoint_every, or set spool.keep = 'needed' or spool.quota_gb"
+    )
+    if free < wanted.least:
+        space = failed(AREA, "space", words, parts, mend)
+    elif free < wanted.all:
+        space = warning(AREA, "space", words, parts, mend)
+    else:
+        space = ok(AREA, "space", f"{words}; {parts}")
+    return [space, inodes(folder, wanted.files)]
+
+
+def inodes(folder: Path, wanted: int) -> Check:
+    """How many files the file system of `folder` can still hold, against how many the run will make."""
+    there = os.statvfs(folder)
+    # btrfs and many network file systems do not count: they say 0 of 0, some 0 left of a number. Where a file can be made, 0 is no count.
+    if there.f_files == 0 or (there.f_favail == 0 and _has_room_for_a_file(folder)):
+        return note(AREA, "inodes", "not counted by this file system")
+    if there.f_favail < wanted:
+        return failed(AREA, "inodes", f"{there.f_favail} left", f"about {wanted}", "larger requests (rollout.groups_per_request), or spool.keep = 'needed'")  # fmt: skip
+    return ok(AREA, "inodes", f"{there.f_favail} left, about {wanted} are needed")
+
+
+def _has_room_for_a_file(folder: Path) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError as error:  # whoever may not write there learns so from another check
+        return error.errno not in (errno.ENOSPC, errno.EDQUOT)
+
+
+def inputs(recipe: Recipe) -> list[Check]:
+    """Whether models and prompt files can be read."""
+    found = []
+    if isinstance(recipe.model, PathModel):
+        found.append(_model("model.path", recipe.model.path))
+    found += [_model(key, path) for key, path in recipe.models_beside.items()]
+    for table, source in zip(keys_of(recipe.sources), recipe.sources, strict=True):
+        path = getattr(source, "prompts", None)
+        if path is None:
+            continue
+        key = f"{table}.prompts"
+        if Path(path).is_file() and os.access(path, os.R_OK):
+            found.append(ok(AREA, key, str(path)))
+        else:
+            found.append(failed(AREA, key, f"'{path}' cannot be read", "a .jsonl or .parquet file", f"--set {key}=FILE, or mend its permissions"))  # fmt: skip
+    return found
+
+
+def rows(recipe: Recipe, run: RunDir | None) -> list[Check]:
+    """How many rows of prompt files are left out, or cut: of a run as it counted them, of a recipe as its run would."""
+    try:
+        counts = read_json(run.rows) or {} if run is not None else count_rows(recipe)
+    except RunError as error:
+        return [failed(AREA, "rows of prompts", str(error), "rows that can be used", "mend them, or leave them out: too_long and missing_answer of the source")]  # fmt: skip
+    return [note(AREA, "rows of prompts", line) for line in left_out(counts)]
+
+
+def _model(key: str, path: Path) -> Check:
+    weights = sorted(path.glob("*.safetensors"))
+    missing = [name for name, there in (("config.json", (path / "config.json").is_file()), ("*.safetensors", bool(weights))) if not there]  # fmt: skip
+    closed = [file.name for file in (path / "config.json", *weights) if file.exists() and not os.access(file, os.R_OK)]
+    if missing or closed:
+        what = f"'{path}' has no {' and no '.join(missing)}" if missing else f"no permission to read {', '.join(closed[:3])} in '{path}'"  # fmt: skip
+        return failed(AREA, key, what, "a model directory that `from_pretrained` loads", f"--set {key}=DIR, or mend its permissions")  # fmt: skip
+    return ok(AREA, key, f"{path}: {len(weights)} files, {gigabytes(sum(file.stat().st_size for file in weights))}")
+
+
+def _in_safetensors(path: Path) -> int:
+    """Numbers in a safetensors file, from its header."""
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    total = 0
+    for name, about in header.items():
+        if name != "__metadata__":
+            count = 1
+            for size in about["shape"]:
+                count *= size
+            total += count
+    return total

@@ -1,0 +1,49 @@
+"""File-system calls a second of a run, of all its processes together.
+
+Fitted to the table of docs/benchmarks.md, "File operations of whole runs" (2, 8 and 32 workers, 2 requests a second, and all of
+them waiting; strace, 2026-11-22), which it gives back within 7 %: a test holds that. How often workers that wait look is no
+fit, but what spool.watch has them do.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import islice
+
+import numpy as np
+
+from relax_hpc.files.watch import LOOKS, SHARED_PAUSE_S, backoff
+from relax_hpc.monitor.status import LOOKED_AT
+
+PER_REQUEST = 160.0
+"""Released, claimed, published, taken, with its share of a step's weights, ledger entry and metrics."""
+PER_LISTING = 6.0
+"""A worker that waits lists `requests/open` anew after it changed."""
+CHANGES = 1.2
+"""Moments a request at which `requests/open` changes: requests are released several at a time, and claimed one by one."""
+PER_WORKER_S = 0.45
+"""A second: its heartbeat."""
+PER_LOOKED_AT_S = 2.05
+"""A second: what the view of a run reads of a worker, of a few workers at a time."""
+PER_RUN_S = 17.3
+"""A second: the supervisor, its lease."""
+PAUSES = 400
+"""More than a worker takes to look as rarely as it ever does."""
+
+
+@functools.lru_cache
+def pauses(nodes: int) -> tuple[list[float], list[float]]:
+    """How long the one that looks for all who wait on its node has looked before each of its pauses, and how long the pause is."""
+    each = list(islice(backoff(last_s=SHARED_PAUSE_S, watchers=nodes), PAUSES))
+    return np.concatenate([[0.0], np.cumsum(each)[:-1]]).tolist(), each
+
+
+def calls_per_second(workers: int, nodes: int, waiting: float, requests_s: float) -> float:
+    """waiting: how many of the workers have nothing to do, on average. requests_s: requests a second."""
+    longest_s, looking = pauses(nodes)[1][-1], min(waiting, nodes)
+    pause_s = min(longest_s, looking / requests_s / LOOKS) if requests_s else longest_s
+    looks = looking / pause_s if looking else 0.0
+    listings = looks * -math.expm1(-CHANGES * requests_s * pause_s)
+    at_rest = PER_RUN_S + PER_WORKER_S * workers + PER_LOOKED_AT_S * min(workers, LOOKED_AT)
+    return at_rest + PER_REQUEST * requests_s + looks + PER_LISTING * listings

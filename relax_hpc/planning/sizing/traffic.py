@@ -1,0 +1,112 @@
+"""What a step writes, reads and sends: tokens, bytes of shards, bytes and seconds of a version of the weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from relax_hpc.planning.sizing.model import Shape, parameters
+from relax_hpc.planning.sizing.trainer import ELEMENT, Step
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.weights import CollectiveWeights, FileWeights
+from relax_hpc.spool.layout import COLUMNS, SCORE_BYTES, TOKEN_COLUMNS
+
+FILE_BYTES = 5000
+"""HDF5's own, and what `meta` says of the request."""
+COLUMN_FILE_BYTES = 800
+"""The same of a scorer's column."""
+PROMPT_META_BYTES = 100
+"""Answer and metadata of a prompt in `meta`; sources that say much take more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Of one training step, unless it says otherwise."""
+
+    samples: int
+    prompt_tokens: int
+    """Of a prompt."""
+    answer_tokens: int
+    """Of an answer, over all its turns."""
+    trained_tokens: int
+    """In the loss, of all samples."""
+    most_samples: int
+    """That are generated, where dynamic sampling asks for all that it may; `samples` enter the loss."""
+    spool_bytes: int
+    routed_bytes: int
+    """The part of it that says which experts tokens were routed to."""
+    most_spool_bytes: int
+    """Of `most_samples`."""
+    run_spool_bytes: int
+    """Of all steps at most, where spool.keep = "all"; of what may be there at a time, where it is "needed"."""
+    weights_bytes: int
+    """Of a version."""
+    samples_per_prompt: int
+    """How often a version goes over the slowest link."""
+    sync_s: float
+
+
+def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: float) -> Traffic:
+    """`prompt`, `answer`: tokens of a sample. `bandwidth`: bytes a second of a process's link, or of the file system."""
+    groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
+    samples = groups * size
+    requests, most_requests = recipe.requests_per_step, recipe.most_requests_per_step
+    in_order = recipe.rollout.groups_per_request
+    a_request = _shard_bytes(in_order, size, prompt, answer) + FILE_BYTES
+    a_request += len(recipe.columns) * (in_order * size * answer * SCORE_BYTES + COLUMN_FILE_BYTES)
+    routed = _routed_bytes(shape, prompt, answer) * in_order * size if recipe.rollout.routed_experts else 0
+    weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
+    samples_per_prompt = _copies(recipe)
+    steps = recipe.run.steps
+    if recipe.spool.keep == "needed":  # what the oldest checkpoint replays, and what is on its way
+        steps = min(steps, recipe.run.checkpoint_every * recipe.run.keep_checkpoints + recipe.async_.max_staleness + 1)
+    return Traffic(
+        samples=samples,
+        most_samples=most_requests * recipe.rollout.groups_per_request * size,
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+        trained_tokens=samples * answer,
+        spool_bytes=(a_request + routed) * requests,
+        routed_bytes=routed * requests,
+        most_spool_bytes=(a_request + routed) * most_requests,
+        run_spool_bytes=(a_request + routed) * most_requests * steps,
+        weights_bytes=weights,
+        samples_per_prompt=samples_per_prompt,
+        sync_s=weights * samples_per_prompt / bandwidth,
+    )
+
+
+def step_of(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> Step:
+    """What the trainer reads in a step."""
+    samples = recipe.trainer.prompts_per_step * recipe.algorithm.group_size
+    generated = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
+    longest = min(prompt + (answer if recipe.supervised else generated), shape.context)
+    return Step(samples, longest, samples * (prompt + answer))
+
+
+def _shard_bytes(groups: int, size: int, prompt: int, answer: int) -> int:
+    """The columns of so many groups of `size` samples, of one span each."""
+    of = {name: dtype.itemsize for name, dtype in COLUMNS.items()}
+    a_token = sum(of[name] for name in TOKEN_COLUMNS)
+    a_sample = sum(of[name] for name in ("samples", "offsets", "span_start", "span_version"))
+    a_group = prompt * of["prompt_tokens"] + of["prompt_offsets"] + of["groups"] + PROMPT_META_BYTES
+    return groups * (size * (answer * a_token + a_sample) + a_group)
+
+
+def _routed_bytes(shape: Shape, prompt: int, answer: int) -> int:
+    """Of a sample."""
+    if not shape.experts:
+        return 0
+    one = np.min_scalar_type(shape.experts - 1).itemsize
+    return (prompt + answer - 1) * shape.layers * shape.chosen * one
+
+
+def _copies(recipe: Recipe) -> int:
+    """Files: written once, read by each worker, or once on a node that has a copy in memory. MPI sends to one worker after
+    the other; a broadcast leaves process 0 as a tree."""
+    workers = recipe.rollout.workers
+    if isinstance(recipe.weights, FileWeights):
+        return 1 + (recipe.rollout.nodes if recipe.weights.node_cache else workers)
+    return math.ceil(math.log2(workers + 1)) if isinstance(recipe.weights, CollectiveWeights) else workers

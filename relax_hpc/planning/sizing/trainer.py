@@ -1,0 +1,233 @@
+"""Memory of a trainer process: weights, gradients, AdamW, what the forward pass keeps for the backward, the output layer.
+
+megatron   weights in trainer.dtype, gradients in float32; AdamW's moments (and, in bfloat16, master weights) are shared
+           by the data-parallel processes: of dense parameters by all that hold them, of experts by all that hold those
+torch      all of it in float32 on every process; in bfloat16 autocast's copies of the matrices besides
+
+Of a critic there are weights, gradients and AdamW too.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from relax_hpc.planning.sizing.model import Shape, parameters, shape_in, stage_layers, stage_parameters
+from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
+from relax_hpc.recipe.tables.algorithm import PolicyGradient
+
+FLOAT = 4
+ELEMENT = {"float32": 4, "bfloat16": 2}
+LOGITS_PER_CHUNK = 2**24
+"""As in relax_hpc.trainers.forward, which is too heavy to import here."""
+LOGIT_BYTES = 20
+"""A logit in trainer.dtype, in float32, its exponential, and the gradients of two of them."""
+
+
+class Kept(NamedTuple):
+    """Bytes a token and layer that the forward pass keeps, for each column of something."""
+
+    hidden: float
+    """The residual stream: norms, inputs of matrices."""
+    heads: float
+    """Queries and the output of attention."""
+    kv_heads: float
+    mlp: float
+    experts: float
+    """Columns of the experts that a token goes through."""
+    sent: float
+    """Columns of the residual stream, once for each expert that a token is sent to."""
+    ends: float
+    """Before the first layer and after the last, for each column of the residual stream."""
+
+
+KEPT = {
+    ("megatron", "float32"): Kept(30, 20, 18, 20, 24, 5, 14),
+    ("megatron", "bfloat16"): Kept(22, 14, 12, 10, 12, 2, 12),
+    ("torch", "float32"): Kept(24, 16, 16, 16, 16, 8, 14),
+    ("torch", "bfloat16"): Kept(27, 10, 11, 8, 16, 8, 12),
+}
+"""Fitted to tensors that autograd saved on a CPU; kernels that fuse norms and activations (Transformer Engine's) keep less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a training step reads."""
+
+    samples: int
+    longest: int
+    """Tokens of a sample, prompt and answer, at most."""
+    tokens: int
+    """Of all samples, prompts counted with each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes on the device of a process of one pipeline stage."""
+
+    stage: int
+    parameters: int
+    """That the process holds."""
+    weights: float
+    gradients: float
+    optimizer: float
+    frozen: float
+    """Reference and teacher."""
+    activations: float
+    head: float
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.frozen + self.activations + self.head
+
+
+def needs_reference(recipe: Recipe) -> bool:
+    """Whether a frozen copy of the model is held; of an algorithm of the user's own it is not known, and not counted."""
+    held = "reference" not in recipe.scored
+    return held and isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
+
+
+def beside(recipe: Recipe, key: str, policy: Shape) -> Shape | None:
+    """Of the model that the trainer holds by `key`, None where it holds none; the policy's where its config.json is not here."""
+    folder = recipe.models_held.get(key)
+    return None if folder is None else shape_in(folder) or policy
+
+
+def _critic(recipe: Recipe, policy: Shape) -> Shape | None:
+    """Of the critic, where the trainer holds one."""
+    return beside(recipe, CRITIC_KEY, policy) or policy if recipe.trains_critic else None
+
+
+def replicas(recipe: Recipe) -> int:
+    """Data-parallel processes, those that share a sequence counted once."""
+    plan = recipe.trainer.parallel
+    return recipe.trainer.processes // (plan.tensor * plan.pipeline * plan.context)
+
+
+def micro_batches(recipe: Recipe, step: Step) -> int:
+    """Of one process in a step."""
+    return max(1, math.ceil(step.tokens / replicas(recipe) / (micro_batch_tokens(recipe, step) * _shared(recipe))))
+
+
+def micro_batch_tokens(recipe: Recipe, step: Step) -> int:
+    """Tokens of one forward pass on one process: the budget, or the longest sample where that is more; a step has no more."""
+    share = _shared(recipe)
+    budget = max(recipe.trainer.tokens_per_micro_batch, math.ceil(step.longest / share))
+    return min(budget, math.ceil(step.tokens / replicas(recipe) / share))
+
+
+def trainer_memory(recipe: Recipe, shape: Shape, step: Step) -> list[TrainerMemory]:
+    """For each pipeline stage."""
+    if recipe.trainer.backend == "torch":
+        return [_torch(recipe, shape, step)]
+    return [_megatron(recipe, shape, step, stage) for stage in range(recipe.trainer.parallel.pipeline)]
+
+
+def scorer_weights(recipe: Recipe, shape: Shape) -> float:
+    """Bytes that a scorer's process holds at most."""
+    folder, plan = recipe.models_beside.get(TEACHER_KEY), recipe.trainer.parallel
+    teacher = (shape_in(folder) if folder else None) or shape
+    models = [teacher if name == "teacher" else shape for name in recipe.scored]
+    if not recipe.scores_together:
+        return FLOAT * sum(parameters(model).all for model in models)
+    of_stages = (sum(stage_parameters(model, plan, stage).all for model in models) for stage in range(plan.pipeline))
+    return ELEMENT[recipe.trainer.dtype] * max(of_stages)
+
+
+def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
+    """A checkpoint: weights, reference, AdamW's moments, those of a critic; the megatron backend keeps master weights beside its weights."""
+    count, critic = parameters(shape).all, _critic(recipe, shape)
+    learning = count + (parameters(critic, critic=True).all if critic else 0)
+    frozen = count * needs_reference(recipe)
+    if recipe.trainer.backend == "torch":
+        return FLOAT * (3 * learning + frozen)
+    return FLOAT * 3 * learning + ELEMENT[recipe.trainer.dtype] * (learning + frozen)
+
+
+def _shared(recipe: Recipe) -> int:
+    return recipe.trainer.parallel.context
+
+
+def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
+    count = parameters(shape).all
+    critic, teacher = _critic(recipe, shape), beside(recipe, TEACHER_KEY, shape)
+    learning = count + (parameters(critic, critic=True).all if critic else 0)
+    dtype, tokens = recipe.trainer.dtype, micro_batch_tokens(recipe, step)
+    kept = KEPT["torch", dtype]
+    layers = sum(_layer_bytes(shape, kept, recipe, layer) for layer in range(shape.layers))
+    cast = count * ELEMENT[dtype] if dtype == "bfloat16" else 0
+    return TrainerMemory(
+        stage=0,
+        parameters=count,
+        weights=learning * FLOAT + cast,
+        gradients=learning * FLOAT,
+        optimizer=learning * FLOAT * 2,
+        frozen=(count * needs_reference(recipe) + (parameters(teacher).all if teacher else 0)) * FLOAT,
+        activations=tokens * (layers + kept.ends * shape.hidden),
+        head=_head_bytes(shape, tokens, 1),
+    )
+
+
+def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMemory:
+    plan, dtype, processes = recipe.trainer.parallel, recipe.trainer.dtype, recipe.trainer.processes
+    count, critic = stage_parameters(shape, plan, stage), _critic(recipe, shape)
+    learning = count.plus(stage_parameters(critic, plan, stage, critic=True)) if critic else count
+    states = FLOAT * (2 if dtype == "float32" else 3)
+    sharing = (
+        processes // (plan.tensor * plan.pipeline),
+        processes // (plan.expert * plan.expert_tensor * plan.pipeline),
+    )
+    tokens = micro_batch_tokens(recipe, step)
+    last = stage == plan.pipeline - 1
+    teacher = beside(recipe, TEACHER_KEY, shape)
+    of_teacher = stage_parameters(teacher, plan, stage).all if teacher else 0
+    return TrainerMemory(
+        stage=stage,
+        parameters=count.all,
+        weights=learning.all * ELEMENT[dtype],
+        gradients=learning.all * FLOAT,
+        optimizer=states * (learning.dense / sharing[0] + learning.experts / sharing[1]),
+        frozen=(count.all * needs_reference(recipe) + of_teacher) * ELEMENT[dtype],
+        activations=tokens * _kept_by_stage(recipe, shape, step, stage),
+        head=_head_bytes(shape, tokens, plan.tensor) if last else 0,
+    )
+
+
+def _kept_by_stage(recipe: Recipe, shape: Shape, step: Step, stage: int) -> float:
+    """Bytes a token: what is in flight when the first backward pass of a stage begins."""
+    plan, kept = recipe.trainer.parallel, KEPT["megatron", recipe.trainer.dtype]
+    rows = shape.hidden / (plan.tensor if plan.sequence else 1)
+    each = [_layer_bytes(shape, kept, recipe, layer) for layer in stage_layers(shape, plan, stage)]
+    working = 0.0
+    if plan.recompute == "full":  # the input of each layer, and one layer at a time
+        working = max(each)
+        each = [rows * ELEMENT[recipe.trainer.dtype]] * len(each)
+    count = micro_batches(recipe, step)
+    ahead = plan.pipeline - stage
+    in_flight = float(min(ahead, count))
+    if plan.virtual_pipeline > 1:  # in chunks of layers
+        chunks = 2 * (ahead - 1) + (plan.virtual_pipeline - 1) * plan.pipeline + 1
+        in_flight = min(chunks, count * plan.virtual_pipeline) / plan.virtual_pipeline
+    ends = kept.ends * rows if stage in (0, plan.pipeline - 1) else 0
+    return in_flight * sum(each) + working + ends
+
+
+def _layer_bytes(shape: Shape, kept: Kept, recipe: Recipe, layer: int) -> float:
+    """A token, of those that the process has after context parallelism, in one layer."""
+    plan = recipe.trainer.parallel
+    rows = 1 / (plan.tensor if plan.sequence else 1)
+    queries = shape.heads * shape.head_dim / plan.tensor
+    pairs = shape.kv_heads * shape.head_dim / plan.tensor
+    # every process of a sequence gathers all its keys and values
+    gathered = 2 * ELEMENT[recipe.trainer.dtype] * pairs * (plan.context - 1)
+    total = kept.hidden * shape.hidden * rows + kept.heads * queries + kept.kv_heads * pairs + gathered
+    if not shape.sparse[layer]:
+        return total + kept.mlp * shape.intermediate / plan.tensor
+    sent = shape.chosen * rows
+    columns = kept.experts * shape.expert_intermediate
+    return total + sent * (columns + kept.sent * shape.hidden * plan.expert_tensor)
+
+
+def _head_bytes(shape: Shape, tokens: int, tensor: int) -> float:
+    return min(tokens * shape.vocabulary / tensor, LOGITS_PER_CHUNK) * LOGIT_BYTES

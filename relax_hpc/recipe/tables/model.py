@@ -1,0 +1,64 @@
+"""[model]: what is trained, a folder of Hugging Face's format or a small one that is built in code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Union
+
+from pydantic import PositiveInt, Tag, model_validator
+
+from relax_hpc.recipe.tables.parallel import Sizes
+from relax_hpc.recipe.tables.table import Key, Table, conflict, named
+
+
+class PathModel(Table):
+    """A Hugging Face causal language model on disk."""
+
+    name: Literal["path"] = Key("path", "A model directory that `from_pretrained` loads.")
+    path: Path = Key(help="The directory with config.json, the tokenizer and safetensors weights.", looked_up=True)
+
+
+class TinyModel(Table):
+    """A small model built from its configuration, with a tokenizer of single characters: nothing is downloaded."""
+
+    name: Literal["tiny"] = Key(
+        "tiny", "Build a Qwen3-architecture model in code, randomly initialized from the run's seed."
+    )
+    hidden_size: PositiveInt = Key(128, "Width of the residual stream.")
+    intermediate_size: PositiveInt = Key(384, "Width of the gated MLP.")
+    layers: PositiveInt = Key(3, "Transformer layers.")
+    heads: PositiveInt = Key(4, "Attention heads; must divide hidden_size.")
+    kv_heads: PositiveInt = Key(2, "Key/value heads; must divide heads.")
+    experts: int = Key(0, "Experts of each layer, in place of its MLP (Qwen3-MoE); 0 is a dense model.", ge=0)
+    experts_per_token: PositiveInt = Key(2, "Experts that a token goes through; at most `experts`.")
+    moe_intermediate_size: PositiveInt = Key(64, "Width of an expert's gated MLP.")
+    context: PositiveInt = Key(512, "Longest sequence in tokens, prompt and answer together.")
+    alphabet: str = Key(
+        "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>."
+    )
+
+    @model_validator(mode="after")
+    def _divides(self) -> TinyModel:
+        if self.hidden_size % self.heads or self.heads % self.kv_heads:
+            raise conflict(
+                f"model.heads = {self.heads} must divide hidden_size = {self.hidden_size}, "
+                f"and model.kv_heads = {self.kv_heads} must divide heads"
+            )
+        if self.experts and self.experts_per_token > self.experts:
+            raise conflict(f"model.experts_per_token = {self.experts_per_token} exceeds model.experts = {self.experts}")
+        if len(set(self.alphabet)) != len(self.alphabet):
+            raise conflict("model.alphabet names a character twice")
+        return self
+
+    @property
+    def sizes(self) -> Sizes:
+        """What a parallel plan must divide."""
+        dense = 0 if self.experts else self.intermediate_size
+        expert = self.moe_intermediate_size if self.experts else 0
+        return Sizes(self.heads, self.kv_heads, self.layers, dense, self.experts, expert)
+
+
+AnyModel = Annotated[
+    Union[Annotated[PathModel, Tag("path")], Annotated[TinyModel, Tag("tiny")]],
+    named(default=lambda v: "path" if "path" in v else "tiny"),
+]

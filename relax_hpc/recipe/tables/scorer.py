@@ -1,0 +1,75 @@
+"""[scorer]: the models that the algorithm compares the policy with, as processes of their own, beside the trainer's."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt, model_validator
+
+from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, PolicyGradient
+from relax_hpc.recipe.tables.parallel import Parallel, Sizes, misfit
+from relax_hpc.recipe.tables.table import Key, Table, conflict
+
+Score = Literal["recomputed", "reference", "teacher"]
+
+
+class Scorer(Table):
+    """The scorer role: it holds the reference, the teacher, a published version of the policy, and says what they make of each request's tokens
+    while the trainer trains. trainer.backend holds for it as well; under megatron its processes are one group, split by trainer.parallel."""
+
+    scores: list[Score] = Key(
+        help="Which models the scorer holds, each one that the algorithm needs; the others the trainer holds itself. `recomputed` is the "
+        "newest version of the policy when a request is scored, in the place of that of the step.",
+        min_length=1,
+    )
+    processes: PositiveInt = Key(
+        1,
+        "Processes on the trainer's nodes: of the torch backend, each with the whole of these models; of megatron, one group on one node.",
+        resume=True,
+    )
+    threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
+    device: Literal["auto", "cpu", "cuda"] = Key(
+        "auto", "Where the models live; `auto` takes a GPU where there is one, those first that no trainer process has."
+    )
+    tokens_per_micro_batch: PositiveInt = Key(16384, "Token budget of one forward.", resume=True)
+
+    @model_validator(mode="after")
+    def _once(self) -> Scorer:
+        if len(set(self.scores)) < len(self.scores):
+            raise conflict(f"scorer.scores = {self.scores} names one model twice: once is enough")
+        return self
+
+
+def refuse_scorer(
+    scorer: Scorer, algorithm: AnyAlgorithm, backend: str, parallel: Parallel, sizes: Sizes | None
+) -> None:
+    """Raises a conflict where a scorer would hold what a built-in algorithm does not need, or what changes, or cannot be split as it is to be.
+
+    sizes: of a model that is made here.
+    """
+    if backend == "megatron" and (wrong := misfit(parallel, scorer.processes, sizes, "scorer")):
+        raise conflict(wrong)
+    if not isinstance(algorithm, PolicyGradient):
+        return  # what an algorithm of the user's own needs is known when it is made
+    needed = {
+        "recomputed": getattr(algorithm, "old_logprobs", "") == "recomputed" or algorithm.correction is not None,
+        "reference": algorithm.kl_coef > 0,
+        "teacher": algorithm.teacher is not None,
+    }
+    mend = {
+        "recomputed": "set algorithm.old_logprobs = 'recomputed'",
+        "reference": "set algorithm.kl_coef above 0",
+        "teacher": "name one with algorithm.teacher",
+    }
+    for score in scorer.scores:
+        if not needed[score]:
+            rest = [other for other in scorer.scores if needed[other]]
+            raise conflict(
+                f"scorer.scores has '{score}', of which algorithm.name = '{algorithm.name}' makes nothing here: {mend[score]}, "
+                f"or {f'set scores = {rest}' if rest else 'leave [scorer] out'}"
+            )
+    if "reference" in scorer.scores and algorithm.reference_refresh_steps:
+        raise conflict(
+            f"algorithm.reference_refresh_steps = {algorithm.reference_refresh_steps} makes another reference while requests wait "
+            "that were scored against this one: leave it out, or 'reference' out of scorer.scores, so that the trainer holds it"
+        )

@@ -1,0 +1,182 @@
+"""[[source]] and [[evaluation.source]]: where prompts come from, how they are generated, and what they are rewarded by."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
+
+from relax_hpc.recipe.tables.table import Key, Table, conflict, named
+
+WEIGHT = "Share of prompts drawn from this source, against the other sources' weights."
+LIMIT = "Prompts of this source that are generated, at most; absent generates all of them."
+
+
+class Prompts(Table):
+    """What all prompt sources have."""
+
+    table: ClassVar[str] = "source"
+    """The list of the recipe that it stands in."""
+
+    environment: str = Key(
+        "single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True
+    )
+    environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
+
+
+class FilePrompts(Prompts):
+    """Prompts from a JSONL or Parquet file."""
+
+    name: Literal["file"] = Key("file", "A .jsonl or .parquet file, one prompt a row.")
+    prompts: Path = Key(help="The file.", looked_up=True)
+    prompt_key: str = Key(
+        "prompt",
+        "Column with the prompt (a.b for nested ones): text, or a list of chat messages for the tokenizer's chat template.",
+    )
+    answer_key: str = Key(
+        "answer",
+        "Column with the reference answer, which the reward compares with, or which is learned; empty where there is none, or "
+        "where the prompt is a conversation whose last message, the assistant's, is the answer.",
+    )
+    max_prompt_tokens: PositiveInt | None = Key(
+        None, "Longest prompt; absent allows what the model's context does, less one token for an answer."
+    )
+    too_long: Literal["error", "drop", "truncate"] = Key(
+        "error",
+        "What becomes of a longer prompt: nothing begins, the row is left out, or the prompt's beginning is cut off "
+        "(needs `max_prompt_tokens`). An answer that is to be learned and goes beyond the context with its prompt: left out by `drop`.",
+    )
+    missing_answer: Literal["error", "drop"] = Key(
+        "error",
+        "What becomes of a row whose answer is missing, null or, where it is to be learned, blank; `drop` leaves out rows with a blank one too.",
+    )
+    reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
+    reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
+
+    @model_validator(mode="after")
+    def _says_where_to_cut(self) -> FilePrompts:
+        if self.too_long == "truncate" and self.max_prompt_tokens is None:
+            raise conflict(
+                'too_long = "truncate" needs max_prompt_tokens, such as half of the model\'s context: the rest is for the answer'
+            )
+        return self
+
+    @property
+    def drops(self) -> bool:
+        """Whether a row may be left out."""
+        return "drop" in (self.too_long, self.missing_answer)
+
+    @property
+    def counted(self) -> bool:
+        """Whether rows may be left out or cut, and are counted."""
+        return self.drops or self.too_long == "truncate"
+
+
+class TaskPrompts(Prompts):
+    """Prompts and verifier of a reasoning-gym task."""
+
+    name: Literal["reasoning_gym"] = Key("reasoning_gym", "Procedural tasks with their own verifiers.")
+    task: str = Key(help="The task's name, such as 'chain_sum'.")
+    size: PositiveInt = Key(10000, "How many items the task makes; an epoch goes through them once.")
+    seed: int = Key(0, "The task's own seed: which items it makes.", ge=0)
+    config: dict[str, Any] = Key({}, "The task's own options.")
+    template: str | None = Key(
+        None, "The prompt, from the item's fields, such as '{metadata[expression]}='; none takes its question."
+    )
+    reward: str = Key("reasoning_gym", "`reasoning_gym` is the task's verifier; or any other reward.", looked_up=True)
+    reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
+
+
+class FileSource(FilePrompts):
+    """Prompts from a JSONL or Parquet file."""
+
+    weight: PositiveFloat = Key(1.0, WEIGHT)
+
+
+class ReasoningGymSource(TaskPrompts):
+    """Prompts and verifier of a reasoning-gym task."""
+
+    weight: PositiveFloat = Key(1.0, WEIGHT)
+
+
+class Curriculum(Table):
+    """Sources whose prompts are solved about half the time come more often: each one's weight times 4 p (1 - p), p its pass rate."""
+
+    floor: float = Key(
+        0.1,
+        "Least factor on a source's weight, so that one that is never or always solved is still looked at.",
+        gt=0,
+        le=1,
+    )
+    memory_steps: PositiveFloat = Key(
+        10.0, "Steps over which a pass rate is averaged (exponentially); it begins at one half."
+    )
+    solved_at: float = Key(1.0, "Raw reward from which a sample counts as solved.")
+
+
+class EvaluationFile(FilePrompts):
+    """A file of prompts that are evaluated, never trained on."""
+
+    table: ClassVar[str] = "evaluation.source"
+    limit: PositiveInt | None = Key(None, LIMIT)
+
+
+class EvaluationTask(TaskPrompts):
+    """A reasoning-gym task that is evaluated; its texts are never trained on."""
+
+    table: ClassVar[str] = "evaluation.source"
+    limit: PositiveInt | None = Key(None, LIMIT)
+
+
+def _kind(value: dict[str, Any]) -> str:
+    return "reasoning_gym" if "task" in value else "file"
+
+
+AnySource = Annotated[
+    Union[Annotated[FileSource, Tag("file")], Annotated[ReasoningGymSource, Tag("reasoning_gym")]],
+    named(default=_kind),
+]
+AnyEvaluationSource = Annotated[
+    Union[Annotated[EvaluationFile, Tag("file")], Annotated[EvaluationTask, Tag("reasoning_gym")]],
+    named(default=_kind),
+]
+AnyPrompts = FilePrompts | TaskPrompts
+
+
+def keys_of(sources: Sequence[AnyPrompts]) -> list[str]:
+    """Where each stands in the recipe: "source.0", …, "evaluation.source.0", …"""
+    seen: Counter[str] = Counter()
+    keys = []
+    for source in sources:
+        keys.append(f"{source.table}.{seen[source.table]}")
+        seen[source.table] += 1
+    return keys
+
+
+def labels(sources: Sequence[AnyPrompts]) -> list[str]:
+    """A short name for each: its file's or its task's, with the number where that is another one's too."""
+    names = [s.prompts.stem if isinstance(s, FilePrompts) else s.task for s in sources]
+    return [
+        name if names.count(name) == 1 else f"{name} {key}" for name, key in zip(names, keys_of(sources), strict=True)
+    ]
+
+
+def left_out(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What RUN/rows.json says in words: a line for each source, by its key, that leaves rows out or cuts them."""
+    lines = []
+    for key, count in counts.items():
+        said = [
+            f"{count[name]:,} {words}"
+            for name, words in (
+                ("too_long", "left out as too long"),
+                ("no_answer", "left out without an answer"),
+                ("cut", "cut off at the beginning"),
+            )
+            if count[name]
+        ]
+        if said:
+            lines.append(f"{key}: of {count['rows']:,} rows {', '.join(said)}")
+    return lines

@@ -1,0 +1,76 @@
+"""[[tracking]]: where metrics are copied to, for those who look at many runs side by side. [notify]: who is told what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Union
+
+from pydantic import PositiveFloat, PositiveInt, Tag
+
+from relax_hpc.recipe.tables.table import Key, Table, named
+
+
+class TensorBoard(Table):
+    """Event files in RUN/tracking/tensorboard."""
+
+    name: Literal["tensorboard"] = Key("tensorboard", "TensorBoard, without torch or TensorFlow.", resume=True)
+
+
+class Wandb(Table):
+    """A Weights & Biases run whose id is the run's own; in RUN/tracking/wandb while offline."""
+
+    name: Literal["wandb"] = Key("wandb", "Weights & Biases; its key is taken from the environment.", resume=True)
+    project: str = Key("relax-hpc", "The project.", resume=True)
+    entity: str | None = Key(None, "The team or user; absent: that of the key.", resume=True)
+    mode: Literal["offline", "online"] = Key(
+        "offline",
+        "`offline` writes files, which `wandb sync` uploads from a machine with internet; `online` needs it where the trainer is.",
+        resume=True,
+    )
+
+
+class ClearML(Table):
+    """An offline session in RUN/tracking/clearml, which `Task.import_offline_session` uploads."""
+
+    name: Literal["clearml"] = Key("clearml", "ClearML, in its offline mode.", resume=True)
+    project: str = Key("relax-hpc", "The project.", resume=True)
+
+
+AnyTracking = Annotated[
+    Union[
+        Annotated[TensorBoard, Tag("tensorboard")], Annotated[Wandb, Tag("wandb")], Annotated[ClearML, Tag("clearml")]
+    ],
+    named(default=lambda v: "tensorboard"),
+]
+
+Event = Literal["outcome", "restart", "stall", "collapse"]
+
+
+class Notify(Table):
+    """Messages about the run by Apprise (mail, Slack, Matrix, webhooks, …). Addresses hold secrets, so they never stand here."""
+
+    variable: str = Key(
+        "RELAX_HPC_NOTIFY",
+        "Environment variable with Apprise URLs, blanks between them.",
+        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        resume=True,
+    )
+    file: Path | None = Key(
+        None, "A file with Apprise URLs, one a line, outside run.root; in place of the variable.", resume=True
+    )
+    events: list[Event] = Key(
+        ["outcome", "restart", "stall", "collapse"],
+        "What is told: how the run ended, roles that were lost, steps that do not come, rewards or entropy that collapse.",
+        min_length=1,
+        resume=True,
+    )
+    stall_s: PositiveFloat = Key(3600.0, "`stall`: the trainer has said nothing for so long.", resume=True)
+    window: PositiveInt = Key(20, "`collapse` looks at means over so many steps.", resume=True)
+    entropy: float = Key(0.01, "`collapse`: the policy's entropy (nats a token) is below this.", ge=0, resume=True)
+    reward_share: float = Key(
+        0.5,
+        "`collapse`: the mean reward of all that was generated is below this share of its best.",
+        ge=0,
+        le=1,
+        resume=True,
+    )

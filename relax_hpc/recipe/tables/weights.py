@@ -1,0 +1,87 @@
+"""[weights]: how new versions reach the rollout workers, and what each transport reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Union
+
+from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
+
+from relax_hpc.recipe.tables.table import Key, Table, conflict, named
+
+
+class Weights(Table):
+    """What all transports have."""
+
+    bucket_mb: PositiveInt = Key(
+        256, "Megabytes of weights that are gathered while as many are on their way; one larger tensor is its own bucket.", resume=True
+    )  # fmt: skip
+
+
+class FileWeights(Weights):
+    """Safetensors files in the run directory, checksummed, published like a shard. Whoever comes, and when, can read them."""
+
+    transport: Literal["file"] = Key("file", "Files in the run directory.")
+    node_cache: Path | None = Key(
+        None,
+        "A directory in memory (such as /dev/shm): the first worker of a node copies a version there, the others map it.",
+        resume=True,
+    )
+    full_every: PositiveInt = Key(
+        1, "Of so many versions one is written whole, the others as what changed (lossless); above 1 needs `front`.", resume=True
+    )  # fmt: skip
+
+    @model_validator(mode="after")
+    def _has_a_base(self) -> FileWeights:
+        if self.full_every > 1 and self.node_cache is None:
+            raise conflict(
+                f"weights.full_every = {self.full_every} writes changes, and what they are against is kept in memory: "
+                'set weights.node_cache (such as "/dev/shm"), or weights.full_every = 1'
+            )
+        return self
+
+
+class CollectiveWeights(Weights):
+    """Broadcast in a group of the trainer and the workers; what misses it is read from files."""
+
+    transport: Literal["collective"] = Key("collective", "A group of torch.distributed.")
+    backend: Literal["gloo", "nccl"] = Key(
+        "gloo",
+        "`gloo`: from host memory to host memory. `nccl`: from GPU to GPU, trainer and workers on GPUs of their own; the first "
+        "one of each then has a process besides, of some hundred MB.",
+        resume=True,
+    )
+    timeout_s: PositiveFloat = Key(
+        30.0, "A worker that does not take part for so long is left out, and the group formed again.", resume=True
+    )
+
+    @property
+    def speaks(self) -> str:
+        """What the members of the group speak."""
+        return self.backend
+
+
+class MpiWeights(Weights):
+    """Sent by MPI (mpi4py and an MPI of the MPICH family) from the trainer to each worker; what misses it is read from files."""
+
+    transport: Literal["mpi"] = Key(
+        "mpi", "MPI, in which every process is a job of its own: one that dies ends no other."
+    )
+    timeout_s: PositiveFloat = Key(
+        30.0, "A worker that does not take part for so long is left out, and the group formed again.", resume=True
+    )
+
+    @property
+    def speaks(self) -> str:
+        """What the members of the group speak."""
+        return "mpi"
+
+
+AnyWeights = Annotated[
+    Union[
+        Annotated[FileWeights, Tag("file")],
+        Annotated[CollectiveWeights, Tag("collective")],
+        Annotated[MpiWeights, Tag("mpi")],
+    ],
+    named("transport", default=lambda v: "file"),
+]

@@ -1,0 +1,201 @@
+"""Scores many samples: quick rewards here, all others in a pool of processes with a time limit for each call."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import TypeGuard
+
+from pebble import ProcessExpired, ProcessPool
+
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Failure, Prompt
+from relax_hpc.rewards.load import make_rewards
+from relax_hpc.rewards.pool import Outcome, make_pool, reward_runner, score_in_child
+
+BROKE = ("broke the pool of its processes", "")
+LEAST_PROCESSES = 2
+"""One reward that hangs must not hold up all others."""
+_HEARTBEAT_S = 0.5
+"""How often `progress` is called while rewards run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward said about a sample."""
+
+    reward: float
+    extra: dict[str, float]
+
+
+class RewardRunner:
+    """The rewards of a recipe's sources.
+
+    Raises RunError or RegistryError at construction for a reward that does not load or does not fit its signature.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._sources, self._limit_s = recipe.sources, recipe.rollout.reward_time_limit_s
+        self._processes = recipe.rollout.reward_processes or max(LEAST_PROCESSES, recipe.rollout.threads)
+        self._rewards = make_rewards(recipe.sources)
+        self._pool: ProcessPool | None = None
+        self.seconds = 0.0
+        """What all calls of `score` took."""
+
+    def score(
+        self,
+        samples: Sequence[tuple[Prompt, str]],
+        progress: Callable[[], None] = lambda: None,
+        groups: Sequence[int] = (),
+    ) -> list[Score | Failure]:
+        """A score or a failure for every (prompt, answer), in their order.
+
+        groups: which group each sample is of; as soon as one of them fails its group is not judged any more, and all of it has
+        that failure. By default each sample is a group. `progress` is called at least twice a second, however long the rewards take.
+        """
+        began = time.perf_counter()
+        batch = _Batch(list(groups) or [*range(len(samples))])
+        left = []
+        for i in batch.fairly():
+            prompt, answer = samples[i]
+            reward = self._rewards[prompt.source]
+            if not reward.is_quick:
+                left.append(i)
+            elif batch.open(i):
+                batch.settle(i, self._verdict(prompt, reward_runner(reward, prompt, [answer])[0]))
+                progress()
+        # A child that dies between two samples breaks its pool; what is left is tried once more, in a new one.
+        for _ in range(2):
+            self._in_pool(samples, [i for i in left if batch.open(i)], batch, progress)
+        for i in left:
+            if batch.open(i):
+                batch.settle(i, self._verdict(samples[i][0], BROKE))
+        self.seconds += time.perf_counter() - began
+        return batch.verdicts()
+
+    def close(self) -> None:
+        """Stop the processes, also those in the middle of a reward."""
+        if self._pool is not None:
+            self._pool.stop()  # type: ignore[no-untyped-call]
+            self._pool.join()
+            self._pool = None
+
+    def _in_pool(
+        self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch, progress: Callable[[], None]
+    ) -> None:
+        """Judge `left` side by side; what the pool broke before stays open."""
+        if not left:
+            return
+        if self._pool is not None and not self._pool.active:
+            self.close()
+        if self._pool is None:
+            self._pool = make_pool(self._sources, self._processes)
+        ended = SimpleQueue[int]()
+        futures: dict[int, Future[list[Outcome]]] = {}
+        calls = self._calls(samples, left, batch)
+        try:
+            for first, call in calls.items():
+                prompt, answers = samples[first][0], [samples[i][1] for i in call]
+                futures[first] = self._pool.schedule(
+                    score_in_child, args=(prompt.source, prompt, answers), timeout=self._limit_s
+                )
+                futures[first].add_done_callback(functools.partial(_tell, ended, first))
+        except RuntimeError:  # what pebble raises when the pool broke a moment ago
+            return
+        pending = set(calls)
+        while pending and (self._pool.active or not ended.empty()):
+            try:
+                first = ended.get(timeout=_HEARTBEAT_S)
+            except Empty:
+                progress()
+                continue
+            progress()
+            pending.discard(first)
+            outcomes = [] if futures[first].cancelled() else self._outcomes(futures[first], len(calls[first]))
+            for i, outcome in zip(calls[first], outcomes, strict=False):  # none where the pool broke
+                if batch.open(i):
+                    batch.settle(i, self._verdict(samples[i][0], outcome))
+            for other in [k for k in pending if not batch.open(k)] if any(map(_failed, outcomes)) else ():
+                pending.discard(other)
+                futures[other].cancel()  # one that runs is killed
+
+    def _calls(self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch) -> dict[int, list[int]]:
+        """The samples of each call, by its first: one, or those of a group where the reward takes a group at once."""
+        calls: dict[int, list[int]] = {}
+        firsts: dict[int, int] = {}
+        for i in left:
+            first = firsts.setdefault(batch.group(i), i) if self._rewards[samples[i][0].source].is_batch else i
+            calls.setdefault(first, []).append(i)
+        return calls
+
+    def _outcomes(self, future: Future[list[Outcome]], count: int) -> list[Outcome]:
+        """What came of each sample of a call; nothing where the pool broke."""
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if isinstance(error, BrokenProcessPool):
+            return []
+        return [self._failure(error)] * count
+
+    def _failure(self, error: BaseException) -> tuple[str, str]:
+        if isinstance(error, TimeoutError):
+            return f"took longer than {self._limit_s:g} s (rollout.reward_time_limit_s)", ""
+        if isinstance(error, ProcessExpired):
+            return f"died with exit status {error.exitcode}", ""
+        return f"raised {type(error).__name__}", str(error)
+
+    def _verdict(self, prompt: Prompt, outcome: Outcome) -> Score | Failure:
+        if not _failed(outcome):
+            return Score(*outcome)
+        what, detail = outcome
+        about = f"source {prompt.source}, prompt {prompt.index}"
+        return Failure(
+            f"reward '{self._rewards[prompt.source].name}' {what}", f"{about}: {detail}" if detail else about
+        )
+
+
+class _Batch:
+    """Samples that are judged together, and what came of them."""
+
+    def __init__(self, groups: list[int]) -> None:
+        self._groups = groups
+        self._verdicts: dict[int, Score | Failure] = {}
+        self._failed: dict[int, Failure] = {}
+
+    def fairly(self) -> list[int]:
+        """The samples in turns, one of each group: a group whose rewards hang holds up no other."""
+        seen = Counter[int]()
+        turns = []
+        for i, group in enumerate(self._groups):
+            turns.append((seen[group], i))
+            seen[group] += 1
+        return [i for _, i in sorted(turns)]
+
+    def group(self, i: int) -> int:
+        return self._groups[i]
+
+    def open(self, i: int) -> bool:
+        """Whether a sample is still to be judged."""
+        return i not in self._verdicts and self._groups[i] not in self._failed
+
+    def settle(self, i: int, verdict: Score | Failure) -> None:
+        self._verdicts[i] = verdict
+        if isinstance(verdict, Failure):
+            self._failed[self._groups[i]] = verdict
+
+    def verdicts(self) -> list[Score | Failure]:
+        return [self._failed.get(group) or self._verdicts[i] for i, group in enumerate(self._groups)]
+
+
+def _tell(ended: SimpleQueue[int], i: int, _: Future[Outcome]) -> None:
+    ended.put(i)
+
+
+def _failed(outcome: Outcome) -> TypeGuard[tuple[str, str]]:
+    return isinstance(outcome[0], str)

@@ -1,0 +1,1 @@
+"""What the processes of all roles have: heartbeat, signals, ranks, GPUs, compile caches."""

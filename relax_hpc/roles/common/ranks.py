@@ -1,0 +1,121 @@
+"""What the ranks of a role's process group agree on, and how a group of a role beside the trainer begins and is superseded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.roles.common.process import Exit, RoleProcess, is_full
+
+T = TypeVar("T")
+
+
+def meet(commit_dir: Path, rank: int, world: int, device: str) -> None:
+    """Join the group that commits by way of `via`. device: as the recipe says it."""
+    if world > 1:
+        backend = "nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
+        store = dist.FileStore(str(commit_dir / "rendezvous"), world)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def attempt_folder(root: Path, attempt: int) -> Path:
+    """Through which an attempt of a group beside the trainer commits; the next one takes it away. root: the role's."""
+    return root / "attempts" / f"{attempt:06d}"
+
+
+def begin_attempt(process: RoleProcess, commit_dir: Path, wait: Callable[[], None]) -> None:
+    """Take the folders of attempts before this one away, so that they commit nothing more; `wait` for ours where another rank makes it."""
+    if process.arguments.rank == 0:
+        process.when_room(partial(commit_dir.mkdir, parents=True, exist_ok=True), f"'{commit_dir}'")
+        for other in sorted(path for path in commit_dir.parent.iterdir() if path.name.isdigit()):
+            if other.name > commit_dir.name:  # we were thought dead before we began
+                commit_dir.rmdir()
+                raise FileNotFoundError(commit_dir)
+            if other != commit_dir:
+                gone = commit_dir / f"attempt-{other.name}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(other, gone)
+                shutil.rmtree(gone, ignore_errors=True)
+    while not commit_dir.exists():
+        wait()
+
+
+def as_attempt(process: RoleProcess, commit_dir: Path, work: Callable[[], None]) -> Exit:
+    """Do `work`, which ends when asked to stop or superseded."""
+    try:
+        work()
+    except FileNotFoundError as error:
+        if commit_dir.exists():
+            raise
+        process.log.warning("fenced: another attempt took over (%s)", error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return Exit.FENCED
+
+
+def told(command: T | None, world: int) -> T:
+    """Rank 0's word, on every rank."""
+    words: list[T | None] = [command]
+    if world > 1:
+        dist.broadcast_object_list(words, src=0)
+    [found] = words
+    assert found is not None
+    return found
+
+
+def everywhere(flag: bool, world: int) -> bool:
+    """Whether it is so on every rank."""
+    flags = [flag] * world
+    if world > 1:
+        dist.all_gather_object(flags, flag)
+    return all(flags)
+
+
+def together(work: Callable[[], T], world: int) -> T:
+    """What `work` makes on this rank; a RunError of any rank is raised on every one, so that all end in the same way."""
+    found, error = list[T](), ""
+    try:
+        found.append(work())
+    except RunError as mine:
+        if world == 1:
+            raise
+        error = str(mine)
+    said = first_said(error, world)
+    if said:
+        raise RunError(said)
+    return found[0]
+
+
+def first_said(error: str, world: int) -> str:
+    """The first rank's error that is not empty, on every rank; empty where none has one."""
+    errors = [error] * world
+    if world > 1:
+        dist.all_gather_object(errors, error)
+    return next((f"rank {rank}: {said}" if world > 1 else said for rank, said in enumerate(errors) if said), "")
+
+
+@contextlib.contextmanager
+def room_for_all(world: int) -> Iterator[None]:
+    """A disk that is full for rank 0 is full for every rank, so that all of them try again."""
+    full: list[str | None] = [None]
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        full = [str(error)]
+    if world > 1:
+        dist.broadcast_object_list(full, src=0)
+    if full[0] is not None:
+        raise OSError(errno.ENOSPC, full[0])

@@ -1,0 +1,1 @@
+"""The rollout role: claims requests, runs their episodes, publishes shards."""

@@ -1,0 +1,84 @@
+"""What turns requests into groups, for whoever generates them: an engine with the recipe's prompts, environments and rewards.
+
+request ──(source, index)──► prompts ──episodes──► groups; one that cannot be generated becomes failed groups, with the reason
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from relax_hpc.data import PromptSources
+from relax_hpc.engines import EngineError, Sampling, make_engine
+from relax_hpc.environments import Environments
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Failure, Group, PartialRollout, Prompt, failed_group
+from relax_hpc.rewards import RewardRunner
+from relax_hpc.roles.common import gpus
+from relax_hpc.roles.rollout.episodes import RolloutAborted, generate
+from relax_hpc.spool.request import Request, request_seed
+
+
+class RolloutRunner:
+    """An engine, still without weights, and all that an episode needs besides."""
+
+    def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        torch.set_num_threads(recipe.rollout.threads)
+        gpus.computes_on_gpu(recipe.rollout.device, "rollout")
+        self._max_turns = recipe.rollout.max_turns
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self.engine = make_engine(recipe, model_dir)
+        self.sources = PromptSources.of(recipe, self._tokenizer, self.engine.context)
+        self._environments = Environments(recipe)
+        self._reward_runner = RewardRunner(recipe)
+        r, asked = recipe.rollout, recipe.evaluation
+        self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
+        self._evaluation = dataclasses.replace(self._training, temperature=asked.temperature if asked else 0.0)
+
+    def prompts(self, request: Request) -> list[Prompt]:
+        """The request's prompts, tokenized."""
+        return [self.sources.prompt(source, index) for source, index in request.prompts]
+
+    def groups(
+        self,
+        request: Request,
+        prompts: list[Prompt],
+        progress: Callable[[str], None],
+        partials: int = 0,
+        partial: PartialRollout | None = None,
+    ) -> list[Group]:
+        """The groups of a request; an evaluation has a temperature of its own. Raises EngineError, and RunError for what a person must mend.
+
+        parts: how often it was given back partly generated; part: what there is of it since. Raises RolloutAborted as `generate` does.
+        """
+        # What is left of an answer is not drawn by the numbers that its beginning was drawn by.
+        seed = request_seed(request.seed, f"part {partials}") if partials else request.seed
+        try:
+            return generate(
+                prompts, request.samples_per_prompt, seed, self._evaluation if request.evaluates else self._training, self._max_turns,
+                self.engine, self._tokenizer, self._environments, self._reward_runner, progress, partial,
+            )  # fmt: skip
+        except (EngineError, RunError, RolloutAborted):
+            raise
+        except Exception as error:
+            # A prompt that cannot be generated must not cost the run: its groups are kept, with the reason.
+            logging.getLogger("episodes").exception("request %s failed", request.id)
+            failure = Failure(f"the request raised {type(error).__name__}", str(error))
+            return [failed_group(p, request.samples_per_prompt, self.engine.version, failure) for p in prompts]
+
+    @property
+    def scored_s(self) -> float:
+        """Seconds that scoring took so far."""
+        return self._reward_runner.seconds
+
+    def close(self) -> None:
+        """End the engine and the processes of rewards and environments."""
+        self._reward_runner.close()
+        self._environments.close()
+        self.engine.close()

@@ -1,0 +1,1 @@
+"""Roles that read shards and publish columns: scorers and the critic."""

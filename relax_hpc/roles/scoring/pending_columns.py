@@ -1,0 +1,175 @@
+"""What scorers and the critic have in common, who make columns: which requests lack them, and how one is read, published and described."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import Data, publish
+from relax_hpc.files.run_dir import STEPS_PER_SHARD_FOLDER, RunDir
+from relax_hpc.files.watch import FolderWatch
+from relax_hpc.records import Rollouts
+from relax_hpc.spool.reading import Shards
+from relax_hpc.spool.shard import DamagedShard, Shard
+
+T = TypeVar("T")
+LOOK_AGAIN_S = 1.0
+"""How often columns are listed: what we published ourselves is known."""
+LOOK_BACK_S = 10.0
+"""How often the folders of earlier batches are looked at."""
+LOOK_AHEAD = 64
+"""Requests that are looked into for one that may have its columns: each is a file."""
+SEEN_S = 10.0
+"""A column that we published is in the folder's listing after this, whatever a file system keeps in caches."""
+
+
+class PendingColumns:
+    """Which requests lack columns: of shards that are published, those of our share.
+
+    Folders of the newest batches are looked into each time. In earlier ones something is missing where a column was removed, or a
+    shard came late: their times say so, for two stats a folder now and then.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        shards: RunDir,
+        names: tuple[str, ...],
+        max_staleness: int,
+        rank: int = 0,
+        processes: int = 1,
+    ) -> None:
+        """names: of the columns; max_staleness: the run's, within which shards of several batches appear side by side."""
+        self._run, self._shards, self._names = run, shards, names
+        self._rank, self._processes = rank, processes
+        self._recent = 2 + max_staleness // STEPS_PER_SHARD_FOLDER
+        self._folders = FolderWatch(shards.shards)
+        self._watches: dict[Path, FolderWatch] = {}
+        self._columns: dict[str, frozenset[str]] = {}
+        self._done: dict[str, float] = {}
+        self._behind: dict[str, tuple[int, int]] = {}
+        """Earlier folders in which something may be missing, with their times when that was noticed."""
+        self._settled: dict[str, tuple[int, int]] = {}
+        """Earlier folders in which nothing was, with their times then."""
+        self._first_versions: dict[str, int] = {}
+        self._looked_at = self._looked_back_at = float("-inf")
+
+    def requests(self) -> list[str]:
+        """Those of the earliest batches first."""
+        folders, now = sorted(self._folders.names()), time.monotonic()
+        if now - self._looked_back_at > LOOK_BACK_S:
+            self._looked_back_at = now
+            times = {f: self._times(f) for f in folders[: -self._recent]}
+            self._behind = {f: at for f, at in times.items() if at != self._settled.get(f)}
+        active = [*self._behind, *folders[-self._recent :]]
+        again = now - self._looked_at > LOOK_AGAIN_S or any(f not in self._columns for f in active)
+        if again:
+            self._looked_at = now
+            self._columns = {f: self._watch(self._run.columns / f) for f in active}
+            self._done = {request: at for request, at in self._done.items() if now - at < SEEN_S}
+        pending = {f: self._of(f) for f in active}
+        if again:
+            self._settled |= {f: self._behind.pop(f) for f in [*self._behind] if not pending[f]}
+        return [request for requests in pending.values() for request in requests]
+
+    def _of(self, folder: str) -> list[str]:
+        there = self._columns[folder]
+        shards = sorted(name.removesuffix(".h5") for name in self._watch(self._shards.shards / folder))
+        return [
+            request
+            for request in shards
+            if request not in self._done
+            and self._is_mine(request)
+            and any(f"{request}.{n}.h5" not in there for n in self._names)
+        ]
+
+    def done(self, request: str) -> None:
+        """Its columns are there, or not needed any more."""
+        self._done[request] = time.monotonic()
+        self._first_versions.pop(request, None)
+
+    def first(self, shard_reader: Shards, version: int | None, alive: Callable[[], None]) -> tuple[str | None, int]:
+        """The first request that may have its columns now, and how many there are that lack some.
+
+        version: of the model that makes them; no request that was begun by a later policy may have them from it. None: any may.
+        """
+        lacking = self.requests()
+        if version is None:
+            return (lacking[0] if lacking else None), len(lacking)
+        # later batches began with later versions: what a step waits for is among the first
+        for request in lacking[:LOOK_AHEAD]:
+            alive()
+            if self._may_be_made(request, shard_reader, version):
+                return request, len(lacking)
+        return None, len(lacking)
+
+    def _may_be_made(self, request: str, shard_reader: Shards, version: int) -> bool:
+        """False also where retention was faster."""
+        if request not in self._first_versions:
+            first = opened(self._shards, shard_reader, request, lambda shard: shard.first_version)
+            if first is None:
+                self.done(request)
+                return False
+            self._first_versions[request] = first
+        return self._first_versions[request] <= version
+
+    def _is_mine(self, request: str) -> bool:
+        batch, _, k = request[1:].partition("x")[0].partition("-")
+        return (int(batch) + int(k)) % self._processes == self._rank
+
+    def _times(self, folder: str) -> tuple[int, int]:
+        """When names of shards, and of columns, last came or went."""
+        return _changed(self._shards.shards / folder), _changed(self._run.columns / folder)
+
+    def _watch(self, folder: Path) -> frozenset[str]:
+        return self._watches.setdefault(folder, FolderWatch(folder)).names()
+
+
+def opened(shards: RunDir, shard_reader: Shards, request: str, read: Callable[[Shard], T]) -> T | None:
+    """What `read` makes of a request's shard; None where retention was faster, or it is damaged, which is the trainer's to mend."""
+    try:
+        return shard_reader.read(request, read)
+    except DamagedShard as damage:
+        logging.getLogger("columns").warning("no column is made of it: %s", damage)
+        return None
+    except RunError:
+        if shards.shard(request).exists():
+            raise
+        return None
+
+
+def whole(shard: Shard, routed: bool = False) -> tuple[Rollouts, dict[str, Any], int]:
+    """All of its samples that have tokens (`routed`: with the experts of these), what it says about itself, its checksum."""
+    return shard.rollouts(np.flatnonzero(np.diff(shard.offsets)), routed), shard.meta, shard.checksum
+
+
+def put(path: Path, image: Data, shard: Path, commit_dir: Path | None = None) -> None:
+    """Publish a column of `shard`, unless that was removed meanwhile: nobody would remove the column any more."""
+    publish(path, image, commit_dir=commit_dir)
+    if not shard.exists():
+        path.unlink(missing_ok=True)
+
+
+def described(
+    request: str, names: Sequence[str], rollouts: Rollouts, created: float, score_s: float, **more: float
+) -> dict[str, Any]:
+    """The line of metrics about columns that were just made. created: when the shard was."""
+    tokens = int(rollouts.loss_mask.sum())
+    return {
+        "kind": "column", "request": request, "columns": list(names), "samples": len(rollouts), "tokens": tokens, "score_s": score_s,
+        "tokens_per_s": tokens * len(names) / score_s, "lag_s": max(time.time() - created, 0.0), **more,
+    }  # fmt: skip
+
+
+def _changed(folder: Path) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except FileNotFoundError:
+        return 0

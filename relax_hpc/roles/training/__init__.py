@@ -1,0 +1,1 @@
+"""The trainer role: the loop, the controller on rank 0, and what the controller decides with."""

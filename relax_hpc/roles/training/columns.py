@@ -1,0 +1,143 @@
+"""The trainer's side of columns: a request counts as complete when all columns of its shard are there, and what is damaged is removed, so that its role makes it again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_hpc.algorithms.base import REFERENCE
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.files.watch import FolderWatch
+from relax_hpc.roles.training.quarantine import decided
+from relax_hpc.spool.column import Column, DamagedColumn, read_column
+from relax_hpc.spool.ledger import Entry
+from relax_hpc.spool.reading import Shards
+from relax_hpc.spool.shard import Shard
+from relax_hpc.weights import reference
+
+PAUSE_S = 0.05
+"""Between two looks for columns of a step that was decided on before."""
+
+
+def read_columns(run: RunDir, shard: Shard, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
+    """[T] each, of the columns of a shard that a step takes. Raises DamagedColumn where one is not as it was when it was counted."""
+    found = {name: read_column(run.column(shard.request, name), name) for name in names}
+    for name, column in found.items():
+        if column is None or not fits(column, shard):
+            raise DamagedColumn(f"'{run.column(shard.request, name)}' is gone, or of another shard")
+    return {name: column.values for name, column in found.items() if column is not None}
+
+
+def fits(column: Column, shard: Shard) -> bool:
+    """Whether it is a column of this shard."""
+    return column.shard == shard.checksum and len(column.values) == int(shard.offsets[-1])
+
+
+class Columns:
+    """What rank 0 knows of the columns that steps need."""
+
+    def __init__(self, run: RunDir, names: Sequence[str], commit_dir: Path, say: Callable[..., None]) -> None:
+        """names: of the columns; via: the folder of our incarnation; say: writes an event down."""
+        self._run, self.names, self._commit_dir, self._say = run, names, commit_dir, say
+        self._watches: dict[Path, FolderWatch] = {}
+        self._versions: dict[str, dict[str, str]] = {}
+        """Of requests whose columns are all there."""
+        self._reference: str | None = None
+        self._bytes: dict[str, int] = {}
+        """Of these requests' columns."""
+
+    def ready(self, shards: Mapping[str, Shard]) -> list[str]:
+        """The requests whose columns are all there. One that is damaged, or of other weights, is removed to be made again.
+
+        shards: by their requests.
+        """
+        names: dict[Path, frozenset[str]] = {}  # one stat a folder, whatever waits
+        return [request for request, shard in shards.items() if not self.names or self._ready(request, shard, names)]
+
+    def _ready(self, request: str, shard: Shard, names: dict[Path, frozenset[str]]) -> bool:
+        paths = {name: self._run.column(request, name) for name in self.names}
+        for path in paths.values():
+            if path.parent not in names:
+                names[path.parent] = self._watches.setdefault(path.parent, FolderWatch(path.parent)).names()
+            if path.name not in names[path.parent]:
+                return False
+        found = [
+            column for name, path in paths.items() if (column := self._read(name, path, request, shard)) is not None
+        ]
+        if len(found) < len(self.names):
+            return False
+        self._versions[request] = {column.name: column.version for column in found}
+        self._bytes[request] = sum(column.bytes for column in found)
+        return True
+
+    def versions(self, request: str) -> dict[str, str]:
+        """Of the columns of a request that is ready."""
+        return self._versions.get(request, {})
+
+    def bytes(self, request: str) -> int:
+        """Of the columns of a request that is ready."""
+        return self._bytes.get(request, 0)
+
+    def forget(self, request: str) -> None:
+        """The request was taken or given up."""
+        self._versions.pop(request, None)
+        self._bytes.pop(request, None)
+
+    def _read(self, name: str, path: Path, request: str, shard: Shard) -> Column | None:
+        """The column; None where it is not there, or any more."""
+        try:
+            column = read_column(path, name)
+        except DamagedColumn as error:
+            self._refuse(name, path, request, str(error))
+            return None
+        if column is None:
+            return None
+        if not fits(column, shard):
+            self._refuse(name, path, request, "it is of another shard")
+        elif name == REFERENCE and column.model != self._checksum():
+            self._refuse(name, path, request, f"it is of a reference with checksum {column.model}, not the run's")
+        else:
+            return column
+        return None
+
+    def _checksum(self) -> str:
+        self._reference = self._reference or reference.held_checksum(self._run)
+        assert self._reference is not None, "a trainer keeps it before anything is asked for"
+        return self._reference
+
+    def _refuse(self, name: str, path: Path, request: str, reason: str) -> None:
+        """By way of our own folder: a superseded trainer removes nothing."""
+        gone = self._commit_dir / path.name
+        try:
+            path.rename(gone)
+        except FileNotFoundError:
+            if not self._commit_dir.exists():
+                raise
+            return
+        gone.unlink()
+        self._say("refused_column", request=request, column=name, reason=reason)
+
+
+def columns_of(entry: Entry, shard_reader: Shards, columns: Columns) -> dict[str, dict[str, str]] | None:
+    """Request -> versions of its columns, of a step that was decided on before; None, after a pause, while one is missing."""
+    found: dict[str, dict[str, str]] = {taken.request: {} for taken in entry.take}
+    for taken in entry.take if columns.names else ():
+        ready = lambda shard, request=taken.request: columns.ready({request: shard})
+        with decided(entry.step):
+            complete = shard_reader.read(taken.request, ready)
+        if not complete:
+            time.sleep(PAUSE_S)
+            return None
+        found[taken.request] = columns.versions(taken.request)
+        columns.forget(taken.request)
+        if taken.columns and taken.columns != found[taken.request]:
+            logging.getLogger("trainer").warning(
+                "step %d: columns of %s are %s, the ledger says %s: made again elsewhere, where sums come out otherwise",
+                entry.step, taken.request, found[taken.request], taken.columns,
+            )  # fmt: skip
+    return found

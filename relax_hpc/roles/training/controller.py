@@ -1,0 +1,287 @@
+"""Rank 0 of the trainer: decides what all ranks do next, and keeps requests, ledger, weights, evaluations and metrics.
+
+decide ► step s (a ledger entry) | wait | publish once more | checkpoint | end      after the step: settle ► metrics
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from relax_hpc.algorithms.filters import make_filters
+from relax_hpc.data import PromptCursor
+from relax_hpc.data.curriculum import SourceWeights
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.recipe.tables.source import left_out
+from relax_hpc.roles.common.process import Exit
+from relax_hpc.roles.training.batch_scheduler import BatchScheduler, Replay
+from relax_hpc.roles.training.columns import Columns
+from relax_hpc.roles.training.evaluation import Evaluations
+from relax_hpc.roles.training.failures import Failures
+from relax_hpc.roles.training.quarantine import Quarantine
+from relax_hpc.roles.training.retention import Retention, newest_step
+from relax_hpc.roles.training.sft_batches import SftBatches
+from relax_hpc.roles.training.skipped_steps import SkippedSteps
+from relax_hpc.roles.training.step_metrics import Batch, Clock, describe
+from relax_hpc.spool.ledger import Entry, Ledger
+from relax_hpc.spool.planner import RequestPlanner
+from relax_hpc.spool.queue import Queue
+from relax_hpc.weights import Export, make_publisher
+
+if TYPE_CHECKING:
+    from relax_hpc.roles.training.trainer import TrainerRole
+
+
+MARGIN_S = 10.0
+"""Kept free before the allocation's end, beside what a step and a checkpoint were seen to take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What rank 0 decided; all ranks act on it."""
+
+    do: Literal["step", "wait", "publish", "checkpoint", "end"]
+    entry: Entry | None = None
+    exit: Exit = Exit.DONE
+    error: str = ""
+
+
+class Controller:
+    """What rank 0 has besides: requests, ledger, weights, evaluations, retention, metrics."""
+
+    def __init__(self, role: TrainerRole) -> None:
+        recipe, run, commit_dir = role.recipe, role.run, role.commit_dir
+        self.role, self.process, self.recipe = role, role.process, role.recipe
+        self.incarnation = int(commit_dir.name[1:])
+        ledger, queue = Ledger(run, commit_dir), Queue(run)
+        self.critic = RunDir(run.critic) if "values" in role.columns else None
+        """Where its checkpoints are, if it has processes of its own."""
+        self.retention = Retention(run, recipe, commit_dir, ledger, role.context, self.critic)
+        columns = Columns(run, role.columns, commit_dir, self.process.telemetry.metrics)
+        quarantine = Quarantine(run, commit_dir, self.process.telemetry.metrics)
+        self.scheduler: BatchScheduler | SftBatches | Replay
+        if recipe.supervised:
+            cursor = PromptCursor(role.sources, recipe.run.seed)
+            self.scheduler = SftBatches(cursor, recipe.trainer.prompts_per_step, ledger, self.incarnation)
+        elif role.shards == run:
+            filters = make_filters(recipe.algorithm.filters)
+            planner = self.new_planner()
+            self.scheduler = BatchScheduler(
+                run,
+                planner,
+                ledger,
+                queue,
+                filters,
+                self.retention,
+                role.shard_reader,
+                self.incarnation,
+                self.process.when_room,
+                columns,
+                quarantine,
+                recipe.algorithm.sample_reuse,
+                recipe.curriculum.solved_at if recipe.curriculum else None,
+                recipe.rollout.max_failed_fraction,
+            )
+        else:
+            self.scheduler = Replay(role.shards, ledger, role.shard_reader, columns)
+        self.publisher = make_publisher(recipe, run, commit_dir, self.incarnation)
+        evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
+        self.evaluations = Evaluations(run, recipe, queue, evaluated, quarantine)
+        self.failures = Failures(role.shard_reader, self.process.log)
+        self.skipped_steps = SkippedSteps(recipe.trainer.max_skipped_steps, self.process.log)
+        deadline = self.process.arguments.deadline
+        self.deadline = None if deadline is None else time.monotonic() + deadline - time.time()
+        """The allocation's end, by a clock that nobody sets."""
+        self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
+        self.differs = False
+        """Whether engine and trainer were said to compute different logprobs."""
+        self.checkpoint_s = 0.0
+        """What checkpoints took of the trainer's time since the step before."""
+
+    def begin(self, state: dict[str, Any] | None) -> None:
+        """Go on from a checkpoint's state, or from nothing."""
+        if state is not None:
+            self.retention.removed_before = state["removed_before"]
+            self.remove_before(min(self.role.run.checkpoint_steps()))
+        if not isinstance(self.scheduler, Replay):
+            self.scheduler.begin(state)
+        self.evaluations.resume()
+        for warning in (*self.recipe.warnings, *left_out(read_json(self.role.run.rows) or {})):
+            self.process.log.warning("%s", warning)
+
+    def new_planner(self) -> RequestPlanner:
+        """A book with nothing asked for yet."""
+        recipe = self.recipe
+        return RequestPlanner(
+            n=recipe.requests_per_step,
+            groups_per_request=recipe.rollout.groups_per_request,
+            samples_per_prompt=recipe.algorithm.group_size,
+            max_staleness=self.role.bound,
+            on_stale=recipe.async_.on_stale,
+            seed=recipe.run.seed,
+            cursor=PromptCursor(self.role.sources, recipe.run.seed),
+            ahead=recipe.async_.max_staleness,
+            batches=recipe.run.steps,
+            wanted=recipe.trainer.prompts_per_step if recipe.algorithm.samples_dynamically else 0,
+            extra_requests=recipe.algorithm.max_extra_batches * recipe.requests_per_step,
+            oversample=recipe.algorithm.oversample,
+            weights=SourceWeights(recipe.curriculum, self.role.sources.weights) if recipe.curriculum else None,
+        )
+
+    def publish(self, export: Export, asked: bool) -> None:
+        """Make the weights of now the newest version, where anybody takes it. `asked`: outside a step."""
+        if not self.recipe.generates or (self.recipe.supervised and not self.is_taken(asked)):
+            return
+        number, alive, before = self.role.version, lambda: self.role.heartbeat("publishing"), self.publisher.lineage
+        publish = partial(self.publisher.publish, number, export, alive, self.evaluations.needs(number))
+        version = self.process.when_room(publish, f"version {number}")
+        if version.lineage > before and version.incarnation == self.incarnation:
+            self.process.log.warning(
+                "version %d has other bits than the one that was published before: lineage %d begins, in which steps from here on do not "
+                "continue what was trained and measured before (another machine, layout or code, or damage)",
+                number, version.lineage,
+            )  # fmt: skip
+            self.process.telemetry.metrics(kind="lineage", version=number, lineage=version.lineage)
+
+    def is_taken(self, asked: bool) -> bool:
+        """Of supervised fine-tuning: whether an evaluation takes these weights, and none still needs those that are there."""
+        if asked:
+            return self.publisher.wanted() or not self.evaluations.pending
+        return self.evaluations.due(self.role.step)
+
+    def decide(self) -> Command:
+        """What all ranks do next."""
+        role, steps = self.role, self.recipe.run.steps
+        self.report_scores()
+        self.skipped_steps.check()
+        if self.process.stopping or role.run.stop.exists() or self.out_of_time():
+            return Command("end", exit=Exit.STOPPED)
+        if self.publisher.wanted():  # by a worker that could not take it when it was published
+            return Command("publish")
+        if role.step >= steps:
+            self.request_score()
+            if not self.evaluations.pending and (self.critic is None or newest_step(self.critic) >= steps):
+                return Command("end")
+            time.sleep(0.02)
+            return Command("wait")
+        began = time.perf_counter()
+        entry = self.process.when_room(
+            lambda: self.scheduler.next_entry(role.step, role.version, self.publisher.lineage),
+            f"ledger entry {role.step}",
+        )
+        if self.scheduler.live:
+            self.request_score()
+        if entry is not None and self.would_overtake():
+            time.sleep(0.02)
+            entry = None
+        self.waited_s += time.perf_counter() - began
+        if entry is not None:
+            self.failures.note(entry)
+            return Command("step", entry)
+        return self.make_room() or Command("wait")
+
+    def would_overtake(self) -> bool:
+        """Whether the next step publishes a version to be scored while another is being scored: each stays on disk until it is.
+        Only answers are learned so fast: elsewhere the workers make what is trained on."""
+        behind = any(version <= self.role.step for version, _ in self.evaluations.pending)
+        return self.recipe.supervised and behind and self.evaluations.due(self.role.step + 1)
+
+    def out_of_time(self) -> bool:
+        """Whether the allocation may end before another step and its checkpoint do: then none is begun."""
+        needed_s = 1.5 * self.longest_step_s + 2 * self.role.save_s + MARGIN_S
+        return self.deadline is not None and time.monotonic() + needed_s > self.deadline
+
+    def make_room(self) -> Command | None:
+        """When the quota holds requests back and nothing is left to train on: checkpoint early, so that old shards may go."""
+        if self.scheduler.release(self.role.step) or self.scheduler.outstanding:
+            return None
+        if self.recipe.spool.keep == "needed" and self.role.saved_step != self.role.step:
+            return Command("checkpoint")
+        if self.retention.waits_for_critic():
+            return None
+        return Command(
+            "end",
+            exit=Exit.FATAL,
+            error=f"spool.quota_gb = {self.recipe.spool.quota_gb} is reached at step {self.role.step}: {self.retention.used_bytes / 1e9:.6f} GB of "
+            f"shards, and the next batch may need {self.retention.request_bytes * self.recipe.requests_per_step / 1e9:.6f} GB; resume with "
+            '`relax-hpc run RUN_DIR --set spool.quota_gb=…`, or --set spool.keep="needed" to remove what is no longer replayed',
+        )
+
+    def after_step(self, entry: Entry, batch: Batch, metrics: dict[str, float], clock: Clock) -> None:
+        """Settle the books, say what happened."""
+        role, rollouts, replayed = self.role, batch.rollouts, not self.scheduler.live
+        self.scheduler.settle(entry, role.step)
+        self.skipped_steps.note(entry, rollouts, metrics)
+        self.compare_engine(entry.step, metrics)
+        now = time.perf_counter()
+        step_s, tokens = now - self.last_step_at, int(rollouts.lengths().sum())
+        values = describe(entry, batch, self.recipe) | metrics
+        values |= {
+            "step": entry.step, "version": role.version, "incarnation": self.incarnation, "replayed": replayed,
+            "spool_depth": self.scheduler.depth, "wait_s": self.waited_s, "switch_s": role.turns.seconds,
+            "checkpoint_s": self.checkpoint_s,
+            "step_s": step_s, "tokens_per_s": tokens / step_s,
+            "tokens_per_device_s": tokens / clock.laps["train_s"] / self.recipe.trainer.processes,
+        }  # fmt: skip
+        if self.role.columns:
+            values["unscored"] = self.scheduler.unscored
+        clock.lap("settle_s")
+        values |= {**role.trainer.seconds, **clock.laps}
+        if isinstance(self.scheduler, BatchScheduler) and self.scheduler.planner.weights is not None:
+            weights = self.scheduler.planner.weights.at(role.step)
+            values["source_shares"] = [weight / sum(weights) for weight in weights]
+        self.process.telemetry.metrics(kind="step", **values)
+        self.process.telemetry.trained(entry.step, self.incarnation, rollouts.ids)
+        self.process.telemetry.heartbeat("training", step=role.step)
+        for request, length in self.scheduler.stale_arrivals():
+            self.process.telemetry.metrics(kind="dropped", request=request, length_mean=length)
+        # where workers share the devices, they generate their requests to the end before a last checkpoint can be made
+        busy_s = step_s - (self.waited_s if self.recipe.run.placement == "split" else 0.0)
+        self.longest_step_s = max(busy_s, 0.9 * self.longest_step_s)
+        self.waited_s, self.checkpoint_s, role.turns.seconds, self.last_step_at = 0.0, 0.0, 0.0, now
+        self.process.caches.keep()
+
+    def compare_engine(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say once an attempt that engine and trainer do not compute the same. Shards of another run were made by other weights."""
+        apart, limit = metrics.get("engine_diff", 0.0), self.recipe.rollout.logprob_diff_warning
+        if self.differs or self.role.debug is not None or apart <= limit:
+            return
+        self.differs = True
+        self.process.telemetry.metrics(kind="engine_differs", step=step, engine_diff=apart, limit=limit)
+        self.process.log.warning(
+            "step %d: engine and trainer differ by %.4f nats a token on average, with the same weights (rollout.logprob_diff_warning = %g): "
+            "look for another dtype, kernels or routing of experts in the engine; algorithm.correction weighs the difference",
+            step, apart, limit,
+        )  # fmt: skip
+
+    def request_score(self) -> None:
+        """Ask for a held-out score of this version, if one is due."""
+        if self.role.debug is None:
+            self.evaluations.request(self.role.step, self.publisher.lineage)
+
+    def report_scores(self) -> None:
+        for score in self.evaluations.collect():
+            for one in score.sources:
+                self.process.log.info(
+                    "version %d on %s: %.3f [%.3f, %.3f]", score.version, one.name, one.score, one.low, one.high
+                )
+            self.process.telemetry.metrics(kind="eval", **score.to_json())
+            self.process.telemetry.heartbeat(score=score.all.score)
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {"lineage": self.publisher.lineage, "removed_before": self.retention.removed_before}
+        return self.scheduler.state_dict() | own
+
+    def forget(self, oldest: int) -> None:
+        """The oldest checkpoint is now that of step `oldest`: what only earlier steps replay may go."""
+        self.remove_before(oldest)
+        self.publisher.forget(oldest, self.evaluations.needs(self.role.step))
+
+    def remove_before(self, step: int) -> None:
+        """Shards that only earlier steps replay may go, where they are this run's."""
+        if self.role.shards == self.role.run:
+            self.retention.remove_before(step)

@@ -1,0 +1,213 @@
+"""The node agent of a rollout node: keeps the workers of its node alive, and says in its heartbeat which there are.
+
+    srun (one task a node) ► node agent ► workers 1 … k of this node        heartbeats/node agent-….json: who works, who was lost
+                                                                                  └► the supervisor gives claims back
+It outlives the trainer: when the run's leader is lost it waits for the successor, and it leaves when the run is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.permissions import keep_private
+from relax_hpc.files.publish import is_there, read_json, replace, to_json
+from relax_hpc.files.run_dir import RunDir, open_existing
+from relax_hpc.recipe import load_recipe
+from relax_hpc.roles.common import gpus
+from relax_hpc.slurm.chain import Chain
+from relax_hpc.slurm.client import WAITING, job_state, own_job
+from relax_hpc.slurm.submission.sbatch import end_jobs, jobs
+from relax_hpc.supervise.fork_server import ForkServer
+from relax_hpc.supervise.io_retry import IoRetry, at_first
+from relax_hpc.supervise.lease import Holder
+from relax_hpc.supervise.rollout_workers import GRACE_S, LocalWorkers, clear_node
+from relax_hpc.supervise.supervisor import ENDED, outcome_of
+from relax_hpc.telemetry import Telemetry, set_up_logging
+
+POLL_S = 0.05
+ASK_S = 10.0
+"""How often Slurm is asked for a leader that is gone."""
+LOOK_S = 1.0
+"""How often the run's state is looked at."""
+BASE = "base"
+"""The group that a recipe asks for; further ones come and go."""
+
+
+class NodeAgent:
+    """One node's workers."""
+
+    def __init__(self, run: RunDir, about: dict[str, Any], names: list[str]) -> None:
+        self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
+        keep_private(self.recipe.run.group_access)
+        self.telemetry = Telemetry(run, f"node agent-{about['step']}-{about['index']}", attempt=0)
+        self.workers = LocalWorkers(
+            run,
+            self.recipe,
+            ForkServer(run),
+            names,
+            uuid.uuid4().hex[:8],
+            self.gone,
+            self.telemetry.metrics,
+        )
+        self.workers.failure = gpus.check_node(self.recipe, len(names))
+        self.workers.fatal = bool(self.workers.failure)
+        self._place = run.slurm / "places" / f"{about['group']}-{about['index']}.json"
+        """Names the node agent that was started last for this node of the group."""
+        self._state, self._looked_at, self._asked_at = "starting", float("-inf"), float("-inf")
+        self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
+        """Asks it about a leader that is gone: it may answer late, and an node agent that waits is silent."""
+        self._asking: Future[bool] | None = None
+        assert self.recipe.slurm is not None
+        limit_s = self.recipe.supervision.leader_silent_s
+        self._ask_after_s = limit_s if self.recipe.slurm.restart == "chain" else min(limit_s, ASK_S)
+        self._silent_s, self._ended_leader = 0.0, ""
+        self._requests = 0
+        self._said: dict[str, Any] = {}
+        self.left: dict[str, bool] = {}
+        """Workplaces that are not in use any more, and whether their worker died; until the supervisor took them over."""
+        self.leaving = self.replaced = False
+        self.leader = Holder(run)
+
+    def gone(self, claim_dir: str, lost: bool) -> list[str]:
+        self.left[claim_dir] = lost
+        return []
+
+    def work(self) -> None:
+        """Until the run is over, or this node's time is."""
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, self._leave)
+        io = IoRetry(self.run, self.recipe.supervision.io_wait_s, self.telemetry.metrics)
+        io(self._take_place)
+        while not self.leaving and not self.workers.failure:
+            io(self._tick)
+            time.sleep(POLL_S)
+        self.workers.ask_to_stop()
+        deadline = time.monotonic() + GRACE_S
+        while any(handle.running for handle in self.workers.handles) and time.monotonic() < deadline:
+            self.say()  # one that leaves is not silent
+            time.sleep(POLL_S)
+        self.say()
+        self.workers.end(grace_s=0)
+        if not self.replaced:  # else the memory may be the other's, on this node
+            io(lambda: clear_node(self.run, self.recipe))
+        self.say(ended=True)
+
+    def _tick(self) -> None:
+        """Look after the workers, and now and then at the run; done again where the file system fails in the middle."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            self.workers.look_after()
+            self.say()
+            return
+        self.workers.look_for_silence()
+        self.left = {w: lost for w, lost in self.left.items() if is_there(self.run.claimed_requests / w)}
+        self._state = self.state()
+        if self.over() or self._is_replaced():
+            self.leaving = True  # never set back: a signal may have set it meanwhile
+        self._looked_at = time.monotonic()
+
+    def _take_place(self) -> None:
+        self._place.parent.mkdir(exist_ok=True)
+        replace(self._place, to_json({"step": self.about["step"]}), durable=False)
+
+    def _is_replaced(self) -> bool:
+        """Whether we were thought lost, as on a node that was cut off, and another took our place."""
+        self.replaced = (read_json(self._place) or self.about)["step"] != self.about["step"]
+        if self.replaced:
+            self.telemetry.log.warning("another node agent took this one's place: it was not heard of for too long")
+        return self.replaced
+
+    def over(self) -> bool:
+        """Whether there is nothing to wait for; a leader that is lost is ended here, so that its successor can begin."""
+        outcome = outcome_of(self.run)
+        if outcome is not None and outcome["outcome"] in ENDED:
+            return True
+        self._silent_s = self.leader.silent_for()
+        if self._asking is not None and self._asking.done():
+            asking, self._asking = self._asking, None
+            if asking.result():
+                return True
+        if self._asking is None and self._silent_s > self._ask_after_s and time.monotonic() > self._asked_at + ASK_S:
+            self._asked_at = time.monotonic()
+            self._asking = self._slurm.submit(self._ask, self.leader.job)
+        return self._silent_s > self.recipe.supervision.leader_wait_s
+
+    def _ask(self, leader: str | None) -> bool:
+        """End the job of a leader that is lost, where another waits for its end; whether a person cancelled the last one, and no successor will
+        find out."""
+        assert self.recipe.slurm is not None
+        limit_s = self.recipe.supervision.leader_silent_s
+        if leader and leader != self._ended_leader and self._silent_s > limit_s and self._is_followed(leader):
+            # Its lease may have been renewed while Slurm thought. Where there is no scancel, as in some containers, Slurm's time-out ends the job.
+            why = f"its lease was silent for {self._silent_s:.0f} s"
+            if self._silent_s > limit_s and end_jobs(self.run, [leader], why):
+                self._ended_leader = leader
+        if self.recipe.slurm.restart == "chain":
+            return False
+        chain = Chain(self.run, self.recipe.slurm, "")
+        last = chain.last()
+        return last is not None and chain.cancelled_by_a_person(last)
+
+    def _is_followed(self, leader: str) -> bool:
+        """Whether a successor waits for the leader's end; else Slurm's own time-out must end, or requeue, its job."""
+        waiting = [job["id"] for job in jobs(self.run) if job["kind"] == "leader" and job["id"] != leader]
+        return any(state in WAITING for state in job_state(waiting).values())
+
+    def state(self) -> str:
+        """As far as its foremost worker: starting, syncing (it takes the weights), active."""
+        heartbeats = [handle.heartbeat() or {} for handle in self.workers.handles]
+        self._requests = max(self._requests, sum(heartbeat.get("requests", 0) for heartbeat in heartbeats))
+        states = {heartbeat.get("state", "starting") for heartbeat in heartbeats}
+        return "active" if states - {"starting", "syncing"} else "syncing" if "syncing" in states else "starting"
+
+    def say(self, ended: bool = False) -> None:
+        """The heartbeat; written at once when something changed."""
+        in_use = self.workers.in_use()
+        state = "gone" if ended else "draining" if self.leaving else self._state
+        about: dict[str, Any] = {
+            "claim_dirs": in_use,
+            "left": dict(self.left),
+            "failure": self.workers.failure,
+            "fatal": self.workers.fatal,
+        }
+        self.telemetry.heartbeat(state, at_once=about != self._said, requests=self._requests, **self.about, **about)
+        self._said = about
+
+    def _leave(self, number: int, frame: Any) -> None:
+        self.leaving = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m relax_hpc.slurm.node_agent", description="The workers of one node."
+    )
+    parser.add_argument("run", help="the run directory")
+    parser.add_argument("--group", required=True, help="name of the group of nodes, such as core or job-1234")
+    parser.add_argument("--step", required=True, help="what the node agents of one srun have in common, and no others")
+    parser.add_argument("--index", type=int, help="which node of the group; that of the Slurm task by default")
+    parser.add_argument("--workers", type=int, required=True, help="workers on this node")
+    arguments = parser.parse_args()
+    index = int(os.environ["SLURM_PROCID"]) if arguments.index is None else arguments.index
+    set_up_logging(f"node agent-{arguments.group}-{index}")
+    about = {"group": arguments.group, "step": arguments.step, "index": index, "job": own_job()}
+    first = index * arguments.workers
+    prefix = "rollout" if arguments.group == BASE else f"rollout-{arguments.group}"
+    names = [f"{prefix}-{first + i}" for i in range(arguments.workers)]
+    try:
+        run = RunDir(arguments.run)
+        at_first(run)(lambda: NodeAgent(open_existing(run.root), about, names)).work()
+    except RunError as error:
+        logging.getLogger("agent").error("%s", error)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""recipe ──► plan: which groups of processes, on how many nodes, in which jobs, with what. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.critic import CriticRole
+from relax_hpc.recipe.tables.scorer import Scorer
+from relax_hpc.recipe.tables.slurm import GPU_KEYS, Resources, Slurm
+
+GroupName = Literal["trainer", "rollout"]
+SidecarName = Literal["scorer", "critic"]
+"""Roles that have steps of their own on the trainer's nodes."""
+Kind = Literal["leader", "rollout", "elastic"]
+"""A job: the one with the run's supervisor; the rollout job of the split shape; a further rollout job of one node."""
+KINDS: tuple[Kind, ...] = ("leader", "rollout", "elastic")
+
+SETUP_FAILED = ".setup-failed"
+"""Behind a job's id in RUN/slurm/jobs: the file in which its script says which line of slurm.setup ended it."""
+
+
+def job_name(run: str, kind: str) -> str:
+    """Name of a run's job, as squeue shows it."""
+    return f"{run}-{'trainer' if kind == 'leader' else kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The processes of one role."""
+
+    name: GroupName
+    nodes: int
+    per_node: int
+    """Processes of a node: trainer processes, or rollout workers."""
+    asks: Resources
+
+    @property
+    def has_gpus(self) -> bool:
+        return any(getattr(self.asks, key) is not None for key in GPU_KEYS)
+
+    @property
+    def node_gres(self) -> Counter[str]:
+        """What the group uses of a node, as --gres counts it: {"gpu:a100": 4}."""
+        return self.asks.node_gres(self.per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """The processes of a role that has steps of its own."""
+
+    processes: int
+    threads: int
+    takes_gpus: bool
+    together: bool
+    """Whether they are one group, and one step; else each is a step of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run on a cluster."""
+
+    name: str
+    root: Path
+    """The directory of the run's directory: containers must see it."""
+    slurm: Slurm
+    trainer: Group
+    rollout: Group
+    takes_turns: bool
+    """Whether both groups use the same devices one after the other."""
+    generates: bool
+    """Whether there is anything for rollout nodes to do; else the trainer's job is all of the run, as if the shape were split."""
+    sidecars: dict[SidecarName, Sidecar]
+    """Those that the run has."""
+
+    @property
+    def jobs(self) -> tuple[Kind, ...]:
+        """The jobs that are sent to start the run; elastic ones may come later."""
+        return ("leader", "rollout") if self.slurm.shape == "split" and self.generates else ("leader",)
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those that ask for nodes of their own."""
+        return [self.trainer, self.rollout] if self.slurm.shape != "single" and self.generates else [self.trainer]
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether both groups see the same devices: one job, and they take turns, or [slurm] says the node's GPUs rather than a group's."""
+        given = any(getattr(self.slurm, key) is not None for key in ("gpus_per_node", "gres"))
+        return self.slurm.shape == "single" and (self.takes_turns or (given and not self.slurm.own_gpus))
+
+    @property
+    def elastic(self) -> Group:
+        """The group of one elastic job: a node of rollout."""
+        return Group("rollout", 1, self.rollout.per_node, self.rollout.asks)
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """The plan of a recipe. Raises RunError when it has no [slurm] table."""
+    if recipe.slurm is None:
+        raise RunError(
+            "the recipe has no [slurm] table, so nothing says how to send it to a cluster: add one (an empty one asks for "
+            "the defaults: two jobs of an hour), or a site profile, or --set slurm.partition=NAME"
+        )
+    trainer, rollout = recipe.trainer, recipe.rollout
+    roles: dict[SidecarName, tuple[Scorer | CriticRole | None, bool]] = {
+        "scorer": (recipe.scorer, recipe.scores_together),
+        "critic": (recipe.critic, True),
+    }
+    return Plan(
+        recipe.run.name,
+        recipe.run.root,
+        recipe.slurm if recipe.generates else recipe.slurm.model_copy(update={"shape": "split"}),
+        Group("trainer", trainer.nodes, trainer.processes // trainer.nodes, recipe.slurm.group("trainer")),
+        Group("rollout", rollout.nodes, rollout.workers // rollout.nodes, recipe.slurm.group("rollout")),
+        recipe.run.placement == "colocate",
+        recipe.generates,
+        {
+            name: Sidecar(config.processes, config.threads, config.device != "cpu", together)
+            for name, (config, together) in roles.items()
+            if config is not None
+        },
+    )
+
+
+def unset_cpus(plan: Plan) -> str:
+    """Warn of processes that Slurm may give a single CPU each; empty where the recipe says how many."""
+    said = ("exclusive", "cpus_per_gpu", "cpus-per-gpu")
+    silent = [g.name for g in plan.groups if g.asks.cpus_per_task is None and not any(map(g.asks.options.get, said))]
+    if not silent:
+        return ""
+    return (
+        f"slurm.cpus_per_task is not set for {' and '.join(silent)}: at most sites each process then has one CPU, and waits for it in "
+        "tokenizing, rewards and reading; set it to the CPUs of a node divided by its processes (`sinfo -o '%P %c'`)"
+    )
+
+
+def gres_text(gres: Counter[str]) -> str:
+    """As --gres takes it."""
+    return ",".join(f"{name}:{count}" for name, count in gres.items())

@@ -1,0 +1,1 @@
+"""Submission: a plan becomes batch scripts, and batch scripts become jobs."""

@@ -1,0 +1,40 @@
+"""Submissions that Slurm refuses: no job was lost by them, so they are counted apart and tried again ever later."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.telemetry import Telemetry
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 60.0, 300.0
+"""Seconds from a refusal to the next attempt: the first, and after how many refusals ever. Each one asks a busy controller."""
+
+
+@dataclass(slots=True)
+class Refusals:
+    """Refusals in a row of one kind of job, written to the metrics of its leader."""
+
+    telemetry: Telemetry
+    role: str
+    """Name of the kind of job in the metrics, such as "rollout job"."""
+    count: int = 0
+    retry_at: float = 0.0
+    """By the monotonic clock, in seconds."""
+
+    @property
+    def due(self) -> bool:
+        """Whether sbatch may be tried."""
+        return time.monotonic() >= self.retry_at
+
+    def note(self, error: RunError) -> None:
+        """Count a refusal, write it down, and put the next attempt off."""
+        wait_s = min(FIRST_RETRY_S * 2**self.count, LONGEST_RETRY_S)
+        self.count += 1
+        self.retry_at = time.monotonic() + wait_s
+        self.telemetry.metrics("refused", role=self.role, reason=str(error), count=self.count, retry_s=wait_s)
+
+    def forget(self) -> None:
+        """Begin anew: Slurm took a job."""
+        self.count, self.retry_at = 0, 0.0

@@ -1,0 +1,187 @@
+"""`relax-hpc submit`: a recipe, or a run that is there, becomes jobs.
+
+recipe ► plan ► run directory ► RUN/slurm/*.sbatch ► leader ► its successors (afterany) ► rollout job (split)
+All that can be known to be wrong is said before the run is made; what sbatch refuses leaves no job behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.permissions import keep_private
+from relax_hpc.files.publish import replace
+from relax_hpc.files.run_dir import RunDir, open_existing
+from relax_hpc.launch.create import create, existing, place, refuse_of_new_run, resume
+from relax_hpc.recipe import Recipe, change_on_resume, load_recipe, site_file
+from relax_hpc.recipe.describe import toml
+from relax_hpc.slurm.client import cancel, look
+from relax_hpc.slurm.plan import KINDS, Kind, Plan, make_plan, unset_cpus
+from relax_hpc.slurm.submission.sbatch import forget_end, jobs, script, write_scripts
+from relax_hpc.slurm.submission.scripts import render
+from relax_hpc.slurm.submission.unstartable import hopeless_once_looked_at
+from relax_hpc.supervise.fork_server import ForkServer
+from relax_hpc.supervise.lease import refuse_if_held
+from relax_hpc.supervise.supervisor import outcome_of
+
+if TYPE_CHECKING:
+    from relax_hpc.slurm.submission.executor import RunJob
+
+LOCAL_ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+"""Each node has its own."""
+
+
+def submit(
+    target: Path,
+    sets: Sequence[str] = (),
+    *,
+    site: Path | None = None,
+    local_root_ok: bool = False,
+    code: str | None = None,
+    redo: str | None = None,
+) -> list[RunJob]:
+    """Send the run that `target` (a recipe or a run directory) means; its jobs, the leader first. Raises RunError or RecipeError.
+
+    code, redo: of a run that goes on, see `resume`.
+    """
+    recipe, run = _open(target, sets, site)
+    plan = make_plan(recipe)
+    if not local_root_ok:
+        refuse_local_root(plan)
+    refuse_missing_environment(plan)
+    if run is None:
+        refuse_of_new_run(code, redo)
+        with ForkServer(place(recipe)) as fork_server:
+            run = create(recipe, fork_server)
+        plan = make_plan(load_recipe(run.recipe))
+        with _undone_if_refused(run.outcome):
+            return _send(run, plan)
+    _refuse_busy(run, recipe)
+    keep_private(recipe.run.group_access)
+    scripts = [script(run, kind) for kind in KINDS]
+    with _undone_if_refused(run.outcome, run.recipe, run.changes, *scripts):
+        with ForkServer(run) as fork_server:
+            resume(run, list(sets) if target.is_dir() else [_slurm_table(recipe)], fork_server, code, redo)
+        return _send(run, plan)
+
+
+def _send(run: RunDir, plan: Plan) -> list[RunJob]:
+    """Write the scripts and send them; what is refused leaves no job behind."""
+    from relax_hpc.slurm.submission.executor import ScriptExecutor
+
+    executor = ScriptExecutor(run, plan)
+    write_scripts(run, plan)
+    forget_end(run)
+    sent: list[RunJob] = []
+    try:
+        for kind in _kinds(plan):
+            after = sent[-1].job_id if sent and kind == "leader" else None
+            begun = sent[0].job_id if kind == "rollout" and plan.slurm.rollout_after_leader else None
+            sent.append(executor.send(kind, after, begun))
+        _refuse_hopeless(run, sent)
+    except RunError:
+        cancel(job.job_id for job in sent)
+        raise
+    return sent
+
+
+def _refuse_hopeless(run: RunDir, sent: Sequence[RunJob]) -> None:
+    """Raises RunError for jobs that Slurm took and will never start: the others would burn nodes waiting for them."""
+    why = hopeless_once_looked_at(job.job_id for job in sent)
+    if why:
+        told = "; ".join(f"job {job.job_id} ({job.kind}): {why[job.job_id]}" for job in sent if job.job_id in why)
+        raise RunError(
+            f"Slurm took the jobs of '{run.root}' but cannot ever start all of them: {told}. All were cancelled; the run is there: "
+            f"`relax-hpc submit {run.root} --set KEY=VALUE` sends it again"
+        )
+
+
+@contextlib.contextmanager
+def _undone_if_refused(*paths: Path) -> Iterator[None]:
+    """Put these files back as they were when a RunError comes: Slurm says what it refuses only when a job is sent."""
+    before = {path: path.read_bytes() if path.exists() else None for path in paths}
+    try:
+        yield
+    except RunError:
+        for path, content in before.items():
+            if content is not None:
+                replace(path, content)
+            else:
+                path.unlink(missing_ok=True)
+        raise
+
+
+def advice(run: RunDir) -> str:
+    """Warn of what Slurm takes as it is and a person seldom means; empty where there is nothing."""
+    return unset_cpus(make_plan(load_recipe(run.recipe)))
+
+
+def preview(target: Path, sets: Sequence[str] = (), *, site: Path | None = None) -> dict[Kind, str]:
+    """The scripts that `submit` would send, by kind of job; nothing is made."""
+    plan = make_plan(_open(target, sets, site)[0])
+    return {kind: render(plan, kind) for kind in plan.jobs}
+
+
+def refuse_local_root(plan: Plan) -> None:
+    """Raises RunError when the run would lie where compute nodes do not see it."""
+    real = plan.root.resolve()
+    local = next((root for root in LOCAL_ROOTS if real.is_relative_to(root)), None)
+    if local is not None:
+        raise RunError(
+            f"run.root = '{plan.root}' lies in {local}, which each machine has for itself: nodes would not see the run. "
+            "Choose a directory on the shared file system with --set run.root=DIR, or give --local-root-ok if it is shared here"
+        )
+
+
+def refuse_missing_environment(plan: Plan) -> None:
+    """Raises RunError when the environment that nodes shall unpack is not there."""
+    packed = plan.slurm.stage_environment
+    if packed is not None and not packed.is_file():
+        raise RunError(
+            f"slurm.stage_environment = '{packed}' is no file: make it with `tar -cf {packed} -C ENVIRONMENT .`, or leave it out"
+        )
+
+
+def _open(target: Path, sets: Sequence[str], site: Path | None) -> tuple[Recipe, RunDir | None]:
+    """The recipe that shall be in force, and the run where it is there already."""
+    if target.is_dir():
+        run = open_existing(target)
+        return change_on_resume(load_recipe(run.recipe), sets), run
+    if not target.exists():
+        raise RunError(f"no recipe and no run at '{target}' (seen from {Path.cwd()})")
+    recipe = load_recipe(target, sets, site_file(site))
+    make_plan(recipe)
+    found = existing(recipe)
+    if found is None:
+        return recipe, None
+    return change_on_resume(load_recipe(found.recipe), [_slurm_table(recipe)]), found
+
+
+def _slurm_table(recipe: Recipe) -> str:
+    """All of [slurm] as one override."""
+    assert recipe.slurm is not None
+    return f"slurm={toml(recipe.slurm.model_dump(mode='json', exclude_none=True))}"
+
+
+def _kinds(plan: Plan) -> list[Kind]:
+    """Leaders first: each one's successor waits for the one before it."""
+    ahead = plan.slurm.queue_ahead if plan.slurm.restart == "chain" else 0
+    leaders: list[Kind] = ["leader"] * (1 + min(ahead, plan.slurm.max_jobs - 1))
+    return [*leaders, *(kind for kind in plan.jobs if kind != "leader")]
+
+
+def _refuse_busy(run: RunDir, recipe: Recipe) -> None:
+    """Raises RunError for a run that is finished, at work, or queued."""
+    refuse_if_held(run)
+    done, outcome = run.checkpoint_steps(), outcome_of(run)
+    if done and done[-1] >= recipe.run.steps and outcome is not None and outcome["outcome"] == "done":
+        raise RunError(f"'{run.root}' is done: {done[-1]} steps; --set run.steps=… makes more")
+    alive = [
+        f"{job} ({seen.state})" for job, seen in look(about["id"] for about in jobs(run)).items() if seen and seen.alive
+    ]
+    if alive:
+        ids = " ".join(text.split()[0] for text in alive)
+        raise RunError(f"'{run.root}' has jobs already: {', '.join(alive)}; `scancel {ids}` ends them")

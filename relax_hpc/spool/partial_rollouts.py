@@ -1,0 +1,65 @@
+"""Half-generated requests as files: what was generated of a request that is given back, for whoever goes on with it.
+
+    claimed/W/REQUEST.a0.v5 ──Part published──► parts/REQUEST.p1.h5 ──claim renamed──► open/REQUEST.a0.v5.p1 ──claim──► read, go on
+
+The file is laid out, published and checked like a shard; the request file's name says which one is to be gone on from, so an
+request that was never given back costs nothing. Any part of a request is a true one, since all there is of a request follows
+from its name: whoever finds the number taken adopts what is there. A part that is missing or damaged costs its tokens only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import names, publish
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.records import PartialRollout, with_experts
+from relax_hpc.spool.queue import Claim, Queue, RequestFile
+from relax_hpc.spool.request import Request
+from relax_hpc.spool.shard import Compression, Shard, encode
+
+
+def put_back(run: RunDir, queue: Queue, claim: Claim, partial: PartialRollout, compression: Compression) -> bool:
+    """Publish what there is of a claim and open the claim again; False when another's part was there first."""
+    number = claim.request_file.partials + 1
+    mine = publish_part(run, claim.request.id, number, claim.request_file.version, partial, compression)
+    if queue.put_back(claim, partials=number) and claim.request_file.partials:
+        run.partial_rollout(claim.request.id, claim.request_file.partials).unlink(missing_ok=True)
+    return mine
+
+
+def publish_part(
+    run: RunDir, request_id: str, number: int, version: int, partial: PartialRollout, compression: Compression = "none"
+) -> bool:
+    """Publish what there is of a request, of which `version` made the first token; False when another's part was there first."""
+    meta = {"run": run.read_id(), "version": version, "turns": partial.turns, "cut": partial.cut}
+    return publish(
+        run.partial_rollout(request_id, number), encode(request_id, with_experts(partial.groups), meta, compression)
+    )
+
+
+def read(run: RunDir, request: Request, request_file: RequestFile) -> PartialRollout | None:
+    """What a claimed request has already; None where it is begun, or begun again."""
+    if not request_file.partials:
+        return None
+    try:
+        with Shard(run.partial_rollout(request.id, request_file.partials)) as shard:
+            shard.check_owner(request.id, run.read_id())
+            shard.validate()
+            partial = PartialRollout(
+                [shard.group(g) for g in range(len(shard.groups))], shard.meta["turns"], shard.meta["cut"]
+            )
+    except RunError as error:
+        logging.getLogger("partials").warning("request %s is generated from its beginning: %s", request.id, error)
+        return None
+    return partial
+
+
+def remove(run: RunDir, outstanding: Collection[str], before: int) -> None:
+    """Remove the parts of requests that were released for batches before `before` and are no longer outstanding."""
+    for name in names(run.partial_rollouts):
+        request_id = name.partition(".")[0]
+        if request_id not in outstanding and request_id[1:7].isdigit() and int(request_id[1:7]) < before:
+            (run.partial_rollouts / name).unlink(missing_ok=True)

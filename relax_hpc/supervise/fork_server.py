@@ -1,0 +1,317 @@
+"""Roles are born here: a process that has imported torch once, and forks a role in milliseconds.
+
+    supervisor or node agent ──(arguments, environment, log)──► fork server ──fork──► role, role, …
+           ▲                                                  │
+           └──────────(its pid; later its exit code)──────────┘
+
+Importing torch and transformers costs seconds of CPU, for each role and for each restart; children of the fork server share
+that, and the memory of it. The fork server has one thread, touches no GPU and computes nothing before it forks.
+The first child of a new run prepares it (launch/prepare.py), and the run's copy of the code is made after that.
+It ends with whoever started it; roles whose fork server is gone leave as they do when their supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from relax_hpc.files.run_dir import RunDir
+
+MESSAGE_BYTES = 1 << 16
+DIED = -signal.SIGKILL
+PREPARE = "prepare"
+KEPT_ARRAY_BYTES = 64 << 20
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(KEPT_ARRAY_BYTES), "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_ARRAY_BYTES)}
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+
+
+class ForkServer:
+    """The supervisor's side. The process is started with the first role, and again after it was lost."""
+
+    def __init__(self, run: RunDir) -> None:
+        """run: the one whose roles are born here; it may be made later."""
+        self._run = run
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._not_spawned: list[ForkedProcess] = []
+        self._children: dict[int, ForkedProcess] = {}
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.give_up()
+
+    def spawn(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        final_message: int | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> ForkedProcess:
+        """A role with these arguments of relax_hpc.roles, or PREPARE with those of relax_hpc.launch.prepare.
+
+        log: takes what it prints; final_message: a descriptor for what it says when it fails.
+        """
+        if self._socket is None:
+            self._start(log)
+        assert self._socket is not None
+        child, code = ForkedProcess(self), _snapshot(self._run)
+        request = {"arguments": arguments, "environment": dict(environment), "code": str(code) if code else None}
+        with log.open("ab") as file:
+            self._not_spawned.append(
+                child
+            )  # from here on nothing fails: a lost fork server is noticed when its child is looked at
+            descriptors = [file.fileno()] if final_message is None else [file.fileno(), final_message]
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+        return child
+
+    def _start(self, log: Path) -> None:
+        environment = role_environment(self._run)
+        with log.open("ab") as file:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-P", "-m", "relax_hpc.supervise.fork_server", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+        theirs.close()
+        self._socket = ours
+
+    def listen(self, timeout_s: float = 0.0) -> None:
+        """Take in what the fork server said; wait for it up to `timeout_s`."""
+        while self._socket is not None and select.select([self._socket], [], [], timeout_s)[0]:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
+            except OSError:
+                data, descriptors = b"", []
+            if not data:
+                self._lost()
+                return
+            said, timeout_s = json.loads(data), 0.0
+            if descriptors:
+                child = self._not_spawned.pop(0)
+                self._children[said["pid"]] = child
+                child.spawned(said["pid"], descriptors[0])
+            else:
+                self._children.pop(said["pid"]).ended(said["code"])
+
+    def give_up(self) -> None:
+        """End it, and what is unborn: it takes too long, or nobody wants to wait."""
+        if self._process is not None and self._socket is not None:
+            self._process.kill()
+            self._lost()
+
+    def _lost(self) -> None:
+        """It died, and its children with it."""
+        assert self._process is not None and self._socket is not None
+        self._socket.close()
+        code, self._socket = self._process.wait(), None
+        for child in self._not_spawned:
+            child.ended(code or DIED)
+        for child in self._children.values():
+            child.send_signal(signal.SIGKILL)
+            select.select([child.handle], [], [])
+            child.ended(DIED)
+        self._not_spawned, self._children = [], {}
+
+
+class ForkedProcess:
+    """A role as its supervisor sees it, with the methods of subprocess.Popen that this takes."""
+
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
+        self.pid = 0
+        self.handle = -1
+        """A pidfd: it means this process even when its number is another's."""
+        self._waiting: signal.Signals | None = None
+        """For a process that is not born yet."""
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs, or is about to."""
+        if self.returncode is None:
+            self._fork_server.listen()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = 60.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(f"role {self.pid}", timeout)
+            self._fork_server.listen(left)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """At once, or at its birth: whoever sends it has heartbeats to write, and does not wait for seconds of import."""
+        self._fork_server.listen()
+        if self.returncode is not None:
+            return
+        if self.handle < 0:
+            self._waiting = number
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        if self.returncode is None and self.handle < 0:
+            self._fork_server.give_up()
+
+    def spawned(self, pid: int, handle: int) -> None:
+        self.pid, self.handle = pid, handle
+        if self._waiting is not None:
+            self.send_signal(self._waiting)
+
+    def ended(self, code: int) -> None:
+        self.returncode = code
+        if self.handle >= 0:
+            os.close(self.handle)
+            self.handle = -1
+
+
+class _Server:
+    """The fork server's side."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._children: dict[int, int] = {}
+        """Pid of each child, by its pidfd."""
+
+    def serve(self) -> None:
+        """Until whoever started it is gone."""
+        while True:
+            ready = select.select([self._socket.fileno(), *self._children], [], [])[0]
+            for handle in self._children.keys() & ready:
+                self._reap(handle)
+            if self._socket.fileno() in ready:
+                data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 2)
+                if not data:
+                    return
+                self._spawn(json.loads(data), *descriptors)
+
+    def _spawn(self, request: dict[str, Any], log: int, final_message: int | None = None) -> None:
+        pid = os.fork()
+        if pid == 0:
+            self._socket.close()
+            for handle in self._children:
+                os.close(handle)
+            _live(request, log, final_message)
+        os.close(log)
+        if final_message is not None:
+            os.close(final_message)
+        handle = os.pidfd_open(pid)
+        self._children[handle] = pid
+        socket.send_fds(self._socket, [json.dumps({"pid": pid}).encode()], [handle])
+
+    def _reap(self, handle: int) -> None:
+        pid = self._children.pop(handle)
+        os.close(handle)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._socket.send(json.dumps({"pid": pid, "code": code}).encode())
+
+
+def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoReturn:
+    """The child's life, from the fork to its end."""
+    import setproctitle
+
+    from relax_hpc.launch import prepare
+    from relax_hpc.roles import __main__ as roles
+
+    os.setsid()  # Ctrl-C is the supervisor's to decide on
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.environ.update(request["environment"])
+    if request["code"] is not None and request["code"] not in sys.path:
+        _import_from(Path(request["code"]))
+    what, *rest = request["arguments"]
+    setproctitle.setproctitle(f"relax_hpc {' '.join([what, *rest])}")
+    try:
+        if what == PREPARE:
+            assert final_message is not None
+            prepare.main(*rest, final_message)
+        else:
+            roles.main([what, *rest, "--supervisor", str(os.getppid()), "--last-words", str(final_message)])
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _import_from(code: Path) -> None:
+    """Whatever is imported from now on, here or by a process below, comes from the run's copy of the code.
+
+    The fork server that saw the run made began before that copy, and has imported what was copied.
+    """
+    sys.path.insert(0, str(code))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
+    for name, module in sys.modules.items():
+        if name.partition(".")[0] == "relax_hpc" and hasattr(module, "__path__"):
+            module.__path__ = [str(code.joinpath(*name.split(".")))]
+
+
+def _snapshot(run: RunDir) -> Path | None:
+    """The run's copy of the code; None where relax_hpc is installed, and its version is all there is to say."""
+    code = run.snapshot / "code"
+    return code if code.is_dir() else None
+
+
+def role_environment(run: RunDir) -> dict[str, str]:
+    """The environment of a role: the run's own snapshot of the code comes first, so that a restart runs what was submitted."""
+    environment = dict(os.environ)
+    if code := _snapshot(run):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), environment.get("PYTHONPATH")]))
+    environment["PYTHONUNBUFFERED"] = "1"
+    # Arrays of megabytes come and go every step: kept by the allocator, their pages need not be faulted in each time.
+    for name, value in ALLOCATOR.items():
+        environment.setdefault(name, value)
+    for name in OFFLINE:  # compute nodes have no internet; nothing here looks a model up by name
+        environment.setdefault(name, "1")
+    return environment
+
+
+def main() -> None:
+    gc.disable()  # it would look again and again at a million objects that stay: a third of the time of the imports
+    os.environ["OMP_NUM_THREADS"] = "1"  # no thread may live when it forks; each role sets its own number
+    from relax_hpc.roles import __main__ as roles
+
+    roles.prepare_cpu()
+    import relax_hpc.launch.prepare
+    import relax_hpc.roles.rollout.worker
+    import relax_hpc.roles.scoring.critic
+    import relax_hpc.roles.scoring.scorer
+    import relax_hpc.roles.training.trainer
+    import relax_hpc.trainers.torch  # noqa: F401
+
+    gc.freeze()  # the collector would write to, and so copy, pages that the children share
+    gc.enable()
+    _Server(int(sys.argv[1])).serve()
+    os._exit(0)  # what is frozen would be told as leaked, by nanobind on pages of the first role's log
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Megatron-core's distributed checkpoints: index, state, optimizer moments."""

@@ -1,0 +1,1 @@
+"""Megatron-core's weights under the names of Hugging Face, and back."""

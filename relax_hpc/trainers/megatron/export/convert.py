@@ -1,0 +1,114 @@
+"""Hugging Face folder <-> Megatron-core distributed checkpoint, on one process, a tensor at a time on the way out.
+
+    to_megatron   model.safetensors … ──► Megatron's parameters ──► torch_dist, with config.json and tokenizer beside it
+    to_hugging    torch_dist ──► Megatron's parameters ──► model-0000N-of-0000M.safetensors
+
+What a training run saved has float32 master weights: those are taken, else the weights themselves, in their own type.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from transformers import AutoConfig
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.files.publish import to_json, write_file
+from relax_hpc.recipe.tables.trainer import Trainer
+from relax_hpc.trainers import fit, state_files
+from relax_hpc.trainers.build import SMALL_FILES, dtype_of
+from relax_hpc.trainers.megatron import groups
+from relax_hpc.trainers.megatron.checkpoint import index, moments, state
+from relax_hpc.trainers.megatron.cpu import supported
+from relax_hpc.trainers.megatron.export import weights
+from relax_hpc.trainers.megatron.model import build, transformer_config
+
+FILE_BYTES = 5 * 2**30
+"""Of a safetensors file at most."""
+INDEX = "model.safetensors.index.json"
+MASTER = moments.name_of("param", "")
+
+
+@supported
+def to_megatron(source: Path, output: Path) -> None:
+    """Write the Hugging Face model in `source` as a distributed checkpoint in `output`, an empty folder. Raises RunError."""
+    hf = _config(source)
+    trainer = _trainer(dtype_of(source), source)
+    own = groups.join(trainer.parallel, seed=0)
+    chunks = build(hf, transformer_config(hf, trainer), own)
+    weights.fill(chunks, source, hf, own)
+    state.Saving(output, {"model": state.sharded(chunks, own), "steps": 0}).finish()
+    _copy_small_files(source, output)
+
+
+@supported
+def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None) -> None:
+    """Write the weights of the checkpoint `source` into `output`; `model` has config.json and the tokenizer. Raises RunError.
+
+    `dtype`: the type that they are written in; by default the one that they have.
+    """
+    hf, saved = _config(model), index.tensors(source)
+    master = any(name.startswith(MASTER) for name in saved)
+    kept = next(about for name, about in saved.items() if name.startswith(MASTER) or not master)
+    trainer = _trainer(kept.properties.dtype, source)
+    own = groups.join(trainer.parallel, seed=0)
+    chunks = build(hf, transformer_config(hf, trainer), own)
+    wanted = state.sharded(chunks, own)
+    if master:
+        add_prefix_for_sharding(wanted, MASTER)
+    state.compare(source, {"model": wanted}, everything=False)
+    loaded = state.load(source, {"model": wanted})["model"]
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
+    _copy_small_files(model, output)
+    held = weights.parts(chunks, own)
+    written = getattr(torch, dtype) if dtype else kept.properties.dtype
+    _write(weights.export(held, weights.plan_export(held, own), hf, written), output)
+
+
+def _trainer(dtype: torch.dtype, source: Path) -> Trainer:
+    """One process with weights of this type."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise RunError(f"the weights in '{source}' are {dtype}: float32 and bfloat16 are known; convert them first")
+    return Trainer.model_validate({"backend": "megatron", "dtype": str(dtype).removeprefix("torch.")})
+
+
+def _write(tensors: Any, output: Path) -> None:
+    """As safetensors files of at most FILE_BYTES; with an index where there are several."""
+    files: dict[str, str] = {}
+    part: dict[str, torch.Tensor] = {}
+    number = size = total = 0
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > FILE_BYTES:
+            state_files.write(output, {_part(number): part})
+            part, number, size = {}, number + 1, 0
+        part[name], files[name] = tensor, _part(number)
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    if not number:
+        state_files.write(output, {state_files.MODEL: part})
+        return
+    state_files.write(output, {_part(number): part})
+    write_file(output / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": files}))
+
+
+def _part(number: int) -> str:
+    return f"model-{number:05d}.safetensors"
+
+
+def _config(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise RunError(f"'{folder}' has no config.json: it is not a Hugging Face model directory")
+    hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    fit.refuse_foreign(hf)
+    return hf
+
+
+def _copy_small_files(source: Path, output: Path) -> None:
+    for pattern in SMALL_FILES:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".index.json") and path.name not in ("metadata.json", "state.json"):
+                shutil.copy2(path, output)

@@ -1,0 +1,1 @@
+"""Process groups that broadcast weights: gloo, MPI and NCCL behind one protocol."""

@@ -1,0 +1,139 @@
+"""A group of torch.distributed over gloo, between processes that come and go.
+
+The store by which they find each other is a file in the run directory, so nothing listens for it (the file system must have
+flock). Gloo itself does: it opens a port on every member, on the interface that GLOO_SOCKET_IFNAME names (on loopback when
+all are on one host), without authentication. Whoever can reach these ports can disturb a broadcast; a version cannot be
+forged, for its checksum is in the manifest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from torch import Tensor
+
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.weights.groups.protocol import Arrived, BufferPool, Group, GroupError, pieces
+from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, call, leave_out
+
+POLL_S = 0.02
+IN_FLIGHT, MESSAGE_BYTES = 8, 4 << 20
+"""Messages on their way at once: a receiver asks for each, and the time that this takes is lost otherwise. It waits for all of them from the
+same moment on, so that a time limit is for so many bytes, whatever the tensors' sizes."""
+dist: Any = torch.distributed
+"""Process groups that are made by hand have no types."""
+
+
+class GlooGroup:
+    """Rank 0 sends. See relax_hpc.weights.groups.protocol.Group."""
+
+    def __init__(self, store: Any, rank: int, world: int, timeout_s: float, local: bool) -> None:
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout, options._threads = self._timeout, IN_FLIGHT
+        interface = os.environ.get("GLOO_SOCKET_IFNAME")
+        if interface:
+            device = dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+        elif local:
+            device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+        else:
+            device = dist.ProcessGroupGloo.create_default_device()
+        options._devices = [device]
+        self._group = dist.ProcessGroupGloo(store, rank, world, options)
+
+    def broadcast(
+        self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
+    ) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
+        with _as_group_errors():
+            works = [
+                [self._group.broadcast([piece], options) for piece in pieces(tensor, MESSAGE_BYTES)]
+                for tensor in tensors
+            ]
+            for place, under_way in enumerate(works):
+                for work in under_way:
+                    work.wait()
+                arrived(place)
+
+    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
+        self.broadcast([message], timeout_s)
+
+    def close(self) -> None:
+        """Its connections go with it."""
+        del self._group
+
+
+class GlooRendezvous:
+    """See relax_hpc.weights.collective.Meeting. `via`: the trainer's folder; a worker has none."""
+
+    def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None) -> None:
+        self._run, self._timeout_s, self._commit_dir = run, timeout_s, commit_dir
+        self.buffers = BufferPool()
+
+    def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
+        with _as_group_errors():
+            return self._form(names)
+
+    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
+        with _as_group_errors():
+            return self._join(group, name, given_up)
+
+    def _form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
+        assert self._commit_dir is not None
+        group_id = uuid.uuid4().hex
+        store = self._store(group_id)
+        for old in self._run.weights.glob("group-*"):
+            if old.name != f"group-{group_id}":
+                old.unlink(missing_ok=True)
+        group = call(self._run, self._commit_dir, group_id, names)
+        here: frozenset[str] = frozenset()
+        deadline = time.monotonic() + CHECK_IN_S
+        while here != names and time.monotonic() < deadline:
+            here |= {name for name in names - here if store.check([f"here/{name}"])}
+            time.sleep(POLL_S)
+        leave_out(self._run, names - here)
+        request = sorted(here)
+        store.set("go", json.dumps(request))
+        if not here:
+            raise GroupError(f"nobody answered within {CHECK_IN_S:.0f} s")
+        return self._connected(store, 0, len(request), group), here
+
+    def _join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
+        store = self._store(group.id)
+        store.set(f"here/{name}", "")
+        while not store.check(["go"]):
+            if given_up():
+                raise GroupError("another group was called meanwhile")
+            time.sleep(POLL_S)
+        request = json.loads(store.get("go"))
+        if name not in request:
+            raise GroupError("answered too late, and was left out")
+        return self._connected(store, 1 + request.index(name), len(request), group)
+
+    def _connected(self, store: Any, rank: int, workers: int, group: Called) -> Group:
+        return GlooGroup(dist.PrefixStore("gloo", store), rank, 1 + workers, self._timeout_s, group.local)
+
+    def _store(self, group_id: str) -> Any:
+        store = dist.FileStore(str(self._run.weights / f"group-{group_id}"))
+        store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
+        return store
+
+
+@contextlib.contextmanager
+def _as_group_errors() -> Iterator[None]:
+    """What torch raises: a store whose file is gone, a member that does not connect."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupError(str(error)) from error

@@ -1,0 +1,63 @@
+"""Where the members of a group find each other: in the run directory. The same for gloo, NCCL and MPI.
+
+    worker:  weights/members/NAME             "I am here" ──► the trainer sees a name that its group lacks
+    trainer: weights/group.json {id, names} ──► every worker named there answers ──► those who did are connected
+
+Nobody waits for the dead: who does not answer within seconds is left out, and its name is removed. One that lives says
+its name again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.files.publish import read_json, replace, to_json
+from relax_hpc.files.run_dir import RunDir
+
+CHECK_IN_S = 5.0
+"""A worker answers from a thread of its own, however busy it is; attribute caches of NFS may take three seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A group as group.json names it."""
+
+    id: str
+    names: tuple[str, ...]
+    local: bool
+    """Whether all of it is on one host."""
+
+
+def members_folder(run: RunDir) -> Path:
+    return run.weights / "members"
+
+
+def announce(run: RunDir, name: str) -> None:
+    """A worker's side: say that it is here, where that is not said."""
+    path = members_folder(run) / name
+    if not path.exists():
+        members_folder(run).mkdir(exist_ok=True)
+        replace(path, to_json({"host": os.uname().nodename}), durable=False)
+
+
+def leave_out(run: RunDir, names: Iterable[str]) -> None:
+    for name in names:
+        (members_folder(run) / name).unlink(missing_ok=True)
+
+
+def call(run: RunDir, commit_dir: Path, group_id: str, names: frozenset[str]) -> Called:
+    """The trainer's side: name a group. Raises FileNotFoundError if fenced."""
+    hosts = {str((read_json(members_folder(run) / name) or {}).get("host", "")) for name in names}
+    group = Called(group_id, tuple(sorted(names)), hosts <= {os.uname().nodename})
+    replace(run.weights / "group.json", to_json(asdict(group)), commit_dir=commit_dir, durable=False)
+    return group
+
+
+def called(run: RunDir) -> Called | None:
+    """The group that is to be, or is."""
+    about: dict[str, Any] | None = read_json(run.weights / "group.json")
+    return None if about is None else Called(about["id"], tuple(about["names"]), about["local"])

@@ -1,0 +1,90 @@
+"""The reference: weights of the policy that are kept once for the whole run, so that scorers can hold them.
+
+    trainer, before step 0: export ──threads: checksum, write, fsync──► INCARNATION/reference ──rename──► RUN/reference
+    scorer:                 RUN/reference ──parts mapped, compared with their checksums──► model
+
+A trainer that begins anew (it died before its first checkpoint) compares, and puts other weights in the place of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from torch import Tensor
+
+from relax_hpc.files import tensor_files
+from relax_hpc.files.publish import read_json, sync_folder, write_file
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.weights.base import DamagedWeights, Export, Progress, WeightsError
+from relax_hpc.weights.contents import Contents, checksum, entry, from_plain, to_plain
+from relax_hpc.weights.parts import (
+    BUCKET_BYTES,
+    Named,
+    digest,
+    finish,
+    in_threads,
+    part_name,
+    read_index,
+    read_parts,
+    verify,
+)
+
+CONTENTS = "contents.json"
+
+
+def keep(run: RunDir, commit_dir: Path, export: Export, progress: Progress = lambda: None) -> str:
+    """Make the weights of now the run's reference; their checksum. Raises FileNotFoundError if fenced."""
+    if (held := held_checksum(run)) is not None and held == checksum(digest(export(), progress=progress)):
+        return held
+    staged, contents = commit_dir / f"reference-{uuid.uuid4().hex}", Contents()
+    staged.mkdir()
+
+    def work(number: int, part: Named) -> int:
+        contents.update({name: entry(tensor) for name, tensor in part})
+        return tensor_files.write(staged / part_name(number), part, durable=True)
+
+    try:
+        sizes = in_threads(export(), work, BUCKET_BYTES, progress)
+        whole = checksum(contents)
+        write_file(staged / CONTENTS, json.dumps(to_plain(contents)).encode())
+        finish(staged, {part_name(i): size for i, size in enumerate(sizes)}, whole, durable=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(run.reference, staged.with_suffix(".old"))
+        os.rename(staged, run.reference)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(staged.with_suffix(".old"), ignore_errors=True)
+    sync_folder(run.root)
+    return whole
+
+
+def held_checksum(run: RunDir) -> str | None:
+    """Of the reference that the run has; None before it has one."""
+    about = read_json(run.reference / "index.json")
+    return None if about is None else str(about["checksum"])
+
+
+def read(run: RunDir, progress: Progress = lambda: None) -> tuple[str, dict[str, Tensor]]:
+    """The reference's checksum and tensors, verified whole. Raises WeightsError where there is none, or a damaged one."""
+    held = held_checksum(run)
+    if held is None:
+        raise WeightsError(f"'{run.reference}' is not there yet: the trainer keeps it before step 0")
+    index = read_index(run.reference, held)
+    try:
+        contents = from_plain(json.loads((run.reference / CONTENTS).read_bytes()))
+    except FileNotFoundError as error:
+        raise WeightsError(f"'{run.reference}' was just taken away: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedWeights(
+            f"'{run.reference / CONTENTS}' is damaged: {error!r}; no checksum of it can be right"
+        ) from error
+    if checksum(contents) != held:
+        raise DamagedWeights(f"'{run.reference}' has checksum {checksum(contents)}, its index says {held}: refused")
+    tensors = read_parts(run.reference, index)
+    verify(contents, tensors, f"'{run.reference}'", progress)
+    return held, tensors
