@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from relax_hpc.monitor.analysis import RunView
     from relax_hpc.slurm.submission.executor import RunJob
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def open_run(path: str | PathLike[str]) -> RunView:

@@ -154,4 +154,9 @@ def open_existing(path: str | os.PathLike[str]) -> RunDir:
     run = RunDir(path)
     if not run.exists:
         raise RunError(f"'{path}' is not a run directory: it has no run.json; runs are made by `relax-hpc run RECIPE`")
+    if is_there(run.root / "orders"):
+        raise RunError(
+            f"'{path}' was made by an older version of relax_hpc: its rollout requests lie in 'orders/', expected 'requests/'; go on with "
+            "it by the version in its snapshot/, or begin a new run"
+        )
     return run

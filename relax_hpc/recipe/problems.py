@@ -23,6 +23,18 @@ from relax_hpc.recipe.tables.table import Table
 
 _LONGEST_VALUE = 120
 """Characters of a wrong value that an error shows."""
+_RENAMED = {
+    "warmup": "sft_warm_start",
+    "refill": "max_extra_batches",
+    "replay": "sample_reuse",
+    "behaviour": "old_logprobs",
+    "normalise_std": "normalize_std",
+    "late": "on_stale",
+    "groups_per_order": "groups_per_request",
+    "front": "node_cache",
+    "agent_silent_s": "node_agent_silent_s",
+}
+"""Keys of recipes from before version 0.2, and their names now: an error says the new name, none is taken."""
 
 
 class RecipeError(Exception):
@@ -54,6 +66,8 @@ def _unknown_key(place: Place) -> str:
     table = place.table or Recipe
     owner, _, name = place.key.rpartition(".")
     names = [alias(n, f) for n, f in table.model_fields.items()]
+    if (new := _RENAMED.get(name)) in names:
+        return f"unknown key '{place.key}': it is called '{new}' now"
     member = f" ({member_key(table)} = '{member_name(table)}')" if member_name(table) else ""
     return f"unknown key '{place.key}'{closest(name, names)} {_header(owner)}{member} takes: {overview(table)}"
 

@@ -43,12 +43,10 @@ def checksums(column: hdf5.Column) -> str:
 class Checked:
     """A dataset and its checksums. Raises ValueError, here and where it is read, for what does not fit them."""
 
-    def __init__(self, dataset: hdf5.Dataset, expected: str, block_rows: int) -> None:
-        """block_rows: of its blocks; 0: the whole column is one, as in shards of schema 1."""
+    def __init__(self, dataset: hdf5.Dataset, expected: str) -> None:
         self._dataset, self._dtype, self._expected = dataset, dataset.dtype, expected
         self.rows = dataset.rows
-        self._block_rows = block_rows or max(self.rows, 1)
-        blocks = max(1, -(-self.rows // self._block_rows))
+        blocks = max(1, -(-self.rows // BLOCK_ROWS))
         if len(expected) != DIGITS * blocks:
             raise ValueError(f"it has {self.rows} rows and {len(expected) // DIGITS} checksums, expected {blocks}")
 
@@ -70,23 +68,23 @@ class Checked:
 
     def compare(self) -> None:
         """Read all of it, in the memory of one block."""
-        memory = np.empty(min(self._block_rows, self.rows), self._dtype)
-        for block in range(-(-self.rows // self._block_rows)):
+        memory = np.empty(min(BLOCK_ROWS, self.rows), self._dtype)
+        for block in range(-(-self.rows // BLOCK_ROWS)):
             begin, end = self._of(block)
             self._block(block, memory[: end - begin])
 
     def _all(self) -> NDArray[Any]:
         array = np.empty(self.rows, self._dtype)
-        for block, begin in enumerate(range(0, self.rows, self._block_rows)):
-            self._block(block, array[begin : begin + self._block_rows])
+        for block, begin in enumerate(range(0, self.rows, BLOCK_ROWS)):
+            self._block(block, array[begin : begin + BLOCK_ROWS])
         return array
 
     def _of(self, block: int) -> Rows:
-        return block * self._block_rows, min((block + 1) * self._block_rows, self.rows)
+        return block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, self.rows)
 
     def _block(self, block: int, memory: NDArray[Any]) -> NDArray[Any]:
         """Read a block into `memory` and compare it."""
-        self._dataset.read(block * self._block_rows, memory)
+        self._dataset.read(block * BLOCK_ROWS, memory)
         found = xxhash.xxh3_64_hexdigest(memory.data)
         if not self._expected.startswith(found, block * DIGITS):
             begin, end = self._of(block)
@@ -98,7 +96,7 @@ class Checked:
         """Each block that is touched, with what is wanted of it."""
         found: dict[int, list[Rows]] = {}
         for begin, end in pieces:
-            for block in range(begin // self._block_rows, -(-end // self._block_rows)):
+            for block in range(begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
                 x, y = self._of(block)
                 found.setdefault(block, []).append((max(begin, x), min(end, y)))
         yield from found.items()

@@ -34,9 +34,7 @@ from relax_hpc.spool.index import Index
 from relax_hpc.spool.layout import COLUMNS, EXTRA, GROUP, ROUTED, ROUTED_TYPES, SAMPLE, TOKEN_COLUMNS
 
 FORMAT = "relax_hpc.shard"
-SCHEMA = 2
-BLOCK_ROWS = {1: 0, SCHEMA: checked.BLOCK_ROWS}
-"""Rows that a checksum is of, by the schemas that are read; 0: all of a column."""
+SCHEMA = 3
 ATTRIBUTES = ("format", "schema", "meta_checksum")
 """HDF5 keeps checksums of its own metadata, attributes included: what vouches for the rest stands there."""
 Compression = Literal["none", "lz4", "zstd"]
@@ -120,7 +118,7 @@ class Shard:
     """A published shard, opened for reading. Use as a context manager, or `close()`.
 
     Whatever is read is compared with its checksum. Raises DamagedShard, a RunError, naming file and column where it differs or
-    cannot be; RunError when the file is missing or of a schema that is not known here.
+    cannot be; RunError when the file is missing or of another schema.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -135,12 +133,11 @@ class Shard:
         self.bytes = self._file.bytes
         with self._damage():
             form, schema, self._meta_checksum = self._file.attributes(ATTRIBUTES)
-        if form != FORMAT or schema not in BLOCK_ROWS:
+        if (form, schema) != (FORMAT, SCHEMA):
             self._file.close()
             raise RunError(
                 f"'{self.path}' has format and schema {[form, schema]}, expected {[FORMAT, SCHEMA]}: not a shard of this version"
             )
-        self._block_rows = BLOCK_ROWS[schema]
 
     def __enter__(self) -> Shard:
         return self
@@ -189,7 +186,7 @@ class Shard:
                 raise RunError(f"'{self.path}' has no column '{column}'; it has {sorted(self.column_names())}")
             with self._damage(column):
                 dtypes = (COLUMNS[column],) if column in COLUMNS else ROUTED_TYPES if column == ROUTED else (EXTRA,)
-                found = Checked(self._file.dataset(column, dtypes), expected, self._block_rows)
+                found = Checked(self._file.dataset(column, dtypes), expected)
             rows = found.rows if column in INDEX else self._rows.get(column, len(self.samples))
             if found.rows != rows:
                 raise DamagedShard(self.path, f"column '{column}' has {found.rows} rows, offsets say {rows}")

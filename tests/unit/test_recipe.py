@@ -373,6 +373,19 @@ def test_ratios_that_are_1_by_construction_are_warned_of(tiny: Path) -> None:
     assert not load_recipe(tiny).warnings
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("async={late='drop'}", "'async.late': it is called 'on_stale' now"),
+        ("warmup={steps=3}", "'warmup': it is called 'sft_warm_start' now"),
+        ("algorithm={name='dapo',refill=2}", "'algorithm.refill': it is called 'max_extra_batches' now"),
+    ],
+)
+def test_a_key_of_an_older_recipe_is_refused_with_its_new_name(tiny: Path, old: str, new: str) -> None:
+    said = problem(tiny, old)
+    assert new in said and "\n" not in said
+
+
 def test_docs_are_current() -> None:
     check = [sys.executable, str(REPOSITORY / "tools" / "recipe_docs.py"), "--check"]
     ended = subprocess.run(check, cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)}, check=False)

@@ -81,7 +81,6 @@ def test_who_reads_a_slice_compares_the_blocks_that_it_touches_and_no_others(
 ) -> None:
     """In blocks of 8 rows: a flip in the first block is seen by who reads it, and by nobody who reads the others."""
     monkeypatch.setattr(checked, "BLOCK_ROWS", 8)
-    monkeypatch.setattr("relax_hpc.spool.shard.BLOCK_ROWS", {2: 8})
     path = shard(tmp_path / "a.h5", (3, 5, 8, 8, 30))
     with Shard(path) as opened:
         whole, offsets = opened.rollouts(), opened.offsets.tolist()
@@ -103,7 +102,6 @@ def test_a_flipped_bit_in_any_block_is_found_by_who_reads_the_whole_column(
 ) -> None:
     """In blocks of 8 rows, the last of which has 4."""
     monkeypatch.setattr(checked, "BLOCK_ROWS", 8)
-    monkeypatch.setattr("relax_hpc.spool.shard.BLOCK_ROWS", {2: 8})
     path = shard(tmp_path / "a.h5", (3, 5, 8, 30))
     for begin in range(0, 92, 8):
         end = min(begin + 8, 92)
@@ -134,27 +132,6 @@ def test_one_rank_of_a_large_shard_reads_little_more_than_its_slice(
         part = opened.rollouts(np.array([2, 3]))
     assert part.tokens.tolist() == [*range(1, 65)] * 2
     assert read < 2 * 9 * checked.BLOCK_ROWS < opened.bytes / 5
-
-
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_shards_of_schema_1_with_one_checksum_a_column_are_read_and_compared(tmp_path: Path, compression: str) -> None:
-    path = shard(tmp_path / "a.h5", (200_000,), compression)
-    with h5py.File(path, "r+", locking=False) as file:
-        import hdf5plugin  # noqa: F401
-
-        meta = json.loads(file["meta"][:].tobytes())
-        for name in meta["checksums"]:
-            meta["checksums"][name] = xxhash.xxh3_64_hexdigest(file[name][:].tobytes())
-        write_meta(file, json.dumps(meta).encode())
-        file.attrs["schema"] = 1
-    with Shard(path) as opened:
-        opened.validate()
-        assert opened.rollouts(np.array([1])).tokens[:3].tolist() == [1, 2, 3]
-        assert opened.rollouts(np.array([1])).tokens[-1] == 200_000
-    if compression == "none":
-        flip(path, "tokens")
-        with Shard(path) as opened, pytest.raises(DamagedShard, match="column 'tokens'"):
-            opened.rollouts(np.array([1]))
 
 
 def test_anothers_shard_under_this_name_is_refused(tmp_path: Path) -> None:
