@@ -24,7 +24,7 @@ BLIND_S = 3.0
 
 @dataclass(slots=True)
 class Seen:
-    """An node agent's heartbeat, and when it last changed by our own clock."""
+    """A node agent's heartbeat, and when it last changed by our own clock."""
 
     heartbeat: dict[str, Any]
     changed: float
@@ -78,7 +78,7 @@ class NodeAgents:
             if claim_dir in left:
                 self._give_back(claim_dir, left[claim_dir], "its worker ended")
             elif claim_dir not in owner:
-                # Just made, and its node agent has not said so yet; or of an node agent whose heartbeat was replaced.
+                # Just made, and its node agent has not said so yet; or of a node agent whose heartbeat was replaced.
                 if now - self._unowned.setdefault(claim_dir, now) > self._limit_s:
                     self._give_back(claim_dir, False, "no node agent speaks of it")
             elif owner[claim_dir] not in alive:
@@ -105,7 +105,7 @@ class NodeAgents:
         return any(seen.heartbeat.get("requests") and seen.heartbeat.get("job") == job for seen in self._seen.values())
 
     def left(self, name: str) -> bool:
-        """Whether an node agent said that it leaves as its last word: it ended in order, and is not silent."""
+        """Whether a node agent said that it leaves as its last word: it ended in order, and is not silent."""
         return name in self._seen and self._seen[name].heartbeat["state"] == "gone"
 
     def of(self, step: str, index: int) -> tuple[str, dict[str, Any]] | None:

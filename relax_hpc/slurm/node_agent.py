@@ -64,7 +64,7 @@ class NodeAgent:
         """Names the node agent that was started last for this node of the group."""
         self._state, self._looked_at, self._asked_at = "starting", float("-inf"), float("-inf")
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
-        """Asks it about a leader that is gone: it may answer late, and an node agent that waits is silent."""
+        """Asks it about a leader that is gone: it may answer late, and a node agent that waits is silent."""
         self._asking: Future[bool] | None = None
         assert self.recipe.slurm is not None
         limit_s = self.recipe.supervision.leader_silent_s

@@ -83,7 +83,7 @@ class Overview:
             self._asked_at = time.monotonic()
 
     def _gone(self, agent: str) -> dict[str, Any] | None:
-        """The heartbeat of an node agent that has said its last word."""
+        """The heartbeat of a node agent that has said its last word."""
         heartbeat = self.node_agents.get(agent)
         return heartbeat if heartbeat is not None and heartbeat["state"] == "gone" else None
 
@@ -133,7 +133,7 @@ class Overview:
 
 
 def is_node_agent(heartbeat: dict[str, Any]) -> bool:
-    """Whether a heartbeat is an node agent's: each says these, and what lacks one was put there by somebody else."""
+    """Whether a heartbeat is a node agent's: each says these, and what lacks one was put there by somebody else."""
     return heartbeat.keys() >= {"time", "state", "host", "group", "index", "claim_dirs", "left", "failure"}
 
 

@@ -82,7 +82,7 @@ class RolloutJobs:
             self._keeping, self._kept_at = self._slurm.submit(self._io, self._keep_jobs), time.monotonic()
 
     def _failed(self, heartbeat: dict[str, Any]) -> None:
-        """An node agent gave up: for good where a person must mend it, else its node is the suspect."""
+        """A node agent gave up: for good where a person must mend it, else its node is the suspect."""
         if heartbeat["fatal"]:
             self.failure, self.fatal = self.failure or f"{heartbeat['host']}: {heartbeat['failure']}", True
         else:
@@ -109,7 +109,7 @@ class RolloutJobs:
 
 
 class BaseSteps:
-    """Rollout nodes of this job: one srun of node agents; an node agent that is lost costs one further srun on its node."""
+    """Rollout nodes of this job: one srun of node agents; a node agent that is lost costs one further srun on its node."""
 
     def __init__(
         self,

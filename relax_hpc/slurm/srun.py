@@ -38,7 +38,7 @@ def trainer_step(plan: Plan) -> list[str]:
 def rollout_step(plan: Plan, *, elastic: bool = False) -> list[str]:
     """The same for the node agents, one a node. `elastic`: in a further job, of one node."""
     group = plan.elastic if elastic else plan.rollout
-    # An node agent that is lost leaves the others alone, and they are not ended for being the last.
+    # A node agent that is lost leaves the others alone, and they are not ended for being the last.
     return _step(plan, group, 1, ["--kill-on-bad-exit=0", "--wait=0"], alone=elastic)
 
 

@@ -226,7 +226,7 @@ def test_a_second_run_of_a_live_one_is_refused_and_a_dead_supervisor_is_followed
     audited(run)
 
 
-def test_a_zombie_that_publishes_an_request_long_consumed_and_removed_changes_nothing(tmp_path):
+def test_a_zombie_that_publishes_a_request_long_consumed_and_removed_changes_nothing(tmp_path):
     recipe = write_recipe(tmp_path, SMALL + '\n[spool]\nkeep = "needed"\n')
     relax_hpc("run", recipe, "--set", "run.keep_checkpoints=1")
     run = RunDir(tmp_path / "small")

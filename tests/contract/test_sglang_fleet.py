@@ -61,7 +61,7 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     made.engine.close()
 
 
-def test_an_request_is_shared_out_and_every_server_takes_a_version_in_its_midst(setup: Setup) -> None:
+def test_a_request_is_shared_out_and_every_server_takes_a_version_in_its_midst(setup: Setup) -> None:
     setup.load(3)
     seen: list[list[int]] = []
 

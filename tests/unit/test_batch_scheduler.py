@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 class Trainer:
-    """One incarnation: an batch scheduler, and the steps that it makes."""
+    """One incarnation: a batch scheduler, and the steps that it makes."""
 
     def __init__(
         self, run: RunDir, number: int, on_stale: Any = "wait", staleness: int = 1, state: Any = None, step: int = 0,
@@ -197,7 +197,7 @@ def test_a_claim_that_its_worker_still_generates_is_not_asked_for_again(run: Run
     assert claim is not None and not [n for n in os.listdir(run.open_requests) if n.startswith(claim.request.id)]
 
 
-def test_an_request_is_not_dropped_that_was_started_with_newer_weights_than_it_asked_for(run: RunDir) -> None:
+def test_a_request_is_not_dropped_that_was_started_with_newer_weights_than_it_asked_for(run: RunDir) -> None:
     """Staleness 1: batch 1 may start from version 0 and was started from 1, so it is due by step 2, not by step 1."""
     trainer = Trainer(run, 1, on_stale="drop")
     trainer.entry()
@@ -616,7 +616,7 @@ def test_a_damaged_shard_that_no_step_took_is_quarantined_and_its_request_genera
     assert {t.request for t in trainer.train().take} == names(0)
 
 
-def test_another_requests_shard_under_an_requests_name_is_quarantined(run: RunDir) -> None:
+def test_another_requests_shard_under_a_requests_name_is_quarantined(run: RunDir) -> None:
     trainer = Trainer(run, 1, staleness=0)
     assert trainer.entry() is None, "requests are open now"
     generate(run, 0)
@@ -624,7 +624,7 @@ def test_another_requests_shard_under_an_requests_name_is_quarantined(run: RunDi
     assert trainer.entry() is None and in_progress(run) == {"r000000-000"}
 
 
-def test_an_request_whose_shards_are_damaged_again_and_again_ends_the_run_and_is_named(run: RunDir) -> None:
+def test_a_request_whose_shards_are_damaged_again_and_again_ends_the_run_and_is_named(run: RunDir) -> None:
     trainer = Trainer(run, 1, staleness=0)
     assert trainer.entry() is None, "requests are open now"
     for _ in range(MOST):

@@ -253,7 +253,7 @@ def test_validate_finds_the_broken_one(run: RunDir) -> None:
     assert f"'{victim}': column 'tokens': rows 0 to" in result.stdout and "7 of 8 shards are whole" in result.stdout
 
 
-def test_validate_refuses_anothers_shard_under_an_requests_name(run: RunDir, tmp_path: Path) -> None:
+def test_validate_refuses_anothers_shard_under_a_requests_name(run: RunDir, tmp_path: Path) -> None:
     victim = run.shard("r000000-001")
     victim.write_bytes(run.shard("r000000-000").read_bytes())
     result = call("validate", run.root)

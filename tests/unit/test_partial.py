@@ -141,7 +141,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         signal.signal(number, handler)
 
 
-def test_at_a_publish_an_request_is_given_back_and_another_worker_goes_on_with_the_new_weights(make: Make) -> None:
+def test_at_a_publish_a_request_is_given_back_and_another_worker_goes_on_with_the_new_weights(make: Make) -> None:
     setup = make({})
     first = setup.worker(6, lambda worker: setup.publish(1))
     setup.generate(first)
@@ -177,7 +177,7 @@ def test_at_a_publish_an_request_is_given_back_and_another_worker_goes_on_with_t
     assert line["tokens_per_s"] == pytest.approx(made / line["generate_s"])
 
 
-def test_a_time_limit_gives_back_too_and_after_max_aborts_an_request_is_generated_to_its_end(make: Make) -> None:
+def test_a_time_limit_gives_back_too_and_after_max_aborts_a_request_is_generated_to_its_end(make: Make) -> None:
     setup = make({"abort_after_s": 1e-6, "max_aborts": 2})
     worker, seeds = setup.worker(), list[int]()
     for aborts in (1, 2):

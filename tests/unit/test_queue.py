@@ -42,7 +42,7 @@ def queue(run: RunDir) -> Queue:
     return queue
 
 
-def test_an_request_that_is_released_again_may_go_to_the_worker_that_generated_it_before(
+def test_a_request_that_is_released_again_may_go_to_the_worker_that_generated_it_before(
     run: RunDir, queue: Queue
 ) -> None:
     """Its shard was damaged, say, and there is one worker, whose version does not change before the request comes."""
@@ -80,7 +80,7 @@ def test_processes_that_race_claim_every_request_once(run: RunDir, queue: Queue)
     assert sum(bool(mine) for mine in claimed) > 1, "one process took all: no race"
 
 
-def test_an_request_is_claimed_whole_evaluations_first_then_in_order(queue: Queue) -> None:
+def test_a_request_is_claimed_whole_evaluations_first_then_in_order(queue: Queue) -> None:
     queue.put([request(1), request(0), request(5, kind="e", batch=9)])
     claims = [queue.claim("a", 3) for _ in range(4)]
     assert [c.request for c in claims if c] == [request(5, kind="e", batch=9), request(0), request(1)]
@@ -203,7 +203,7 @@ def test_withdrawn_is_what_is_still_open(queue: Queue) -> None:
     assert set(queue.in_progress()) == {"r000000-000", "r000000-002"}
 
 
-def test_an_request_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between any two looks at folders, the request moves on: open, claimed, open again."""
     for first in ("open", "claimed"):
         queue.put([request(0)])
@@ -237,7 +237,7 @@ def test_of_two_attempts_in_generates_the_older_start_counts(queue: Queue, run: 
     assert queue.in_progress() == {"r000000-000": 4}
 
 
-def test_an_request_file_that_a_power_failure_emptied_stops_nobody(queue: Queue, run: RunDir) -> None:
+def test_a_request_file_that_a_power_failure_emptied_stops_nobody(queue: Queue, run: RunDir) -> None:
     queue.put([request(0), request(1), request(2)])
     (run.open_requests / "r000000-000.a0.v0").write_bytes(b"")
     claim = queue.claim("a", 0)
@@ -442,7 +442,7 @@ def test_many_that_wait_poll_as_often_as_few(watchers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 8, 32])
-def test_an_request_costs_as_many_polls_whatever_the_number_of_workers(workers: int) -> None:
+def test_a_request_costs_as_many_polls_whatever_the_number_of_workers(workers: int) -> None:
     usual_s = 0.5 * workers  # a request every half second
     pauses, waited_s, polls = backoff(watchers=workers, usual_s=usual_s), 0.0, 0
     while waited_s < usual_s:

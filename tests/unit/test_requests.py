@@ -344,7 +344,7 @@ def test_replacements_have_names_of_their_own_and_seeds_of_their_names() -> None
     assert request.prompts == third.prompts and (again.min_version, third.min_version) == (1, 6) and third.batch == 0
 
 
-def test_an_request_survives_json() -> None:
+def test_a_request_survives_json() -> None:
     (request,) = make_planner(1, 0, "wait").release(upto=0)
     assert Request.from_json(json.loads(json.dumps(request.to_json()))) == request
 

@@ -89,7 +89,7 @@ def setup(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setup]:
         signal.signal(number, handler)
 
 
-def test_versions_are_read_with_an_request_not_before(setup: Setup) -> None:
+def test_versions_are_read_with_a_request_not_before(setup: Setup) -> None:
     seen: list[int] = []
 
     def trainer() -> None:
@@ -115,7 +115,7 @@ def test_versions_are_read_with_an_request_not_before(setup: Setup) -> None:
     assert 0 < said["sync_s"] < said["wait_s"] == waited_s and said["swap_s"] == 0 < said["generate_s"]
 
 
-def test_an_request_whose_weights_are_damaged_is_open_again_and_no_worker_died_on_it(setup: Setup) -> None:
+def test_a_request_whose_weights_are_damaged_is_open_again_and_no_worker_died_on_it(setup: Setup) -> None:
     setup.publish(0)
     setup.worker.take()
     setup.publish(1)
@@ -256,7 +256,7 @@ def test_an_observation_that_outgrows_the_context_ends_its_sample_at_the_length_
 
 
 @pytest.mark.parametrize("setup", [{"rollout": {"max_attempts": 1}}], indirect=True)
-def test_an_request_that_others_died_on_is_seen_in_the_trajectories(setup: Setup) -> None:
+def test_a_request_that_others_died_on_is_seen_in_the_trajectories(setup: Setup) -> None:
     setup.publish(0)
     Queue(setup.run).put([Request("r000000-000", ((0, 0), (0, 2)), 2, 1, 0)])
     os.rename(setup.run.open_requests / "r000000-000.a0.v0", setup.run.open_requests / "r000000-000.a1.v0")

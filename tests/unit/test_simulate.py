@@ -203,7 +203,7 @@ def test_what_a_lost_worker_generated_holds_nothing_up_once_it_is_given_back() -
     assert ("r000000-000",) in [take for take, _ in trace.ledger]
 
 
-def test_a_worker_that_is_lost_on_its_way_to_an_request_leaves_it_to_another() -> None:
+def test_a_worker_that_is_lost_on_its_way_to_a_request_leaves_it_to_another() -> None:
     never = 1e7
     simulation = Simulation(setup(2, 0, 1, steps=3, workers_per_node=1), times(100.0, worker_restart_s=never))
     rollouts, lost = simulation.rollouts, []
@@ -220,7 +220,7 @@ def test_a_worker_that_is_lost_on_its_way_to_an_request_leaves_it_to_another() -
     assert simulation.run().ended_s[-1] < never and len(lost) == 1
 
 
-def test_an_request_that_replaces_a_dropped_one_takes_as_long() -> None:
+def test_a_request_that_replaces_a_dropped_one_takes_as_long() -> None:
     """An order of 1000 s beside others of 100 s is dropped twice, then waited for: each time from its beginning."""
     trace = Simulation(setup(2, 1, 1, "drop", steps=12), times(InTurn([1000.0, 100.0]))).run()
     dropped = {request: step for step, (_, drop) in enumerate(trace.ledger) for request in drop}

@@ -80,7 +80,7 @@ def test_a_worker_that_its_node_agent_speaks_of_keeps_its_request(run: RunDir, r
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_an_request_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on_it(
+def test_a_request_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on_it(
     run: RunDir, recipe: Recipe, lost: bool
 ) -> None:
     claimed(run, "w")

@@ -66,8 +66,8 @@ def test_a_peak_does_not_hide_what_is_not_a_number() -> None:
     bad = Peaks()(np.arange(2), torch.zeros(2), torch.tensor([nan, 3.0]))[1]
     good = Peaks()(np.arange(1), torch.zeros(1), torch.tensor([4.0]))[1]
     about = {"tokens": 1.0, "learning_rate": 1.0, "skipped": 0.0}
-    for request in ([bad, good], [good, bad]):
-        assert np.isnan(add(request)["x_max"]) and np.isnan(together([one | about for one in request])["x_max"])
+    for order in ([bad, good], [good, bad]):
+        assert np.isnan(add(order)["x_max"]) and np.isnan(together([one | about for one in order])["x_max"])
 
 
 def test_a_skipped_update_is_no_part_of_a_steps_means() -> None:

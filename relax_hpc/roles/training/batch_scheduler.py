@@ -348,7 +348,7 @@ class BatchScheduler:
 
 
 class WithoutRequests:
-    """What an batch scheduler is where nothing is asked for."""
+    """What a batch scheduler is where nothing is asked for."""
 
     depth, unscored, outstanding = 0, 0, 0
 
