@@ -90,7 +90,7 @@ class Status:
         workers = self._in_turn()
         for name in workers:
             self.requests[name] = [*self.requests.get(name, []), *self._new(name)][-RECENT:]
-        for name in ("supervisor", *self._names("node agent-*")):
+        for name in ("supervisor", *self._names("node-agent-*")):
             for record in self._new(name):
                 self.events = [*self.events, record][-RECENT:]
                 self.restarts += record["kind"] == "lost"

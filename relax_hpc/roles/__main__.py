@@ -23,7 +23,12 @@ from relax_hpc.registry import RegistryError
 from relax_hpc.roles.common.process import BEGINNING, Exit, RoleProcess, Stop, place_of
 from relax_hpc.telemetry import Orphaned, set_up_logging
 
-ROLES = ("trainer", "rollout", "scorer", "critic")
+ROLES = {
+    "trainer": "training.trainer",
+    "rollout": "rollout.worker",
+    "scorer": "scoring.scorer",
+    "critic": "scoring.critic",
+}
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 PIPE_BYTES = 4096
 """What a pipe takes whole, without anybody reading."""
@@ -38,8 +43,8 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--name", required=True, help="unique name of this process, such as rollout-3")
     parser.add_argument("--attempt", type=int, default=0, help="how often it was started before")
     parser.add_argument("--supervisor", type=int, help="pid of the supervisor; when it is gone, the role leaves")
-    parser.add_argument("--last-words", type=int, help="file descriptor for what it says when it fails")
-    parser.add_argument("--claim directory", help="rollout: name of the folder for claims; one process has it, once")
+    parser.add_argument("--final-message", type=int, help="file descriptor for what it says when it fails")
+    parser.add_argument("--claim-dir", help="rollout: name of the folder for claims; one process has it, once")
     parser.add_argument("--incarnation", help="trainer: folder through which it commits")
     parser.add_argument(
         "--rank",
@@ -76,7 +81,7 @@ def run(process: RoleProcess, role: str) -> Exit:
         if role in OPTIMIZERS:
             read_ahead(process, role)
         gc.disable()  # see supervise/fork_server.py
-        module = importlib.import_module(f"relax_hpc.roles.{role}")
+        module = importlib.import_module(f"relax_hpc.roles.{ROLES[role]}")
         gc.freeze()
         gc.enable()
         code: Exit = module.body(process)

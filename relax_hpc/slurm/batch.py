@@ -203,13 +203,13 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     asked = Asked(signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
     recipe, job = at_first(run)(lambda: load_recipe(run.recipe)), _own_job()
     keep_private(recipe.run.group_access)
-    plan, telemetry = make_plan(recipe), Telemetry(run, f"node agent-job-{job}", attempt=0)
+    plan, telemetry = make_plan(recipe), Telemetry(run, f"node-agent-job-{job}", attempt=0)
     python = [*rollout_step(plan, elastic=elastic), *step_command(plan)]
     base = BaseSteps(run, recipe, python, telemetry, f"job{job}" if elastic else BASE, 1 if elastic else None)
     io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
     io(lambda: record_own(run, job, "elastic" if elastic else "rollout"))
     node_agents = io(lambda: NodeAgents(run, recipe, telemetry))
-    log = f"node agent-{f'job{job}' if elastic else BASE}"
+    log = f"node-agent-{f'job{job}' if elastic else BASE}"
     print(
         f"rollout nodes of '{run.root}': their node agents log to {run.logs}/{log}-*.log, workers to rollout-*.log there",
         flush=True,

@@ -1,7 +1,7 @@
 """Further rollout nodes, each a job of its own: a desired number, and what brings it about.
 
     relax-hpc scale RUN rollout=N ─┐
-    [slurm.autoscale] ─────────────┴► desired size.json ──► jobs there are ──► sbatch what is missing, drain what is too much
+    [slurm.autoscale] ─────────────┴► desired-size.json ──► jobs there are ──► sbatch what is missing, drain what is too much
 
 The desired size counts all rollout nodes; those that the recipe asks for are always there.
 """
@@ -40,7 +40,7 @@ class DesiredSize:
 
 def desired_size(run: RunDir) -> DesiredSize | None:
     """What is desired for; None when nobody said anything."""
-    found = read_json(run.slurm / "desired size.json")
+    found = read_json(run.slurm / "desired-size.json")
     return None if found is None else DesiredSize(**found)
 
 
@@ -53,7 +53,7 @@ def set_desired_size(run: RunDir, base: int, rollout: int, partition: str | None
         )
     before = desired_size(run)
     if before is None or (before.rollout, before.partition) != (rollout, partition):
-        replace(run.slurm / "desired size.json", to_json(asdict(DesiredSize(rollout, partition, by, time.time()))))
+        replace(run.slurm / "desired-size.json", to_json(asdict(DesiredSize(rollout, partition, by, time.time()))))
 
 
 def clear_desired_size(run: RunDir, base: int) -> None:

@@ -1,6 +1,6 @@
 """The node agent of a rollout node: keeps the workers of its node alive, and says in its heartbeat which there are.
 
-    srun (one task a node) ► node agent ► workers 1 … k of this node        heartbeats/node agent-….json: who works, who was lost
+    srun (one task a node) ► node agent ► workers 1 … k of this node        heartbeats/node-agent-….json: who works, who was lost
                                                                                   └► the supervisor gives claims back
 It outlives the trainer: when the run's leader is lost it waits for the successor, and it leaves when the run is over.
 """
@@ -48,7 +48,7 @@ class NodeAgent:
     def __init__(self, run: RunDir, about: dict[str, Any], names: list[str]) -> None:
         self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
         keep_private(self.recipe.run.group_access)
-        self.telemetry = Telemetry(run, f"node agent-{about['step']}-{about['index']}", attempt=0)
+        self.telemetry = Telemetry(run, f"node-agent-{about['step']}-{about['index']}", attempt=0)
         self.workers = LocalWorkers(
             run,
             self.recipe,
@@ -190,13 +190,13 @@ def main() -> None:
         prog="python -m relax_hpc.slurm.node_agent", description="The workers of one node."
     )
     parser.add_argument("run", help="the run directory")
-    parser.add_argument("--group", required=True, help="name of the group of nodes, such as core or job-1234")
+    parser.add_argument("--group", required=True, help="name of the group of nodes, such as base or job-1234")
     parser.add_argument("--step", required=True, help="what the node agents of one srun have in common, and no others")
     parser.add_argument("--index", type=int, help="which node of the group; that of the Slurm task by default")
     parser.add_argument("--workers", type=int, required=True, help="workers on this node")
     arguments = parser.parse_args()
     index = int(os.environ["SLURM_PROCID"]) if arguments.index is None else arguments.index
-    set_up_logging(f"node agent-{arguments.group}-{index}")
+    set_up_logging(f"node-agent-{arguments.group}-{index}")
     about = {"group": arguments.group, "step": arguments.step, "index": index, "job": own_job()}
     first = index * arguments.workers
     prefix = "rollout" if arguments.group == BASE else f"rollout-{arguments.group}"

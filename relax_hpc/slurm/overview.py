@@ -2,7 +2,7 @@
 
 slurm/jobs/*.json + squeue ──► jobs (state, nodes, why they wait, expected start) ┐
 slurm/leaders.jsonl        ──► restarts, what comes next                          ├─► Overview
-heartbeats/node agent-*.json    ──► node agents of the rollout nodes                        │
+heartbeats/node-agent-*.json    ──► node agents of the rollout nodes                        │
 metrics/chain, supervisor  ──► what Slurm refused                                 ┘
 """
 
@@ -69,7 +69,7 @@ class Overview:
         """Read the files; ask Slurm when the last answer is old."""
         self.node_agents = {
             path.stem: heartbeat
-            for path in sorted(self.run.heartbeats.glob("node agent-*.json"))
+            for path in sorted(self.run.heartbeats.glob("node-agent-*.json"))
             if (heartbeat := self._gone(path.stem) or read_heartbeat(self.run, path.stem)) is not None
             and is_node_agent(heartbeat)
         }

@@ -1,7 +1,7 @@
 """The rollout side of a run on Slurm, as the leader's supervisor sees it.
 
-core     the nodes that the recipe asks for: node agents in a step of this job, or in a rollout job that is sent again
-elastic  further one-node jobs: as many as are desired for
+base     the nodes that the recipe asks for: node agents in a step of this job, or in a rollout job that is sent again
+elastic  further one-node jobs: as many as were asked for
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RolloutJobs:
     def __init__(
         self, node_agents: NodeAgents, base: Base, elastic: Elastic, jobs: JobRegistry, ask_every_s: float, io: IoRetry
     ) -> None:
-        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `core` and `elastic` look into; io: for the thread that does."""
+        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `base` and `elastic` look into; io: for the thread that does."""
         self._node_agents, self._base, self._elastic, self._jobs = node_agents, base, elastic, jobs
         self._ask_every_s, self._io = ask_every_s, io
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
@@ -191,17 +191,17 @@ class BaseSteps:
         return self._leader is not None and left_s > self._recipe.supervision.node_agent_silent_s
 
     def _start(self, options: list[str], index: int | None) -> Step:
-        step = Step(self._run, "srun-node agents")
+        step = Step(self._run, "srun-node-agents")
         command = node_agent_command(self._run, self._recipe, self._group, step.id)
         if index is not None:
             command += ["--index", str(index)]
-        attempt = next_attempt(self._run, "srun-node agents")
+        attempt = next_attempt(self._run, "srun-node-agents")
         which = "%t" if index is None else str(index)
         step.start(
             with_options(options, self._python),
             command,
-            f"node agent-{self._group}-{which}.{attempt:04d}.log",
-            f"srun-node agents.{attempt:04d}.log",
+            f"node-agent-{self._group}-{which}.{attempt:04d}.log",
+            f"srun-node-agents.{attempt:04d}.log",
         )
         return step
 

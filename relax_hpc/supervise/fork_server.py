@@ -254,7 +254,7 @@ def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoRet
             assert final_message is not None
             prepare.main(*rest, final_message)
         else:
-            roles.main([what, *rest, "--supervisor", str(os.getppid()), "--last-words", str(final_message)])
+            roles.main([what, *rest, "--supervisor", str(os.getppid()), "--final-message", str(final_message)])
     except SystemExit as end:
         os._exit(end.code if isinstance(end.code, int) else 1)
     except BaseException:

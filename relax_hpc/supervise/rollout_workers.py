@@ -110,7 +110,7 @@ class LocalWorkers:
         self._say("restart", role=worker.name, attempt=worker.attempt)
 
     def _arguments(self, index: int) -> list[str]:
-        return ["--claim directory", self.handles[index].claim_dir]
+        return ["--claim-dir", self.handles[index].claim_dir]
 
     def _gpus(self, index: int) -> dict[str, str]:
         """The worker's share of the GPUs that we see; where there are fewer than workers, some are shared."""

@@ -81,7 +81,7 @@ class ClusterRun:
 
     def active_agents(self) -> list[str]:
         """Nodes whose workers generate, as their node agents say."""
-        heartbeats = [read_json(path) for path in self.run.heartbeats.glob("node agent-*.json")]
+        heartbeats = [read_json(path) for path in self.run.heartbeats.glob("node-agent-*.json")]
         return [heartbeat["host"] for heartbeat in heartbeats if heartbeat["state"] == "active"]
 
     def kill(self, role: str) -> None:
@@ -142,8 +142,8 @@ def sound(ours: ClusterRun, steps: int) -> None:
 
 def undisturbed(ours: ClusterRun) -> None:
     """Nobody was taken for silent or lost: no process was started twice, and no node is avoided."""
-    files = [ours.run.metrics / "supervisor.jsonl", *ours.run.metrics.glob("node agent-*.jsonl")]
+    files = [ours.run.metrics / "supervisor.jsonl", *ours.run.metrics.glob("node-agent-*.jsonl")]
     events = [event for path in files for event in read_metrics(path)[0] if event["kind"] in ("lost", "silent")]
     assert not events, f"{events}\n{ours.logs()}"
-    assert len(list(ours.run.logs.glob("srun-node agents.*.log"))) == 1
+    assert len(list(ours.run.logs.glob("srun-node-agents.*.log"))) == 1
     assert not (ours.run.slurm / "excluded.json").exists()

@@ -62,7 +62,7 @@ def worker_killed(ours: ClusterRun) -> None:
 
 
 def agent_killed(ours: ClusterRun) -> None:
-    ours.kill(next(ours.run.heartbeats.glob("node agent-*.json")).stem)
+    ours.kill(next(ours.run.heartbeats.glob("node-agent-*.json")).stem)
 
 
 def rollout_job_cancelled(ours: ClusterRun) -> None:
@@ -158,9 +158,9 @@ def test_of_several_nodes_one_node_agent_is_lost_and_the_job_goes_on(cluster: Sl
     ours = submit(cluster, f"several-{shape}", f"slurm.shape={shape}", *several, "run.steps=48", SLOWLY)
     ours.wait_for_step(10)
     wait_for(lambda: len(set(ours.active_agents())) == 2)
-    heartbeat = next(read_json(path) for path in ours.run.heartbeats.glob("node agent-*-1.json"))
+    heartbeat = next(read_json(path) for path in ours.run.heartbeats.glob("node-agent-*-1.json"))
     cluster.exec("kill", "-9", str(heartbeat["pid"]), node=heartbeat["host"])
-    wait_for(lambda: len(list(ours.run.heartbeats.glob("node agent-*-1.json"))) == 2)
+    wait_for(lambda: len(list(ours.run.heartbeats.glob("node-agent-*-1.json"))) == 2)
     ours.kill("trainer-1")  # the other rank's step is abandoned too
     assert ours.wait_for_end()["outcome"] == "done"
     sound(ours, 48)

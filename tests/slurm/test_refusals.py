@@ -48,7 +48,7 @@ def test_nodes_do_not_burn_for_a_leader_that_can_never_start(cluster: SlurmClust
     try:
         ours = submit(cluster, "in-vain", "supervision.leader_silent_s=4.0")
         rollout = ours.job_of("rollout")
-        wait_for(lambda: any(ours.run.heartbeats.glob("node agent-*.json")))
+        wait_for(lambda: any(ours.run.heartbeats.glob("node-agent-*.json")))
         cluster.exec("scontrol", "update", "partition=trainer", "MaxTime=1", "State=UP")  # that does not
         assert cluster.wait_for_state(rollout, "FAILED", "COMPLETED", "CANCELLED") == "FAILED"
         assert "wait for a leader that cannot start: job" in (ours.run.logs / "slurm" / f"in-vain-rollout-{rollout}.out").read_text()  # fmt: skip

@@ -300,7 +300,7 @@ def test_processes_run_from_an_environment_on_the_nodes_own_disk(cluster: SlurmC
     ours = submit(
         cluster, "staged", f"slurm.stage_environment={packed}", f"slurm.environment.TMPDIR={disk}", "run.steps=20"
     )
-    agent = wait_for(lambda: next((path.stem for path in ours.run.heartbeats.glob("node agent-*.json")), None))
+    agent = wait_for(lambda: next((path.stem for path in ours.run.heartbeats.glob("node-agent-*.json")), None))
     for role in ("trainer-0", agent):
         heartbeat = wait_for(lambda: read_heartbeat(ours.run, role))  # noqa: B023
         words = cluster.exec("cat", f"/proc/{heartbeat['pid']}/cmdline", node=heartbeat["host"]).stdout.split("\0")

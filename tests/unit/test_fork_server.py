@@ -44,7 +44,7 @@ def spawn(fork_server: ForkServer, log: Path, *arguments: str) -> ForkedProcess:
 
 def test_a_role_is_forked_from_what_is_imported_already(fork_server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert spawn(fork_server, log, "--help").wait(120) == 0 and "--claim directory" in log.read_text()
+    assert spawn(fork_server, log, "--help").wait(120) == 0 and "--claim-dir" in log.read_text()
     children = [spawn(fork_server, log, "trainer", str(tmp_path), "--name", f"trainer-{i}") for i in range(8)]
     assert [child.wait(60) for child in children] == [1] * 8
     assert log.read_text().count("RunError: ") == 8
@@ -58,7 +58,7 @@ def test_its_end_is_told_truly_and_it_ends_with_the_fork_server(fork_server: For
             run.logs / "log",
             "rollout",
             str(run.root),
-            "--claim directory",
+            "--claim-dir",
             f"w{i}",
             "--name",
             f"rollout-{i}",
@@ -77,7 +77,7 @@ def test_its_end_is_told_truly_and_it_ends_with_the_fork_server(fork_server: For
 
 def test_nobody_waits_for_an_not_spawned_one(run: RunDir) -> None:
     fork_server, log = ForkServer(run), run.logs / "log"
-    waiting = ["rollout", str(run.root), "--claim directory", "w", "--name", "rollout-7"]
+    waiting = ["rollout", str(run.root), "--claim-dir", "w", "--name", "rollout-7"]
     began = time.monotonic()
     not_spawned = spawn(fork_server, log, *waiting)
     not_spawned.send_signal(signal.SIGTERM)
@@ -105,7 +105,7 @@ def test_what_is_imported_later_comes_from_the_runs_copy_of_the_code(run: RunDir
     program = (
         "import sys; from pathlib import Path; from relax_hpc.supervise import fork_server;"
         "fork_server._import_from(Path(sys.argv[1])); import relax_hpc.files.watch as watch;"
-        "print(fork server.__file__, watch.__file__)"
+        "print(fork_server.__file__, watch.__file__)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(code)], capture_output=True, text=True, check=True)
     before, after = done.stdout.split()

@@ -112,7 +112,7 @@ class Node(ForkServer):
         self, arguments: Any, log: Path, final_message: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
     ) -> Any:  # fmt: skip
         log.open("ab").close()
-        claim_dir, name = (arguments[arguments.index(key) + 1] for key in ("--claim directory", "--name"))
+        claim_dir, name = (arguments[arguments.index(key) + 1] for key in ("--claim-dir", "--name"))
         return Scripted(lambda: self.work(claim_dir, name), self.faults.spared)
 
     def work(self, claim_dir: str, name: str) -> int | None:
@@ -134,13 +134,13 @@ def test_an_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: 
             run = prepared(root, tmp_path)
             Queue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
         monkeypatch.setattr(
-            "sys.argv", ["agent", str(run.root), "--group=core", "--step=s", "--index=0", "--workers=1"]
+            "sys.argv", ["agent", str(run.root), "--group=base", "--step=s", "--index=0", "--workers=1"]
         )
         node_agent.main()
         with faults.spared():
-            [heartbeat] = [read_heartbeat(run, path.stem) for path in run.heartbeats.glob("node agent-*.json")]
+            [heartbeat] = [read_heartbeat(run, path.stem) for path in run.heartbeats.glob("node-agent-*.json")]
             events = [
-                (r["kind"], r["role"]) for r in read_metrics(run.metrics / "node agent-s-0.jsonl")[0] if "role" in r
+                (r["kind"], r["role"]) for r in read_metrics(run.metrics / "node-agent-s-0.jsonl")[0] if "role" in r
             ]
             if (
                 "heartbeats" not in Node.faults.hit and "metrics" not in Node.faults.hit
@@ -148,7 +148,7 @@ def test_an_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: 
                 assert heartbeat is not None and heartbeat["state"] == "gone"
                 assert list(heartbeat["left"].values())[0] is True, "its request is to be given back, and counts"
                 assert events == [("restart", "rollout-0"), ("lost", "rollout-0"), ("restart", "rollout-0")]
-            assert read_json(run.slurm / "places" / "core-0.json") == {"step": "s"}
+            assert read_json(run.slurm / "places" / "base-0.json") == {"step": "s"}
 
     monkeypatch.setattr(node_agent, "ForkServer", Node)
     assert each_call(tmp_path, generate) > 30

@@ -114,9 +114,9 @@ def test_following_goes_on_in_the_next_attempt_until_the_run_is_over(
 
 
 def agent(run: RunDir, name: str, state: str, ago_s: float = 0.0) -> None:
-    heartbeat = {"host": f"node-{name}", "time": time.time() - ago_s, "state": state, "group": "core", "index": 0, "job": "5", "claim_dirs": ["a", "b"],
+    heartbeat = {"host": f"node-{name}", "time": time.time() - ago_s, "state": state, "group": "base", "index": 0, "job": "5", "claim_dirs": ["a", "b"],
             "left": {}, "failure": ""}  # fmt: skip
-    (run.heartbeats / f"node agent-{name}.json").write_text(json.dumps(heartbeat))
+    (run.heartbeats / f"node-agent-{name}.json").write_text(json.dumps(heartbeat))
 
 
 def test_a_pending_run_says_why_it_waits(run: RunDir, bin_folder: Path) -> None:

@@ -17,7 +17,7 @@ from relax_hpc.files.publish import replace, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.slurm.agents import NodeAgents
+from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
@@ -85,7 +85,7 @@ def test_it_generates_what_its_version_may_start_and_leaves_with_the_run(run: Ru
         assert shard.first_version == VERSION and shard.meta["worker"].startswith("outside-")
         assert [g.prompt.index for g in map(shard.group, range(2))] == [5, 6]
     assert set(Queue(run).in_progress()) == {"r000004-000"}, "it claimed a request that its weights may not start"
-    [agent] = run.heartbeats.glob("node agent-*.json")
+    [agent] = run.heartbeats.glob("node-agent-*.json")
     assert (read_heartbeat(run, agent.stem) or {})["state"] == "gone"
 
 

@@ -73,10 +73,10 @@ def test_a_worker_that_its_node_agent_speaks_of_keeps_its_request(run: RunDir, r
     claimed(run, "w")
     node_agents = NodeAgents(run, recipe, telemetry(run))
     for _ in range(5):
-        says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+        says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
         node_agents.look()
         time.sleep(LIMIT_S / 2)
-    assert open_attempts(run) == [] and node_agents.alive() == ["node agent-a"]
+    assert open_attempts(run) == [] and node_agents.alive() == ["node-agent-a"]
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -84,14 +84,14 @@ def test_a_request_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on
     run: RunDir, recipe: Recipe, lost: bool
 ) -> None:
     claimed(run, "w")
-    says(run, "node agent-a", left={"w": lost})
+    says(run, "node-agent-a", left={"w": lost})
     NodeAgents(run, recipe, telemetry(run)).look()
     assert open_attempts(run) == [int(lost)]
 
 
 def test_an_node_agent_that_falls_silent_loses_its_requests_and_they_do_not_count(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+    says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
     node_agents = NodeAgents(run, recipe, telemetry(run))
     node_agents.look()
     assert open_attempts(run) == []
@@ -100,19 +100,19 @@ def test_an_node_agent_that_falls_silent_loses_its_requests_and_they_do_not_coun
 
 
 def test_a_look_that_stood_still_blames_nobody(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.slurm.node agents.BLIND_S", LIMIT_S / 2)
+    monkeypatch.setattr("relax_hpc.slurm.node_agents.BLIND_S", LIMIT_S / 2)
     claimed(run, "w")
-    says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+    says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
     node_agents = NodeAgents(run, recipe, telemetry(run))
     node_agents.look()
     time.sleep(1.5 * LIMIT_S)  # the file system, or we
     node_agents.look()
-    assert open_attempts(run) == [] and node_agents.alive() == ["node agent-a"]
+    assert open_attempts(run) == [] and node_agents.alive() == ["node-agent-a"]
 
 
 def test_a_job_that_slurm_knows_is_gone_is_not_waited_for(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    says(run, "node agent-a", claim_dirs={"w": "rollout-0"})
+    says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
     node_agents = NodeAgents(run, recipe, telemetry(run))
     node_agents.look()
     node_agents.job_ended("7")
@@ -131,12 +131,12 @@ def test_a_claim_dir_that_no_node_agent_speaks_of_has_a_moment(run: RunDir, reci
 
 
 def test_failures_are_told_once_and_old_ones_never(run: RunDir, recipe: Recipe) -> None:
-    says(run, "node agent-old", failure="long ago")
+    says(run, "node-agent-old", failure="long ago")
     node_agents = NodeAgents(run, recipe, telemetry(run))
     node_agents.look()
     assert node_agents.failed() == []
-    says(run, "node agent-new", failure="workers die")
-    says(run, "node agent-elastic", failure="not of the core", group="job9")
+    says(run, "node-agent-new", failure="workers die")
+    says(run, "node-agent-elastic", failure="not of the base", group="job9")
     node_agents.look()
     assert [heartbeat["failure"] for heartbeat in node_agents.failed()] == ["workers die"]
     assert node_agents.failed() == []
@@ -250,14 +250,14 @@ def test_what_is_over_is_not_read_again(run: RunDir, recipe: Recipe, monkeypatch
     monkeypatch.setattr(
         agents_module, "read_heartbeat", lambda run, name: read.append(name) or read_heartbeat(run, name)
     )
-    for name, about in {"node agent-a": {}, "node agent-b": {"state": "gone"}, "node agent-c": {"job": "8"}}.items():
+    for name, about in {"node-agent-a": {}, "node-agent-b": {"state": "gone"}, "node-agent-c": {"job": "8"}}.items():
         says(run, name, **about)
     node_agents = NodeAgents(run, recipe, telemetry(run))
     node_agents.look()
     node_agents.job_ended("8")
     read.clear()
     node_agents.look()
-    assert read == ["node agent-a"]
+    assert read == ["node-agent-a"]
 
 
 @pytest.mark.parametrize("worked", [True, False])
@@ -280,7 +280,7 @@ def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_brin
     send(run, "rollout")
     for step in range(6):
         replace(run.heartbeats / "trainer-0.json", to_json({"step": step}))
-        says(run, f"node agent-{step}", job=sent[-1], requests=3 if worked else 0)
+        says(run, f"node-agent-{step}", job=sent[-1], requests=3 if worked else 0)
         node_agents.look()
         base.look_after(node_agents)
         registry.look()
@@ -308,7 +308,7 @@ def test_a_lost_job_counts_once_and_refusals_of_the_next_end_a_run_only_where_no
     node_agents = NodeAgents(run, recipe, telemetry(run))
     for _ in range(8):
         if generating:  # on a job that nobody wrote down
-            says(run, "node agent-by-hand", job="77", requests=3)
+            says(run, "node-agent-by-hand", job="77", requests=3)
         node_agents.look()
         base.look_after(node_agents)
         registry.look()

@@ -74,7 +74,7 @@ def test_an_node_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named
 
 def agent_says(run: RunDir, step: str, index: int, state: str) -> None:
     about = {"time": time.time(), "state": state, "group": "base", "step": step, "index": index, "host": f"n{index + 1}", "claim_dirs": {}, "left": {}, "failure": ""}  # fmt: skip
-    replace(run.heartbeats / f"node agent-{step}-{index}.json", to_json(about))
+    replace(run.heartbeats / f"node-agent-{step}-{index}.json", to_json(about))
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -89,7 +89,7 @@ def test_an_node_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_
     def look() -> int:
         node_agents.read()
         base.look_after(node_agents)
-        return len(list(run.logs.glob("srun-node agents.*.log")))
+        return len(list(run.logs.glob("srun-node-agents.*.log")))
 
     try:
         look()

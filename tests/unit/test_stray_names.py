@@ -14,7 +14,7 @@ from relax_hpc.monitor.status import Status
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm import job_registry
-from relax_hpc.slurm.agents import NodeAgents
+from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.slurm.job_registry import JobRegistry
 from relax_hpc.slurm.submission.sbatch import jobs, record
 from relax_hpc.spool.ledger import Ledger
@@ -49,12 +49,12 @@ def run(tmp_path: Path, recipe: Recipe) -> RunDir:
 
 FOLDERS: dict[str, Callable[[RunDir], Path]] = {
     "checkpoints": lambda run: run.checkpoints, "ledger": lambda run: run.ledger, "a ledger's": lambda run: run.ledger / "0000",
-    "parts": lambda run: run.parts, "heartbeats": lambda run: run.heartbeats, "metrics": lambda run: run.metrics, "logs": lambda run: run.logs,
+    "partial": lambda run: run.partial_rollouts, "heartbeats": lambda run: run.heartbeats, "metrics": lambda run: run.metrics, "logs": lambda run: run.logs,
     "claimed": lambda run: run.claimed_requests, "weights": lambda run: run.weights, "wanted": lambda run: run.weights / "wanted",
     "jobs": lambda run: run.slurm / "jobs", "ended": lambda run: run.slurm / "ended", "shards": lambda run: run.shards,
     "evals": lambda run: run.evals, "columns": lambda run: run.columns, "quarantine": lambda run: run.quarantine, "caches": lambda run: run.caches,
 }  # fmt: skip
-NAMES = ("evil", "evil.json", "step-00000060.bak", "step-00000060", "node agent-evil.json", "00000001.json.bak", "7.bak.json", "7 (copy).json",
+NAMES = ("evil", "evil.json", "step-00000060.bak", "step-00000060", "node-agent-evil.json", "00000001.json.bak", "7.bak.json", "7 (copy).json",
          "rollout-0 (copy).jsonl", "v00000001.bak", "r000000-000.p1.h5.bak", "1e5.json")  # fmt: skip
 
 

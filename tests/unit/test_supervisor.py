@@ -92,7 +92,7 @@ class Stage(ForkServer):
             folder = Path(arguments[arguments.index("--incarnation") + 1])
             act = lambda: self.train(voice, folder)
         else:
-            claim_dir = arguments[arguments.index("--claim directory") + 1]
+            claim_dir = arguments[arguments.index("--claim-dir") + 1]
             act = lambda: self.generate(voice, claim_dir)
         return Scripted(act, self.faults.spared)
 
@@ -310,7 +310,7 @@ def test_an_error_has_a_place_unless_it_is_one_of_the_moment() -> None:
 
         return act
 
-    assert place(ValueError, "x").startswith("io_errors.py:") and place(FileNotFoundError, errno.ENOENT, "x")
+    assert place(ValueError, "x").startswith("io_retry.py:") and place(FileNotFoundError, errno.ENOENT, "x")
     assert place(ConnectionResetError, "peer") == place(type("DistNetworkError", (Exception,), {}), "x") == ""
     assert place_of(OSError(errno.EIO, "x")) == ""
     assert (

@@ -95,7 +95,7 @@ class Target:
         return self.run.checkpoint_steps()[-1]
 
     def active_agents(self) -> list[str]:
-        heartbeats = [read_json(path) for path in self.run.heartbeats.glob("node agent-*.json")]
+        heartbeats = [read_json(path) for path in self.run.heartbeats.glob("node-agent-*.json")]
         return [
             heartbeat["host"]
             for heartbeat in heartbeats
@@ -158,7 +158,7 @@ class Target:
 
     def agent_killed(self) -> None:
         rollout = self.job("rollout")
-        heartbeats = {path.stem: read_json(path) for path in self.run.heartbeats.glob("node agent-*.json")}
+        heartbeats = {path.stem: read_json(path) for path in self.run.heartbeats.glob("node-agent-*.json")}
         self.kill(
             max((heartbeat["time"], name) for name, heartbeat in heartbeats.items() if heartbeat["job"] == rollout)[1]
         )

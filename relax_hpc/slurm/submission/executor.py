@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 
 import submitit
-from submitit.base import utils
+from submitit.core import utils
 from submitit.slurm import slurm
 
 from relax_hpc.files.errors import RunError

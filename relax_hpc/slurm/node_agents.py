@@ -1,6 +1,6 @@
 """The node agents of a run as its leader sees them, wherever they live: by their heartbeats alone.
 
-heartbeats/node agent-*.json ──► who works, who was lost ──► their claims are open again
+heartbeats/node-agent-*.json ──► who works, who was lost ──► their claims are open again
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class NodeAgents:
         return next(found, None)
 
     def failed(self) -> list[dict[str, Any]]:
-        """Heartbeats of node agents of the core group that could not go on, each once, since we look."""
+        """Heartbeats of node agents of the base group that could not go on, each once, since we look."""
         found = []
         for name, seen in self._seen.items():
             new = seen.heartbeat["time"] != self._at_first.get(name) and name not in self._failed
@@ -128,7 +128,7 @@ class NodeAgents:
         return found
 
     def _paths(self) -> Iterable[Path]:
-        return self._run.heartbeats.glob("node agent-*.json")
+        return self._run.heartbeats.glob("node-agent-*.json")
 
     def _give_back(self, claim_dir: str, lost: bool, reason: str) -> None:
         given = self._queue.give_back(claim_dir, lost)
