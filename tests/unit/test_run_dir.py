@@ -148,5 +148,7 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
 def test_a_run_of_an_older_version_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "run" / "orders" / "open").mkdir(parents=True)
     (tmp_path / "run" / "run.json").write_text("{}")
-    with pytest.raises(RunError, match=r"older version of relax_hpc.*'orders/', expected 'requests/'.*begin a new run$"):
+    with pytest.raises(
+        RunError, match=r"older version of relax_hpc.*'orders/', expected 'requests/'.*begin a new run$"
+    ):
         open_existing(tmp_path / "run")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from relax_hpc.slurm.node_agents import NodeAgents
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import replace, to_json
@@ -19,6 +18,7 @@ from relax_hpc.slurm import client, elastic, job_registry, node_agent, rollout_j
 from relax_hpc.slurm import node_agents as agents_module
 from relax_hpc.slurm.elastic import Autoscaler, Elastic, clear_desired_size, desired_size, set_desired_size
 from relax_hpc.slurm.job_registry import JobRegistry
+from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.slurm.plan import Kind
 from relax_hpc.slurm.rollout_jobs import BaseJobs, RolloutJobs
 from relax_hpc.slurm.submission import refusals

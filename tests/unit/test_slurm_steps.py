@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from relax_hpc.slurm.node_agents import NodeAgents
 
 from relax_hpc.files.publish import replace, to_json, write_file
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe, Supervision
 from relax_hpc.slurm import trainer_steps as trainers_module
+from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.slurm.rollout_jobs import BaseSteps
 from relax_hpc.slurm.sidecars import SidecarSteps
 from relax_hpc.slurm.trainer_steps import StepTrainers

@@ -14,8 +14,8 @@ from relax_hpc.monitor.status import Status
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm import job_registry
-from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.slurm.job_registry import JobRegistry
+from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.slurm.submission.sbatch import jobs, record
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.queue import Queue
