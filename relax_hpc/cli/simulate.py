@@ -109,7 +109,7 @@ def simulate(
     The run's own rules decide (which requests are asked for, what a step may take, what is late), in simulated time; every combination is a row. A RUN is simulated with the times that its metrics tell, a RECIPE with assumed ones, which are printed. Nothing is started; a row of two thousand workers takes about ten seconds.
 
     [dim]relax-hpc simulate recipe.toml --answer-tokens 3000 --sigma 1 --workers 8,16,32,64[/dim]
-    [dim]relax-hpc simulate runs/countdown --staleness 0,1,2,4 --late wait,drop[/dim]
+    [dim]relax-hpc simulate runs/countdown --staleness 0,1,2,4 --on-stale wait,drop[/dim]
     [dim]relax-hpc simulate recipe.toml --workers 2048 --set trainer.prompts_per_step=4096 --mtbf none,2000,500[/dim]
     """
     import json

@@ -36,7 +36,7 @@ def redo_failed(run: RunDir, recipe: Recipe, how: Redo) -> list[str]:
             with Shard(path) as shard:
                 if not shard.groups["failed"].any():
                     continue
-                partial, request = _whole(shard) if how == "score" else None, _order(shard)
+                partial, request = _whole(shard) if how == "score" else None, _request(shard)
                 number, version = int(shard.meta.get("aborts", 0)) + 1, shard.first_version
         except RunError:  # a damaged one: who reads it to train says so
             continue
@@ -50,7 +50,7 @@ def redo_failed(run: RunDir, recipe: Recipe, how: Redo) -> list[str]:
     return redone
 
 
-def _order(shard: Shard) -> Request:
+def _request(shard: Shard) -> Request:
     prompts = tuple((int(row["source"]), int(row["index"])) for row in shard.groups)
     return Request(
         shard.request, prompts, int(shard.meta["samples_per_prompt"]), int(shard.meta["seed"]), shard.first_version

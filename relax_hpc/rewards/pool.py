@@ -1,6 +1,6 @@
 """Processes in which rewards run that may raise, hang or crash: a pebble pool of light children.
 
-Judge ──(source, prompt, answer)──► child: reward(prompt, answer) ──► (reward, extras) or what went wrong, as text
+RewardRunner ──(source, prompt, answer)──► child: reward(prompt, answer) ──► (reward, extras) or what went wrong, as text
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def make_pool(sources: Sequence[AnyPrompts], processes: int) -> ProcessPool:
 
 
 def score_in_child(source: int, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
-    """`judge` with the child's own copy of the source's reward."""
-    return reward_runner(_rewards[source], prompt, answers)
+    """`call_reward` with the child's own copy of the source's reward."""
+    return call_reward(_rewards[source], prompt, answers)
 
 
-def reward_runner(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
+def call_reward(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
     """Call a reward, whatever it does: what came of each answer, or what went wrong with all of them."""
     try:
         return [*reward(prompt, answers)]
@@ -52,7 +52,7 @@ def reward_runner(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) 
 
 
 def _behind(error: Exception) -> int:
-    """The frames between `judge` and the reward's own; an event loop has some too."""
+    """The frames between `call_reward` and the reward's own; an event loop has some too."""
     frames = traceback.extract_tb(error.__traceback__)
     return sum(1 for _ in itertools.takewhile(lambda frame: frame.filename.startswith(_CALLERS), frames))
 

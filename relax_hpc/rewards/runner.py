@@ -17,7 +17,7 @@ from pebble import ProcessExpired, ProcessPool
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Failure, Prompt
 from relax_hpc.rewards.load import make_rewards
-from relax_hpc.rewards.pool import Outcome, make_pool, reward_runner, score_in_child
+from relax_hpc.rewards.pool import Outcome, call_reward, make_pool, score_in_child
 
 BROKE = ("broke the pool of its processes", "")
 LEAST_PROCESSES = 2
@@ -56,7 +56,7 @@ class RewardRunner:
     ) -> list[Score | Failure]:
         """A score or a failure for every (prompt, answer), in their order.
 
-        groups: which group each sample is of; as soon as one of them fails its group is not judged any more, and all of it has
+        groups: which group each sample is of; as soon as one of them fails its group is scored no further, and all of it has
         that failure. By default each sample is a group. `progress` is called at least twice a second, however long the rewards take.
         """
         began = time.perf_counter()
@@ -68,7 +68,7 @@ class RewardRunner:
             if not reward.is_quick:
                 left.append(i)
             elif batch.open(i):
-                batch.settle(i, self._verdict(prompt, reward_runner(reward, prompt, [answer])[0]))
+                batch.settle(i, self._verdict(prompt, call_reward(reward, prompt, [answer])[0]))
                 progress()
         # A child that dies between two samples breaks its pool; what is left is tried once more, in a new one.
         for _ in range(2):
@@ -89,7 +89,7 @@ class RewardRunner:
     def _in_pool(
         self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch, progress: Callable[[], None]
     ) -> None:
-        """Judge `left` side by side; what the pool broke before stays open."""
+        """Score `left` side by side; what the pool broke before stays open."""
         if not left:
             return
         if self._pool is not None and not self._pool.active:

@@ -92,11 +92,11 @@ class RequestPlanner:
         while self.next_batch <= upto:
             for k in range(self.n):
                 name, oldest = request_name(self.next_batch, k), self.next_batch - self.max_staleness
-                new.append(self._order(name, oldest, self.next_batch - self.ahead))
+                new.append(self._request(name, oldest, self.next_batch - self.ahead))
             self.next_batch += 1
         return new
 
-    def _order(self, name: str, oldest: int, step: int) -> Request:
+    def _request(self, name: str, oldest: int, step: int) -> Request:
         """step: the one before which it may be asked for at the earliest."""
         weights = () if self.weights is None else (self.weights.at(step),)
         prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_request, *weights))
@@ -126,7 +126,7 @@ class RequestPlanner:
         """Release further requests for `step` until there were `count`."""
         numbers = range(self.n + self.extended, self.n + count)
         self.extended = max(self.extended, count)
-        return [self._order(request_name(step, k), step + self.ahead - self.max_staleness, step) for k in numbers]
+        return [self._request(request_name(step, k), step + self.ahead - self.max_staleness, step) for k in numbers]
 
     def choose(
         self,
@@ -185,9 +185,9 @@ class RequestPlanner:
 
     def _must_wait(self, step: int, drop: Iterable[str], due: Mapping[str, int]) -> bool:
         """Whether something in `drop` could still be in time, and is to be waited for."""
-        on_stale = [i for i in drop if due[i] >= step]
-        return bool(on_stale) and (
-            self.on_stale == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in on_stale)
+        late = [i for i in drop if due[i] >= step]
+        return bool(late) and (
+            self.on_stale == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in late)
         )
 
     def _surplus(self, step: int, left: Iterable[str], due: Mapping[str, int]) -> list[str]:

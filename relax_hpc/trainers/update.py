@@ -64,7 +64,7 @@ class Updating(ABC):
         schedule = rate_of(config, step, self.recipe.run.steps) / config.learning_rate
         rate = algorithm.config.critic.learning_rate * schedule
         parts, explained = critic_updates(rollouts, algorithm, self.recipe, self.device)
-        said = together([self._optimise(part, loss, 1.0, rate, progress) for part, loss in parts])
+        said = together([self._optimize(part, loss, 1.0, rate, progress) for part, loss in parts])
         own = {"loss": "value_loss", "grad_norm": "critic_grad_norm", "learning_rate": "critic_learning_rate"}
         return {own.get(name, name): value for name, value in said.items()} | {"explained_variance": explained}
 
@@ -88,7 +88,7 @@ class Updating(ABC):
     def _update(self, learner: Learner, norm: float, rate: float) -> None:
         """Clip gradients of this norm, and one step of AdamW with learning rate `rate`."""
 
-    def _optimise(
+    def _optimize(
         self,
         rollouts: Rollouts,
         token_loss: TokenLoss,
@@ -156,7 +156,7 @@ class PolicyUpdating(Updating):
             if step < algorithm.config.critic.warmup_steps:
                 return _nothing(float(rollouts.loss_mask.sum()), 0.0) | of_critic
         made = updates(rollouts, algorithm, self.recipe, self.device)
-        said = [self._optimise(part, loss, temperature, rate, progress) for part, loss in made]
+        said = [self._optimize(part, loss, temperature, rate, progress) for part, loss in made]
         metrics = together(said)
         if "logprob_diff" in said[0] and (rollouts.versions[rollouts.loss_mask == 1] == step).all():
             metrics["engine_diff"] = said[0]["logprob_diff"]  # nothing was learned between sampling and this update
@@ -171,7 +171,7 @@ class PolicyUpdating(Updating):
         self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
     ) -> float:
         self.seconds = {}
-        return self._optimise(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
+        return self._optimize(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
 
     def offload(self) -> None:
         modules, optimizers = self._held()

@@ -42,7 +42,7 @@ def test_a_run_goes_on_under_another_plan_and_its_checkpoint_is_exported(tmp_pat
 
 
 def test_scorers_that_are_one_group_are_started_again_together(tmp_path: Path) -> None:
-    scored = 'name = "grpo"\nkl_coef = 0.05\nbehaviour = "recomputed"'
+    scored = 'name = "grpo"\nkl_coef = 0.05\nold_logprobs = "recomputed"'
     text = SMALL.replace("[trainer]", '[trainer]\nbackend = "megatron"').replace('name = "grpo"', scored)
     text = text.replace("steps = 6", "steps = 30").replace("checkpoint_every = 2", "checkpoint_every = 30")
     table = '\n[scorer]\nscores = ["recomputed", "reference"]\nprocesses = 2\n'

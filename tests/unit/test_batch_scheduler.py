@@ -273,7 +273,7 @@ def test_groups_that_do_not_pass_are_replaced_and_a_successor_takes_the_same(run
         generate(run, 0)
         trainer.entry() if killed != "committed" else None
     entry = trainer.train()
-    assert [t.request for t in entry.take] == [f"o000000-{k:03d}" for k in range(4)] and entry.extra_requests == 2
+    assert [t.request for t in entry.take] == [f"r000000-{k:03d}" for k in range(4)] and entry.extra_requests == 2
     assert list(entry.filtered) == ["r000000-000/0", "r000000-002/0"]
     if killed == "committed":
         assert trainer.entry() is None
@@ -297,9 +297,9 @@ def test_what_passes_beyond_a_full_batch_stays_out_of_the_loss_and_a_batch_that_
         trainer.train()
         taken.append((len(entry.take), entry.filtered))
     surplus = "surplus: the batch has its 2 groups"
-    assert taken[0] == (4, {f"o000000-{k:03d}/0": "all 2 rewards are 1.0" for k in (0, 2)})
+    assert taken[0] == (4, {f"r000000-{k:03d}/0": "all 2 rewards are 1.0" for k in (0, 2)})
     assert taken[1] == (4, {"r000001-001/0": "all 2 rewards are 1.0", "r000001-003/0": surplus})
-    assert taken[2] == (4, {f"o000002-{k:03d}/0": surplus for k in (2, 3)})
+    assert taken[2] == (4, {f"r000002-{k:03d}/0": surplus for k in (2, 3)})
     assert taken[3][0] == 2 + 3 + 2 == len(taken[3][1]), "its batch, the refills and what oversampling asks for"
 
 
@@ -482,7 +482,7 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     role = SimpleNamespace(
         run=run,
         columns=(),
-        node_cache=trainer.scheduler.node_cache,
+        shard_reader=trainer.scheduler.shard_reader,
         bound=2,
         recipe=tiny.recipe(algorithm={"sample_reuse": 3}, **{"async": {"max_staleness": 2}}),
     )
@@ -574,7 +574,7 @@ def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused
     role = SimpleNamespace(
         run=run,
         columns=(),
-        node_cache=trainer.scheduler.node_cache,
+        shard_reader=trainer.scheduler.shard_reader,
         bound=1,
         recipe=tiny.recipe(rollout=engine, **{"async": {"on_stale": on_stale}}),
     )
@@ -667,7 +667,7 @@ def test_a_damaged_copy_in_a_nodes_memory_is_removed_and_the_published_shard_rea
     trainer = Trainer(run, 1, staleness=0)
     assert trainer.entry() is None, "requests are open now"
     generate(run, 0)
-    trainer.scheduler.node_cache = shards = Shards(run, tmp_path / "memory")
+    trainer.scheduler.shard_reader = shards = Shards(run, tmp_path / "memory")
     for request in names(0):
         shards.put(request, run.shard(request).read_bytes())
         flip(shards.copy(request))

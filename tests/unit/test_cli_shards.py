@@ -140,7 +140,7 @@ def test_ls_goes_by_request_whatever_the_files_times_are(run: RunDir) -> None:
     rows = [
         line.split()[0]
         for line in call("ls", run.root, "--all").stdout.splitlines()
-        if re.match(r" *(quarantine/)?[oe]\d{6}", line)
+        if re.match(r" *(quarantine/)?[re]\d{6}", line)
     ]
     assert rows[0] == "e000000-000" and rows[-1] == "r000002-000"
     batches = [int(row.removeprefix("quarantine/")[1:7]) for row in rows]

@@ -18,7 +18,7 @@ SIZES, OWN, STEPS = (50, 50, 50), (1.0, 1.0, 2.0), 30
 Solved = dict[str, tuple[int, int]]
 
 
-def book(folder: Path) -> RequestPlanner:
+def planner(folder: Path) -> RequestPlanner:
     """A batch is 2 requests of 5 prompts; one batch may be asked for ahead."""
     made = RequestPlanner(2, 5, 4, 1, "wait", 0, PromptCursor(make(folder, SIZES, OWN), 0), 1, batches=10**6)
     made.weights = SourceWeights(Curriculum(memory_steps=3.0, floor=0.1), OWN)
@@ -34,19 +34,19 @@ def solved(requests: list[Request]) -> Solved:
 class Trainer:
     """Makes steps; what it took of each is its ledger."""
 
-    def __init__(self, book: RequestPlanner, held_back: int = 0) -> None:
+    def __init__(self, planner: RequestPlanner, held_back: int = 0) -> None:
         """held_back: steps by which a quota holds releases back."""
-        self.book, self.held_back, self.batches = book, held_back, dict[int, list[Request]]()
+        self.planner, self.held_back, self.batches = planner, held_back, dict[int, list[Request]]()
 
     def release(self, step: int) -> None:
-        for request in self.book.release(upto=max(step + 1 - self.held_back, step)):
+        for request in self.planner.release(upto=max(step + 1 - self.held_back, step)):
             self.batches.setdefault(request.batch, []).append(request)
 
     def make(self, step: int, entry: Solved | None = None) -> Solved:
         self.release(step)
-        batch = self.batches.get(step) or [o for o in self.book.outstanding.values() if o.batch == step]
+        batch = self.batches.get(step) or [o for o in self.planner.outstanding.values() if o.batch == step]
         entry = entry or solved(batch)
-        self.book.apply(step, [o.id for o in batch], [], entry)
+        self.planner.apply(step, [o.id for o in batch], [], entry)
         return entry
 
 
@@ -58,9 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> tuple[Trainer, list[Solved], dict[int, str]]:
     """A run: its trainer, ledger and checkpoints."""
-    trainer, ledger, states = Trainer(book(folder)), list[Solved](), dict[int, str]()
+    trainer, ledger, states = Trainer(planner(folder)), list[Solved](), dict[int, str]()
     for step in range(STEPS):
-        states[step] = json.dumps(trainer.book.state_dict())
+        states[step] = json.dumps(trainer.planner.state_dict())
         ledger.append(json.loads(json.dumps(trainer.make(step))))
     return trainer, ledger, states
 
@@ -81,19 +81,19 @@ def test_a_restart_asks_for_the_same_prompts(
     folder: Path, whole: tuple[Trainer, list[Solved], dict[int, str]], step: int
 ) -> None:
     trainer, ledger, states = whole
-    again = Trainer(book(folder))
-    again.book.load_state_dict(json.loads(states[step]))
+    again = Trainer(planner(folder))
+    again.planner.load_state_dict(json.loads(states[step]))
     for s in range(step, STEPS):
         again.make(s, {k: (a, b) for k, (a, b) in ledger[s].items()})
     assert again.batches == {b: requests for b, requests in trainer.batches.items() if b in again.batches}
     assert STEPS - 1 in again.batches or step == STEPS - 1
-    assert again.book.outstanding == trainer.book.outstanding
+    assert again.planner.outstanding == trainer.planner.outstanding
 
 
 def test_what_is_held_back_asks_for_the_same_prompts_later(
     folder: Path, whole: tuple[Trainer, list[Solved], dict[int, str]]
 ) -> None:
-    late = Trainer(book(folder), held_back=1)
+    late = Trainer(planner(folder), held_back=1)
     for step in range(STEPS):
         late.make(step)
     assert late.batches == {b: requests for b, requests in whole[0].batches.items() if b < STEPS}

@@ -40,7 +40,7 @@ class Setup:
     def __init__(self, folder: Path, partial: dict[str, Any], **tables: Any) -> None:
         self.run = RunDir(folder)
         self.run.create()
-        asynchronous = {"late": "mask", "partial": partial}
+        asynchronous = {"on_stale": "mask", "partial": partial}
         rollout = {"device": "cpu", "max_new_tokens": 40} | tables.pop("rollout", {})
         recipe = tiny.recipe(model={"context": 256}, rollout=rollout, **{"async": asynchronous}, **tables)
         self.run.recipe.write_text(dump_recipe(recipe))

@@ -183,19 +183,19 @@ def test_bytes_of_a_step_are_those_of_its_shards(routed: bool) -> None:
     assert said.routed_bytes == (2 * 8 * 4 * experts.size if experts is not None else 0)
 
 
-@pytest.mark.parametrize(("refill", "oversample", "staleness"), [(0, 1.0, 1), (3, 1.0, 0), (0, 1.5, 2), (2, 1.25, 1)])
+@pytest.mark.parametrize(("extra", "oversample", "staleness"), [(0, 1.0, 1), (3, 1.0, 0), (0, 1.5, 2), (2, 1.25, 1)])
 def test_dynamic_sampling_is_budgeted_for_as_far_as_the_planner_goes(
-    refill: int, oversample: float, staleness: int
+    extra: int, oversample: float, staleness: int
 ) -> None:
     made = tiny.recipe(
-        algorithm={"group_size": 4, "refill": refill, "oversample": oversample},
+        algorithm={"group_size": 4, "max_extra_batches": extra, "oversample": oversample},
         trainer={"prompts_per_step": 16}, rollout={"groups_per_request": 4}, **{"async": {"max_staleness": staleness}},
     )  # fmt: skip
     n = made.requests_per_step
-    book = RequestPlanner(n, 4, 4, staleness, "wait", 0, Prompts(), staleness, 100, 16, refill * n, oversample)
-    book.release(upto=book.last_batch(0))
+    planner = RequestPlanner(n, 4, 4, staleness, "wait", 0, Prompts(), staleness, 100, 16, extra * n, oversample)
+    planner.release(upto=planner.last_batch(0))
     released = n
-    while new := book.refill(0, dict.fromkeys(book.outstanding, 0)):
+    while new := planner.extend(0, dict.fromkeys(planner.outstanding, 0)):
         released += len(new)
     assert made.most_requests_per_step == released
     moved = estimate(made, shape_of(made.model, Path())[0], Asked()).traffic

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from tests.unit.test_intake import WORKER, Trainer, generate, in_progress, names
+from tests.unit.test_batch_scheduler import WORKER, Trainer, generate, in_progress, names
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
@@ -78,7 +78,7 @@ def test_failed_groups_are_scored_or_generated_again_and_trained_on_once(
     queue = Queue(run)
     queue.raise_oldest(5)  # of what nobody has started
     claim = queue.claim(WORKER, 7)
-    assert claim is not None and claim.request == successor.scheduler.book.outstanding[claim.request.id]
+    assert claim is not None and claim.request == successor.scheduler.planner.outstanding[claim.request.id]
     partial = partial_rollouts.read(run, claim.request, claim.request_file)
     if scores:
         assert claim.request_file.name.endswith(".a0.v0.p1"), "its deadline counts from its oldest token"

@@ -210,7 +210,7 @@ def test_a_planner_replayed_from_any_checkpoint_is_the_live_one(given: tuple[int
 @given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 3), st.integers(0, 3))
 def test_names_prompts_and_seeds_do_not_depend_on_timing(one: int, other: int, n: int, staleness: int) -> None:
     first, second = simulate(one, n, staleness, "drop").requests, simulate(other, n, staleness, "drop").requests
-    assert {i for i in first if "r" not in i} == {i for i in second if "r" not in i}
+    assert {i for i in first if "x" not in i} == {i for i in second if "x" not in i}
     for i in first.keys() & second.keys():
         assert replace(first[i], min_version=0) == replace(second[i], min_version=0)
 
@@ -280,7 +280,7 @@ def test_a_step_takes_requests_until_enough_groups_pass_within_the_bound(
     settled = Counter(i for e in world.entries for i in (*e.take, *e.drop))
     assert set(settled.values()) <= {1}
     assert set(settled) | set(world.planner.outstanding) == set(world.requests)
-    prompts = [p for i, o in world.requests.items() if "r" not in i for p in o.prompts]
+    prompts = [p for i, o in world.requests.items() if "x" not in i for p in o.prompts]
     assert sorted(prompts) == [(0, i) for i in range(len(prompts))], "a prompt was left out, or asked for twice"
 
 

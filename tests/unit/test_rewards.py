@@ -1,4 +1,4 @@
-"""Rewards: the built-in ones against known answers, and a judge that survives whatever a reward does."""
+"""Rewards: the built-in ones against known answers, and a runner that survives whatever a reward does."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scores(reward_runner: RewardRunner, *samples: tuple[Prompt, str]) -> list[fl
 
 
 def opened(*sources: dict[str, Any], limit_s: float = 20.0) -> closing[RewardRunner]:
-    """A judge over these sources, closed at the end of `with`."""
+    """A runner over these sources, closed at the end of `with`."""
     return closing(RewardRunner(recipe(*sources, limit_s=limit_s)))
 
 
@@ -150,7 +150,7 @@ def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(hasty: Rewar
     )
 
 
-def test_a_group_that_failed_is_judged_no_further_and_holds_up_no_other(
+def test_a_group_that_failed_is_scored_no_further_and_holds_up_no_other(
     reward_runner: RewardRunner, tmp_path: Path
 ) -> None:
     hangs, fine = prompt(source=2, index=1), prompt(source=2, index=2)

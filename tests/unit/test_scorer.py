@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.unit.test_intake import WORKER, Trainer, generate, names
+from tests.unit.test_batch_scheduler import WORKER, Trainer, generate, names
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import publish

@@ -129,7 +129,7 @@ class Watched(Simulation):
     def _held_up(self, step: int) -> bool:
         held_up = super()._held_up(step)
         if held_up:
-            assert self.book.choose(step, self.first, self.rollouts.in_progress()) is None
+            assert self.planner.choose(step, self.first, self.rollouts.in_progress()) is None
         return held_up
 
     def _choose(self, step: int) -> Generator[Any, Any, Choice | None]:
@@ -159,7 +159,7 @@ def test_every_request_is_trained_once_and_no_token_is_too_old(run: Setup, train
     trace = simulation.run()
     stems = sorted(i.partition("x")[0] for take, _ in trace.ledger for i in take)
     assert stems == [f"r{batch:06d}-{k:03d}" for batch in range(run.steps) for k in range(run.requests_per_step)]
-    assert simulation.book.outstanding == {}, "all that was asked for was trained on"
+    assert simulation.planner.outstanding == {}, "all that was asked for was trained on"
     assert not simulation.complete and not simulation.drawn, "nothing is left of it"
     assert max(trace.ages, default=0) <= run.max_staleness
     assert run.on_stale == "drop" or not any(drop for _, drop in trace.ledger)
@@ -235,10 +235,10 @@ def test_faults_without_end_are_said() -> None:
         Simulation(setup(2, 1, 1, trainer_mtbf_s=60.0), times(10.0)).run()
 
 
-@pytest.mark.parametrize(("workers", "request", "idle"), [(2, 197, 41), (8, 202, 57), (32, 191, 70)])
-def test_file_calls_are_those_of_the_benchmark(workers: int, request: float, idle: float) -> None:
+@pytest.mark.parametrize(("workers", "per_request", "idle"), [(2, 197, 41), (8, 202, 57), (32, 191, 70)])
+def test_file_calls_are_those_of_the_benchmark(workers: int, per_request: float, idle: float) -> None:
     """The table of docs/benchmarks.md: two requests a second that cost no time, then none."""
-    assert calls_per_second(workers, 1, workers, 2.0) / 2 == pytest.approx(request, rel=0.07)
+    assert calls_per_second(workers, 1, workers, 2.0) / 2 == pytest.approx(per_request, rel=0.07)
     assert calls_per_second(workers, 1, workers, 0.0) == pytest.approx(idle, rel=0.07)
 
 
@@ -365,7 +365,7 @@ def test_a_run_is_simulated_without_torch(tmp_path: Path) -> None:
 
 def test_the_table_of_a_recipe() -> None:
     code, out, _ = simulate(
-        RECIPES / "qwen3-4b-grpo.toml", "--workers", "8,16", "--late", "wait,mask", "--steps", 40, "--mtbf", "20"
+        RECIPES / "qwen3-4b-grpo.toml", "--workers", "8,16", "--on-stale", "wait,mask", "--steps", 40, "--mtbf", "20"
     )
     assert code == 0 and "recommended:" in out and "assum" not in out.partition("times:")[0]
     assert [line.split()[:4] for line in out.splitlines() if line.split()[1:3] in (["1", "1"], ["2", "1"])] == [
@@ -376,8 +376,8 @@ def test_the_table_of_a_recipe() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--late", "never"], "--late never: there is no such policy; use any of wait, drop, mask"),
-        (["--late", "mask"], "async.on_stale = 'mask' swaps weights in mid-generation"),
+        (["--on-stale", "never"], "--on-stale never: there is no such policy; use any of wait, drop, mask"),
+        (["--on-stale", "mask"], "async.on_stale = 'mask' swaps weights in mid-generation"),
         (["--workers", "0"], "--workers 0: expected whole numbers from 1"),
         (["--staleness", "1;2"], "--staleness 1;2: expected whole numbers"),
         (["--mtbf", "-1"], "--mtbf -1: expected hours above 0"),

@@ -37,7 +37,7 @@ def test_each_role_has_a_track_and_a_step_its_parts(run: RunDir) -> None:
     # the first line of all is the supervisor's, at 1 s: step 0 was over at 10 s
     assert trainer[:8] == [
         ("step 0", 5.2, 9.0), ("wait for requests", 5.2, 6.2), ("read", 6.2, 6.3), ("train", 6.3, 8.3), ("forward backward", 6.3, 7.8),
-        ("optimise", 7.8, 8.05), ("publish v1", 8.3, 8.8), ("settle", 8.8, 9.0),
+        ("optimize", 7.8, 8.05), ("publish v1", 8.3, 8.8), ("settle", 8.8, 9.0),
     ]  # fmt: skip
     assert ("step 1 again", 15.2, 19.0) in trainer and ("checkpoint 2", 19.9, 20.0) in trainer
     worker = slices(events, "rollout-0")

@@ -210,13 +210,13 @@ def score_rows(view: RunView) -> Iterator[dict[str, Any]]:
 
 def dropped(view: RunView) -> dict[str, float] | None:
     """How long the answers were that came too late, beside those trained on: dropping favors short answers."""
-    on_stale, steps = view.metrics("trainer-0", "dropped"), view.steps()
-    if not on_stale or not len(steps):
+    late, steps = view.metrics("trainer-0", "dropped"), view.steps()
+    if not late or not len(steps):
         return None
     trained = np.average(steps["length_mean"].to_numpy(float), weights=steps["samples"].to_numpy(float))
     return {
-        "requests": len(on_stale),
-        "dropped": float(np.mean([line["length_mean"] for line in on_stale])),
+        "requests": len(late),
+        "dropped": float(np.mean([line["length_mean"] for line in late])),
         "trained": float(trained),
     }
 

@@ -146,6 +146,6 @@ def on_stale_of(words: Sequence[str]) -> list[OnStale]:
     unknown = [w for w in words if w not in ON_STALE]
     if unknown:
         raise RunError(
-            f"--late {unknown[0]}: there is no such policy; use any of {', '.join(ON_STALE)}, with commas between them"
+            f"--on-stale {unknown[0]}: there is no such policy; use any of {', '.join(ON_STALE)}, with commas between them"
         )
     return [on_stale for on_stale in ON_STALE if on_stale in words]

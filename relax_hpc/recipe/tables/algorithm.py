@@ -222,7 +222,7 @@ class DrGrpo(Clipped, Grouped):
 
 
 class Dapo(Clipped, Grouped):
-    """DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling (`filters` and `refill`), `overlong`."""
+    """DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling (`filters` and `max_extra_batches`), `overlong`."""
 
     name: Literal["dapo"] = Key("dapo", "Decoupled clip and dynamic sampling policy optimization.")
     filters: list[str] = Key(
