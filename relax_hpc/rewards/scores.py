@@ -71,7 +71,9 @@ def answers(shards: Iterable[Shard]) -> list[Answers]:
         for group, about in enumerate(shard.groups):
             mine, failed = np.flatnonzero((of_group == group) & generated), bool(about["failed"])
             # A group that could not be judged counts as not solved: leaving it out would flatter the score.
-            rewards = np.zeros(shard.meta["samples_per_prompt"], np.float32) if failed else shard.samples["raw_reward"][mine]
+            rewards = (
+                np.zeros(shard.meta["samples_per_prompt"], np.float32) if failed else shard.samples["raw_reward"][mine]
+            )
             cut = shard.samples["finish"][mine] == Finish.LENGTH
             found.append(Answers(int(about["source"]), rewards, lengths[mine], cut, failed))
     return found

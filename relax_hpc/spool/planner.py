@@ -186,9 +186,7 @@ class RequestPlanner:
     def _must_wait(self, step: int, drop: Iterable[str], due: Mapping[str, int]) -> bool:
         """Whether something in `drop` could still be in time, and is to be waited for."""
         late = [i for i in drop if due[i] >= step]
-        return bool(late) and (
-            self.on_stale == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in late)
-        )
+        return bool(late) and (self.on_stale == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in late))
 
     def _surplus(self, step: int, left: Iterable[str], due: Mapping[str, int]) -> list[str]:
         """Requests of `left` (most urgent first) that no later step can take in time: empty when Hall's condition holds."""

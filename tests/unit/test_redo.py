@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from tests.unit.test_batch_scheduler import WORKER, Trainer, generate, in_progress, names
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
@@ -19,6 +18,7 @@ from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.queue import Queue, publish_shard
 from relax_hpc.spool.shard import encode
 from tests import tiny
+from tests.unit.test_batch_scheduler import WORKER, Trainer, generate, in_progress, names
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from tests.unit.test_batch_scheduler import WORKER, Trainer, generate, names
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import publish
@@ -24,6 +23,7 @@ from relax_hpc.spool.shard import Shard
 from relax_hpc.trainers import BACKENDS, fit, make_scoring, make_trainer
 from relax_hpc.weights import DamagedWeights, WeightsError, reference
 from tests import tiny
+from tests.unit.test_batch_scheduler import WORKER, Trainer, generate, names
 
 KL = {"kl_coef": 0.1}
 
