@@ -49,7 +49,7 @@ def scale(
         if cancel == (desired_size is not None):
             now = desired(opened)
             asked = f"{now.rollout} by {now.by}" if now else f"{recipe.rollout.nodes}, as the recipe says"
-            raise RunError(f"say either rollout=N or --cancel; rollout nodes desired for now: {asked}")
+            raise RunError(f"say either rollout=N or --cancel; rollout nodes asked for now: {asked}")
         if desired_size is None:
             clear_desired_size(opened, recipe.rollout.nodes)
             typer.echo(f"back to {recipe.rollout.nodes} rollout nodes, as the recipe says")
@@ -58,4 +58,4 @@ def scale(
         if number is None:
             raise RunError(f"'{desired_size}': expected rollout=N, such as rollout=4")
         set_desired_size(opened, recipe.rollout.nodes, int(number[1]), partition, getpass.getuser())
-        typer.echo(f"desired for {number[1]} rollout nodes; `relax-hpc status {run}` shows how far it is")
+        typer.echo(f"asked for {number[1]} rollout nodes; `relax-hpc status {run}` shows how far it is")

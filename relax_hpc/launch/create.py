@@ -111,7 +111,7 @@ def resume(
 ) -> Recipe:
     """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step.
 
-    code: "new" takes the user's files as they are now, once a child of `fork server` has seen that they load.
+    code: "new" takes the user's files as they are now, once a child of `fork_server` has seen that they load.
     redo: how failed groups that no step took are made once more; with new code, they are scored. Raises RunError or RecipeError.
     """
     if code not in (None, "new"):

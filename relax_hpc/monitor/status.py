@@ -94,10 +94,10 @@ class Status:
             for record in self._new(name):
                 self.events = [*self.events, record][-RECENT:]
                 self.restarts += record["kind"] == "lost"
-        for name in self._beside():
+        for name in self._sidecars():
             new = [record for record in self._new(name) if record["kind"] == "column"]
             self.columns[name] = [*self.columns.get(name, []), *new][-RECENT:]
-        for name in (*self._trainers(), *self._beside(), *workers):
+        for name in (*self._trainers(), *self._sidecars(), *workers):
             heartbeat = read_heartbeat(self.run, name)
             if heartbeat is not None:
                 self.heartbeats[name] = heartbeat
@@ -118,12 +118,12 @@ class Status:
         return sum((Counter(found) for found in self.failures.values()), Counter())
 
     def roles(self) -> list[str]:
-        return [*self._trainers(), *self._beside(), *self.workers()]
+        return [*self._trainers(), *self._sidecars(), *self.workers()]
 
     def _trainers(self) -> list[str]:
         return [f"trainer-{i}" for i in range(self.recipe.trainer.processes)]
 
-    def _beside(self) -> list[str]:
+    def _sidecars(self) -> list[str]:
         """Scorers and critic."""
         roles = {"scorer": self.recipe.scorer, "critic": self.recipe.critic}
         return [f"{role}-{i}" for role, config in roles.items() if config for i in range(config.processes)]

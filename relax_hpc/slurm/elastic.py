@@ -39,13 +39,13 @@ class DesiredSize:
 
 
 def desired_size(run: RunDir) -> DesiredSize | None:
-    """What is desired for; None when nobody said anything."""
+    """The number of rollout nodes that was asked for; None when nobody said anything."""
     found = read_json(run.slurm / "desired-size.json")
     return None if found is None else DesiredSize(**found)
 
 
 def set_desired_size(run: RunDir, base: int, rollout: int, partition: str | None, by: str) -> None:
-    """Wish for so many rollout nodes; the same desired size twice changes nothing. Raises RunError below the recipe's own."""
+    """Ask for so many rollout nodes; the same size twice changes nothing. Raises RunError below the recipe's own."""
     if rollout < base:
         raise RunError(
             f"rollout={rollout} is less than the {base} rollout nodes that the recipe asks for (rollout.nodes), which are "
@@ -78,7 +78,7 @@ class Elastic:
         """Job -> when we saw it first, by our own clock."""
 
     def keep(self) -> list[str]:
-        """Bring about what is desired for; ids of the jobs that Slurm says are gone."""
+        """Bring about the desired size; ids of the jobs that Slurm says are gone."""
         if self._scaler is not None:
             self._scaler.look()
         desired = desired_size(self._run)
@@ -115,7 +115,7 @@ class Elastic:
                 self._refusals.note(error)
                 return
             self._refusals.forget()
-            self._telemetry.metrics("scale", role="elastic job", job=job, reason="fewer rollout nodes than desired for")
+            self._telemetry.metrics("scale", role="elastic job", job=job, reason="fewer rollout nodes than desired")
 
     def _drain(self, leaving: list[str], states: dict[str, str | None]) -> None:
         """Pending ones are cancelled; running ones are asked: their node agents end or give back what they generate, and leave."""
@@ -126,7 +126,7 @@ class Elastic:
                 if done is None or done.returncode:
                     continue
             self._draining.add(job)
-            self._telemetry.metrics("scale", job=job, reason="more rollout nodes than desired for: draining")
+            self._telemetry.metrics("scale", job=job, reason="more rollout nodes than desired: draining")
 
 
 class Autoscaler:

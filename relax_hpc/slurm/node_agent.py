@@ -1,7 +1,7 @@
 """The node agent of a rollout node: keeps the workers of its node alive, and says in its heartbeat which there are.
 
     srun (one task a node) ► node agent ► workers 1 … k of this node        heartbeats/node-agent-….json: who works, who was lost
-                                                                                  └► the supervisor gives claims back
+                                                                            └► the supervisor gives claims back
 It outlives the trainer: when the run's leader is lost it waits for the successor, and it leaves when the run is over.
 """
 

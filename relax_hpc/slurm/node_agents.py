@@ -41,7 +41,7 @@ class NodeAgents:
         self._ended_jobs: set[str] = set()
         self._failed: set[str] = set()
         self._unowned: dict[str, float] = {}
-        """Workplaces that no node agent speaks of, and since when."""
+        """Claim directories that no node agent speaks of, and since when."""
         self._at_first = {path.stem: (read_heartbeat(run, path.stem) or {}).get("time") for path in self._paths()}
         """Of node agents that were there before us."""
 

@@ -1,9 +1,9 @@
 """A run's jobs and rollout node agents, for a person: from its files, and from Slurm where it can be asked.
 
-slurm/jobs/*.json + squeue ──► jobs (state, nodes, why they wait, expected start) ┐
-slurm/leaders.jsonl        ──► restarts, what comes next                          ├─► Overview
-heartbeats/node-agent-*.json    ──► node agents of the rollout nodes                        │
-metrics/chain, supervisor  ──► what Slurm refused                                 ┘
+slurm/jobs/*.json + squeue   ──► jobs (state, nodes, why they wait, expected start) ┐
+slurm/leaders.jsonl          ──► restarts, what comes next                          ├─► Overview
+heartbeats/node-agent-*.json ──► node agents of the rollout nodes                   │
+metrics/chain, supervisor    ──► what Slurm refused                                 ┘
 """
 
 from __future__ import annotations

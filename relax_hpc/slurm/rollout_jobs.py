@@ -1,7 +1,7 @@
 """The rollout side of a run on Slurm, as the leader's supervisor sees it.
 
 base     the nodes that the recipe asks for: node agents in a step of this job, or in a rollout job that is sent again
-elastic  further one-node jobs: as many as were asked for
+elastic  further one-node jobs: as many as the desired size asks for
 """
 
 from __future__ import annotations

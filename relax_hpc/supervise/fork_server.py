@@ -1,8 +1,8 @@
 """Roles are born here: a process that has imported torch once, and forks a role in milliseconds.
 
     supervisor or node agent ──(arguments, environment, log)──► fork server ──fork──► role, role, …
-           ▲                                                  │
-           └──────────(its pid; later its exit code)──────────┘
+           ▲                                                       │
+           └─────────────(its pid; later its exit code)────────────┘
 
 Importing torch and transformers costs seconds of CPU, for each role and for each restart; children of the fork server share
 that, and the memory of it. The fork server has one thread, touches no GPU and computes nothing before it forks.

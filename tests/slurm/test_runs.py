@@ -90,7 +90,7 @@ def test_a_het_job_ends_with_its_rollout_component_its_successor_goes_on_and_sto
 def test_a_run_that_is_stopped_has_lost_nothing(cluster: SlurmCluster) -> None:
     """Also where its last step ends long after its rollout nodes were told."""
     paced = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=3.0}}, group_size=4}}'
-    ours = submit(cluster, "heartbeat_monitor", "run.steps=100000", f"algorithm={paced}", "slurm.ask_every_s=0.5")
+    ours = submit(cluster, "quiet", "run.steps=100000", f"algorithm={paced}", "slurm.ask_every_s=0.5")
     ours.wait_for_step(1)
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"

@@ -75,7 +75,7 @@ def test_its_end_is_told_truly_and_it_ends_with_the_fork_server(fork_server: For
     assert spawn(fork_server, run.logs / "log", "--help").wait(120) == 0  # of another fork server
 
 
-def test_nobody_waits_for_an_not_spawned_one(run: RunDir) -> None:
+def test_nobody_waits_for_one_that_is_not_spawned(run: RunDir) -> None:
     fork_server, log = ForkServer(run), run.logs / "log"
     waiting = ["rollout", str(run.root), "--claim-dir", "w", "--name", "rollout-7"]
     began = time.monotonic()

@@ -127,7 +127,7 @@ class Node(ForkServer):
         return None
 
 
-def test_an_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def generate(root: Path, faults: Faults) -> None:
         Node.faults = faults
         with faults.spared():

@@ -89,7 +89,7 @@ def test_a_request_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on
     assert open_attempts(run) == [int(lost)]
 
 
-def test_an_node_agent_that_falls_silent_loses_its_requests_and_they_do_not_count(run: RunDir, recipe: Recipe) -> None:
+def test_a_node_agent_that_falls_silent_loses_its_requests_and_they_do_not_count(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
     says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
     node_agents = NodeAgents(run, recipe, telemetry(run))
@@ -142,7 +142,7 @@ def test_failures_are_told_once_and_old_ones_never(run: RunDir, recipe: Recipe) 
     assert node_agents.failed() == []
 
 
-def test_an_node_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost(
+def test_a_node_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sets = ["slurm.time=60", "supervision.leader_silent_s=0.1"]

@@ -51,7 +51,7 @@ def recipe(folder: Path, *sets: str) -> Recipe:
     return load_recipe(write_recipe(folder), [*both, *sets])
 
 
-def test_an_node_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
+def test_a_node_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
     run: RunDir, tmp_path: Path, python: list[str]
 ) -> None:
     ours = recipe(tmp_path, "supervision.start_s=3.0", "supervision.node_agent_silent_s=60.0")
@@ -78,7 +78,7 @@ def agent_says(run: RunDir, step: str, index: int, state: str) -> None:
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_an_node_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_back(
+def test_a_node_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_back(
     run: RunDir, tmp_path: Path, python: list[str], leads: bool
 ) -> None:
     ours = recipe(tmp_path, "supervision.node_agent_silent_s=0.3")

@@ -104,7 +104,10 @@ def drawn(
     def times(trainer: int) -> dict[str, Any]:
         slow = train_s * DEVICES / trainer
         algorithm = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds={slow}}}, group_size=2}}'
-        return {"algorithm": algorithm, "source.0.environment_options": f"{{seconds={unit_s}, sigma=1.0, copies=2}}"}
+        return {
+            "algorithm": algorithm,
+            "source.0.environment_options": f"{{seconds={unit_s}, sigma=1.0, samples_per_prompt=2}}",
+        }
 
     common = {"run.seed": seed, "run.steps": steps, "trainer.prompts_per_step": requests}
     # more workers than requests could only be idle

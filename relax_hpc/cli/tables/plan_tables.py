@@ -110,7 +110,7 @@ def _traffic(made: Estimate, console: Console) -> None:
     if made.engine is not None:
         table.add_row(
             "a version of the weights",
-            f"{gib(moved.weights_bytes)}, {moved.samples_per_prompt} times: {moved.sync_s:.1f} s",
+            f"{gib(moved.weights_bytes)}, {moved.copies} times: {moved.sync_s:.1f} s",
         )
     table.add_row("a checkpoint", gib(made.checkpoint_bytes))
     show_table(table, console)

@@ -102,14 +102,14 @@ class Client:
         body = {"model_path": folder, "load_format": "safetensors", "weight_version": version, "flush_cache": True}
         self._request("POST", "/update_weights_from_disk", body, CONTROL_S)
 
-    def wait_for_ranks(self, samples_per_prompt: int) -> None:
+    def wait_for_ranks(self, copies: int) -> None:
         """Return when all processes have done what was asked before, in each of the server's copies of the weights.
 
         Where several share a copy, the first one answers as soon as it is done itself; but a token is made by all of them.
         """
-        for copy in range(samples_per_prompt):
+        for copy in range(copies):
             body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
-            if samples_per_prompt > 1:
+            if copies > 1:
                 body["routed_dp_rank"] = copy
             self._request("POST", "/generate", body, CONTROL_S)
 

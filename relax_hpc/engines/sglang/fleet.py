@@ -49,8 +49,8 @@ class FleetClient(Client):
         (prompt,), (sampling,) = body["input_ids"], body["sampling_params"]
         return [super().generate({**body, "input_ids": prompt, "sampling_params": sampling}, lost)]
 
-    def wait_for_ranks(self, samples_per_prompt: int) -> None:
-        list(self._threads.map(lambda server: server.wait_for_ranks(samples_per_prompt), self._servers))
+    def wait_for_ranks(self, copies: int) -> None:
+        list(self._threads.map(lambda server: server.wait_for_ranks(copies), self._servers))
 
     def ready(self) -> bool:
         """Whether the router knows all servers."""

@@ -72,9 +72,7 @@ def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str
     a_version = moved.weights_bytes / bandwidth
     train_s = _or(asked.train_s, _train_s(recipe, shape, moved.samples * (prompt + mean)))
     token_s = _or(asked.token_s, _token_s(recipe, shape, prompt, round(mean)))
-    publish_s = _or(
-        asked.publish_s, a_version * (1 if isinstance(recipe.weights, FileWeights) else moved.samples_per_prompt)
-    )
+    publish_s = _or(asked.publish_s, a_version * (1 if isinstance(recipe.weights, FileWeights) else moved.copies))
     fetch_s = _or(asked.fetch_s, a_version)
     checkpoint_s = 0.0 if recipe.run.async_checkpoints else checkpoint_bytes(recipe, shape) / bandwidth
     checkpoint_s = _or(asked.checkpoint_s, checkpoint_s)
@@ -116,9 +114,9 @@ def _train_s(recipe: Recipe, shape: Shape, tokens: float) -> float:
 def _token_s(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> float:
     """What a device reads for the next token of all answers of a request: its weights, and the cache half-way."""
     ours, asked = recipe.rollout.engine == "torch", recipe.rollout.sglang
-    tensor, samples_per_prompt = (1, 1) if ours else (asked.tensor_parallel, asked.samples_per_prompt)
+    tensor, copies = (1, 1) if ours else (asked.tensor_parallel, asked.copies)
     weights = engine_memory(recipe, shape, 0.0, prompt, answer).weights
-    samples = recipe.rollout.groups_per_request * recipe.algorithm.group_size / samples_per_prompt
+    samples = recipe.rollout.groups_per_request * recipe.algorithm.group_size / copies
     cache = samples * (prompt + answer / 2) * shape.kv_bytes(ELEMENT[recipe.trainer.dtype], tensor)
     return max(TOKEN_FLOOR_S, (weights + cache) / (DEVICE_BYTES_S * DECODING_SHARE))
 

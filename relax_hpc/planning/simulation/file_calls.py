@@ -2,7 +2,7 @@
 
 Fitted to the table of docs/benchmarks.md, "File operations of whole runs" (2, 8 and 32 workers, 2 requests a second, and all of
 them waiting; strace, 2026-11-22), which it gives back within 7 %: a test holds that. How often workers that wait look is no
-fit, but what spool.watch has them do.
+fit, but what files.watch has them do.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Simulation:
             trainer.interrupt()
 
     def _take(self, step: int) -> Generator[simpy.Event, Any, Choice]:
-        """Wait for what `step` takes, as roles.batch scheduler does."""
+        """Wait for what `step` takes, as roles.training.batch_scheduler does."""
         began = self.env.now
         longest_s = pauses(1)[1][-1]
         try:

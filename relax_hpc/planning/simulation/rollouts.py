@@ -3,7 +3,7 @@
     claim the first open request by name ► take the newest weights ► generate ► publish the shard, and claim again
     fault of their node: requests are open again once it counts as lost; the node comes back
 
-Who waits looks as often as spool.watch lets it.
+Who waits looks as often as files.watch lets it.
 """
 
 from __future__ import annotations

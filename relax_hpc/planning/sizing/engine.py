@@ -63,7 +63,7 @@ def engine_memory(recipe: Recipe, shape: Shape, device_bytes: float, prompt: int
         weights=weights,
         cache=cache,
         token=token,
-        wanted=-(-samples // (1 if ours else asked.samples_per_prompt)) * longest,
+        wanted=-(-samples // (1 if ours else asked.copies)) * longest,
         longest=longest,
         host=float(arrives + (0 if ours else whole)),  # SGLang reads files that memory holds
     )

@@ -43,7 +43,7 @@ class Traffic:
     """Of all steps at most, where spool.keep = "all"; of what may be there at a time, where it is "needed"."""
     weights_bytes: int
     """Of a version."""
-    samples_per_prompt: int
+    copies: int
     """How often a version goes over the slowest link."""
     sync_s: float
 
@@ -53,12 +53,12 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
     samples = groups * size
     requests, most_requests = recipe.requests_per_step, recipe.most_requests_per_step
-    in_order = recipe.rollout.groups_per_request
-    a_request = _shard_bytes(in_order, size, prompt, answer) + FILE_BYTES
-    a_request += len(recipe.columns) * (in_order * size * answer * SCORE_BYTES + COLUMN_FILE_BYTES)
-    routed = _routed_bytes(shape, prompt, answer) * in_order * size if recipe.rollout.routed_experts else 0
+    in_request = recipe.rollout.groups_per_request
+    a_request = _shard_bytes(in_request, size, prompt, answer) + FILE_BYTES
+    a_request += len(recipe.columns) * (in_request * size * answer * SCORE_BYTES + COLUMN_FILE_BYTES)
+    routed = _routed_bytes(shape, prompt, answer) * in_request * size if recipe.rollout.routed_experts else 0
     weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
-    samples_per_prompt = _copies(recipe)
+    copies = _copies(recipe)
     steps = recipe.run.steps
     if recipe.spool.keep == "needed":  # what the oldest checkpoint replays, and what is on its way
         steps = min(steps, recipe.run.checkpoint_every * recipe.run.keep_checkpoints + recipe.async_.max_staleness + 1)
@@ -73,8 +73,8 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
         most_spool_bytes=(a_request + routed) * most_requests,
         run_spool_bytes=(a_request + routed) * most_requests * steps,
         weights_bytes=weights,
-        samples_per_prompt=samples_per_prompt,
-        sync_s=weights * samples_per_prompt / bandwidth,
+        copies=copies,
+        sync_s=weights * copies / bandwidth,
     )
 
 

@@ -73,10 +73,10 @@ class Sglang(Table):
     @property
     def devices(self) -> int:
         """GPUs of one worker."""
-        return self.tensor_parallel * self.samples_per_prompt
+        return self.tensor_parallel * self.copies
 
     @property
-    def samples_per_prompt(self) -> int:
+    def copies(self) -> int:
         """Of the weights, in one worker's servers."""
         return self.data_parallel * self.servers
 

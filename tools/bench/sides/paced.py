@@ -37,7 +37,7 @@ class LongTail(SingleTurn):
     """An answer is judged at once, but its prompt takes a lognormal time that depends on the prompt alone."""
 
     def __init__(self, seconds: float, sigma: float, samples_per_prompt: int) -> None:
-        """seconds: the mean; copies: samples that share it."""
+        """seconds: the mean; samples_per_prompt: samples that share it."""
         super().__init__()
         self.middle, self.sigma, self.samples_per_prompt = math.log(seconds) - sigma**2 / 2, sigma, samples_per_prompt
 

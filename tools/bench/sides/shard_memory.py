@@ -31,11 +31,9 @@ def make(path: Path, size: int) -> None:
         Sample(data.tokens[a:b], data.loss_mask[a:b], data.logprobs[a:b], [(0, 3)], Finish.STOP, float(r), float(r))
         for (a, b), r in zip(cuts, data.rewards, strict=True)
     ]
-    samples_per_prompt = -(-size // (BYTES_PER_TOKEN * len(data.tokens)))
+    copies = -(-size // (BYTES_PER_TOKEN * len(data.tokens)))
     prompt = Prompt(0, 0, "a question", np.arange(64, dtype=np.int32), "42")
-    groups = [
-        Group(prompt, samples[i : i + GROUP]) for _ in range(samples_per_prompt) for i in range(0, DISTINCT, GROUP)
-    ]
+    groups = [Group(prompt, samples[i : i + GROUP]) for _ in range(copies) for i in range(0, DISTINCT, GROUP)]
     run_dir.publish(path, encode("s000000-000", groups, {"version": 3}))
 
 
