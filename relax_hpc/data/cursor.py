@@ -36,7 +36,7 @@ class PromptRef:
 class PromptCursor:
     """A checkpointable stream of prompts. Held-out and dropped ones never come up.
 
-    `stream` names an order of its own for the same seed ("train", "warmup").
+    `stream` names an order of its own for the same seed ("train", "sft_warm_start").
     """
 
     def __init__(self, sources: PromptSources, seed: int, stream: str = "train") -> None:

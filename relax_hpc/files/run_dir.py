@@ -69,7 +69,7 @@ class RunDir:
         self.lease = self.root / "lease"
         self.open_requests = self.root / "requests" / "open"
         self.claimed_requests = self.root / "requests" / "claimed"
-        self.partial_rollouts = self.root / "requests" / "partial_rollouts"
+        self.partial_rollouts = self.root / "requests" / "partial"
         self.shards = self.root / "shards"
         self.evals = self.root / "evals"
         self.columns = self.root / "columns"

@@ -57,7 +57,7 @@ def line(status: Status) -> str:
     if not status.steps:
         heartbeat = status.heartbeats.get("trainer-0", {})
         warm = (
-            f" {heartbeat['warmup_step']}/{heartbeat['warmup_steps']} loss {heartbeat['warmup_loss']:.3f}"
+            f" {heartbeat['warm_start_step']}/{heartbeat['warm_start_steps']} loss {heartbeat['warm_start_loss']:.3f}"
             if heartbeat.get("state") == "warming up"
             else ""
         )
@@ -129,8 +129,10 @@ def _progress(status: Status) -> RenderableType:
     grid.add_column(no_wrap=True, justify="right")
     heartbeat = status.heartbeats.get("trainer-0", {})
     if heartbeat.get("state") == "warming up":
-        done, total = heartbeat["warmup_step"], heartbeat["warmup_steps"]
-        grid.add_row(f"warm-up {done}/{total}", ProgressBar(total, done), f"loss {heartbeat['warmup_loss']:.3f}")
+        done, total = heartbeat["warm_start_step"], heartbeat["warm_start_steps"]
+        grid.add_row(
+            f"SFT warm start {done}/{total}", ProgressBar(total, done), f"loss {heartbeat['warm_start_loss']:.3f}"
+        )
         return grid
     total = status.recipe.run.steps
     pace = [s["step_s"] for s in status.steps]
@@ -253,7 +255,7 @@ def _sources(status: Status) -> RenderableType | None:
 
 def _reward(step: dict[str, Any]) -> str:
     """The metric that is shown: of all that was generated, for what is trained on is chosen; older runs do not tell."""
-    return "played_reward" if "played_reward" in step else "raw_reward"
+    return "generated_reward" if "generated_reward" in step else "raw_reward"
 
 
 def _nothing(status: Status) -> str:

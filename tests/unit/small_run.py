@@ -123,7 +123,7 @@ def _metrics(run: RunDir) -> None:
     step = {
         "kind": "step", "raw_reward": 0.5, "loss": 0.1, "grad_norm": 1.0, "learning_rate": 1e-5, "samples": 8, "length_mean": 4.0,
         "length_max": 6, "truncated": 0.5, "wait_s": 1.0, "train_s": 2.0, "publish_s": 0.5, "step_s": 4.0, "spool_depth": 1,
-        "failed_groups": 0, "groups": 4, "played_reward": 0.5, "filtered_groups": 0, "dropped_orders": 0, "replayed": False, "read_s": 0.1, "settle_s": 0.2,
+        "failed_groups": 0, "groups": 4, "generated_reward": 0.5, "filtered_groups": 0, "dropped_requests": 0, "replayed": False, "read_s": 0.1, "settle_s": 0.2,
         "forward_backward_s": 1.5, "optimize_s": 0.25,
     }  # fmt: skip
     lines: dict[str, list[dict[str, Any]]] = {

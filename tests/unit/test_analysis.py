@@ -282,7 +282,7 @@ def test_the_report_draws_what_the_policy_does_as_far_as_there_are_metrics_of_it
     assert not drawn & policy
     about = {
         "entropy": 1.5, "kl": 0.1, "clip_low": 0.02, "clip_high": 0.0, "importance": 1.0, "importance_max": 7.0, "logprob_diff": 0.1,
-        "logprob_diff_max": 2.0, "zero_std_groups": 1, "played_groups": 4, "reward": 0.5, "raw_reward": 0.5, "shaped_reward": 0.25,
+        "logprob_diff_max": 2.0, "zero_std_groups": 1, "generated_groups": 4, "reward": 0.5, "raw_reward": 0.5, "shaped_reward": 0.25,
     }  # fmt: skip
     steps = pd.DataFrame([{"step": i, **about} for i in range(60)] + [{"step": 60, **dict.fromkeys(about)}])
     for lines in (steps, steps.assign(entropy=None)):

@@ -32,7 +32,7 @@ for step in itertools.count():
     folder = checkpoint.begin(commit_dir, step)
     for name in "model", "optimizer":
         (folder / name).write_bytes(b"x" * 1_000_000)
-    checkpoint.commit(run, folder, step, {"book": {}})
+    checkpoint.commit(run, folder, step, {"planner": {}})
     checkpoint.rotate(run, commit_dir, 2)
 """
 
@@ -183,7 +183,7 @@ def test_killed_at_any_moment_every_visible_checkpoint_is_whole(run: RunDir, tmp
             assert {(folder / n).stat().st_size for n in ("model", "optimizer")} == {1_000_000}
             assert read_json(run.checkpoint(int(folder.name[5:])) / "state.json") == {
                 "step": int(folder.name[5:]),
-                "book": {},
+                "planner": {},
             }
 
 

@@ -69,7 +69,7 @@ def test_a_reason_is_told_once_with_its_first_group_then_counted(run: RunDir, ca
 def test_status_shows_how_many_failed_and_why_each_step_once(run: RunDir) -> None:
     telemetry = Telemetry(run, "trainer-0", 0)
     about = {
-        "step_s": 1.0, "samples": 8, "age_mean": 0.0, "age_max": 0, "spool_depth": 0, "wait_s": 0.0, "raw_reward": 0.0, "played_reward": 0.0,
+        "step_s": 1.0, "samples": 8, "age_mean": 0.0, "age_max": 0, "spool_depth": 0, "wait_s": 0.0, "raw_reward": 0.0, "generated_reward": 0.0,
     }  # fmt: skip
     for number in (0, 1, 1):  # the second time after a restart
         failures = dict(count_failures(step(run, number, RAISED, RAISED, SLOW)))

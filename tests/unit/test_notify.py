@@ -125,7 +125,7 @@ def test_a_stall_is_one_alert_until_the_trainer_says_something_and_none_after_th
 def step(
     number: int, reward: float = 0.5, entropy: float | None = 1.0, groups: int = 4, filtered: int = 0
 ) -> dict[str, Any]:
-    made = {"step": number, "played_reward": reward, "groups": groups, "filtered_groups": filtered}
+    made = {"step": number, "generated_reward": reward, "groups": groups, "filtered_groups": filtered}
     return made if entropy is None else made | {"entropy": entropy}
 
 

@@ -23,13 +23,13 @@ from tests.tiny import random_rollouts
 def test_what_was_generated_counts_groups_that_a_filter_keeps_out() -> None:
     groups = [np.array(g, np.float32) for g in ([1, 1, 1, 1], [1, 0, 0, 0], [0, 0], [0, 0, 0, 0])]
     found = of_generated(groups)
-    assert found["played_groups"] == 4 and found["zero_std_groups"] == 3
-    assert found["played_reward"] == pytest.approx(5 / 14)
+    assert found["generated_groups"] == 4 and found["zero_std_groups"] == 3
+    assert found["generated_reward"] == pytest.approx(5 / 14)
     assert found["pass_at_1"] == pytest.approx((1 + 1 / 4) / 4) and found["pass_at_2"] == pytest.approx((1 + 1 / 2) / 4)
     assert found["pass_at_4"] == pytest.approx(2 / 3), "a group of two says nothing of four attempts"
     assert "pass_at_8" not in found
     assert not any(name.startswith("pass_at") for name in of_generated([np.array([0.5, 1.0], np.float32)]))
-    assert of_generated([]) == {"played_groups": 0, "played_reward": 0.0, "zero_std_groups": 0}
+    assert of_generated([]) == {"generated_groups": 0, "generated_reward": 0.0, "zero_std_groups": 0}
 
 
 def test_repetition_counts_the_4_grams_that_were_said_before() -> None:
@@ -94,7 +94,7 @@ def test_a_metric_that_was_not_finite_is_no_part_of_what_status_shows(tmp_path: 
         "spool_depth": 0,
         "missing_groups": 0,
     }
-    status.steps = [{**about, "played_reward": reward} for reward in (0.25, None, 0.75)]
+    status.steps = [{**about, "generated_reward": reward} for reward in (0.25, None, 0.75)]
     assert "reward 0.500" in line(status)
     Console(file=(shown := io.StringIO()), width=120).print(render(status))
     assert "0.500 ▁█" in shown.getvalue()

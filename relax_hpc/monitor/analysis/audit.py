@@ -199,12 +199,12 @@ def _look_at(
 
 def _unsettled(state: dict[str, Any], settled: set[str], extended: set[str]) -> list[str]:
     """Requests that were released and are neither settled nor outstanding."""
-    if "book" not in state:
+    if "planner" not in state:
         return []
-    outstanding = {o["id"] for o in state["book"]["outstanding"]}
+    outstanding = {o["id"] for o in state["planner"]["outstanding"]}
     released = {
         request_name(batch, k)
-        for batch in range(state["book"]["next_batch"])
+        for batch in range(state["planner"]["next_batch"])
         for k in range(state["requests_per_step"])
     }
     return sorted((released | extended) - settled - outstanding)

@@ -109,9 +109,9 @@ def mismatch(steps: pd.DataFrame) -> str | None:
 
 def alike(steps: pd.DataFrame) -> str | None:
     """Share of the generated groups whose samples all have the same reward."""
-    if not {"zero_std_groups", "played_groups"} <= set(steps):
+    if not {"zero_std_groups", "generated_groups"} <= set(steps):
         return None
-    share = steps["zero_std_groups"].astype(float) / steps["played_groups"].astype(float).clip(lower=1)
+    share = steps["zero_std_groups"].astype(float) / steps["generated_groups"].astype(float).clip(lower=1)
     return _curves(steps.assign(share=share), {"share": "of the groups"}, bottom=0, percent=True)
 
 
@@ -197,7 +197,7 @@ def losses(steps: pd.DataFrame) -> str | None:
     names = {
         "failed_groups": "failed groups",
         "filtered_groups": "filtered groups",
-        "dropped_orders": "dropped requests",
+        "dropped_requests": "dropped requests",
     }
     return _curves(steps, {c: n for c, n in names.items() if c in steps and steps[c].sum()}, bottom=0)
 

@@ -74,7 +74,7 @@ class Collapse:
         steps = f"over the last {self._config.window} steps"
         entropy, reward = (
             self._mean(self._entropy, line.get("entropy")),
-            self._mean(self._reward, line.get("played_reward")),
+            self._mean(self._reward, line.get("generated_reward")),
         )
         empty = self._mean(self._empty, float(line.get("groups") == 0 and line["filtered_groups"] > 0))
         if self._begins("entropy", entropy is not None and entropy < self._config.entropy):

@@ -31,7 +31,7 @@ def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, process: R
         loss = trainer.supervised_step([p.tokens for p, _ in examples], [a for _, a in examples], rate)
         smooth = loss if smooth is None else (1 - SMOOTHING) * smooth + SMOOTHING * loss
         process.telemetry.heartbeat(
-            "warming up", warmup_step=step + 1, warmup_steps=sft_warm_start.steps, warmup_loss=loss
+            "warming up", warm_start_step=step + 1, warm_start_steps=sft_warm_start.steps, warm_start_loss=loss
         )
         ended = smooth < sft_warm_start.stop_at_loss or step + 1 == sft_warm_start.steps
         if (ended or (step + 1) % LINE_EVERY == 0) and process.arguments.rank == 0:

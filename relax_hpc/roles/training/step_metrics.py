@@ -64,7 +64,7 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
         "samples": len(rollouts),
         "groups": groups,
         "missing_groups": recipe.trainer.prompts_per_step - own,
-        "replayed_groups": len(entry.reused),
+        "reused_groups": len(entry.reused),
         "reward": _mean(rollouts.rewards),
         "raw_reward": _mean(rollouts.raw_rewards),
         "length_mean": _mean(lengths),
@@ -77,8 +77,8 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
         "failed_groups": failed,
         "filtered_groups": len(entry.filtered) - failed - surplus,
         "surplus_groups": surplus,
-        "refilled_orders": entry.extra_requests,
-        "dropped_orders": len(entry.dropped),
+        "extra_requests": entry.extra_requests,
+        "dropped_requests": len(entry.dropped),
         "masked_tokens": batch.masked,
         **({"failures": dict(count_failures(entry))} if failed else {}),
         **of_generated(batch.generated),
@@ -89,8 +89,8 @@ def of_generated(groups: Sequence[NDArray[np.float32]]) -> dict[str, float]:
     """Metrics of all groups that were generated for a step, filtered ones too: what was trained on alone would flatter, or not."""
     rewards = np.concatenate([np.zeros(0, np.float32), *groups])
     found = {
-        "played_groups": len(groups),
-        "played_reward": _mean(rewards),
+        "generated_groups": len(groups),
+        "generated_reward": _mean(rewards),
         "zero_std_groups": sum(bool(len(group)) and bool((group == group[0]).all()) for group in groups),
     }
     if not len(rewards) or not np.isin(rewards, (0.0, 1.0)).all():
