@@ -21,7 +21,7 @@ def unfilled(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     from transformers.initialization import no_init_weights
 
     with no_init_weights():  # seconds for a billion parameters, minutes for more
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
     return model
 

@@ -24,9 +24,12 @@ ROOM = 256
 class InPlaceLayer(CacheLayerMixin):
     """One layer's keys and values, [rows, kv heads, room, head size], of which the first `length` positions are filled."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, rows: int, limit: int) -> None:
         """`limit`: tokens that a row will ever hold."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.limit, self.length = rows, limit, 0
         self.writing = slice(0, rows)
         """The rows that the next update is about: a long prefill goes through the batch in parts."""

@@ -119,8 +119,11 @@ class Environments:
 
     def _settle(self, seat: Seat, outcome: list[Turn] | Wrong) -> None:
         known = len(seat.turns)
-        heard = lambda turns: [(turn.done, turn.observation) for turn in turns[:known]]
-        if isinstance(outcome, list) and heard(outcome) == heard(seat.turns):
+        heard, before = (
+            [(turn.done, turn.observation) for turn in turns[:known]]
+            for turns in (outcome if isinstance(outcome, list) else [], seat.turns)
+        )
+        if isinstance(outcome, list) and heard == before:
             seat.turns.extend(outcome[known:])
             return
         if seat.failure is not None:  # the first is why

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +46,9 @@ def copy(recipe: Recipe, run: RunDir, number: int = 0) -> Recipe:
     _refuse_clashes(wanted)
     folders = list(dict.fromkeys(file.parent for file in wanted))
     version = run.snapshot / "user" / f"v{number}"
-    in_copy = lambda path, file: Path(str(folders.index(file.parent)), path.relative_to(file.parent))
+    in_copy: Callable[[Path, Path], Path] = lambda path, file: Path(
+        str(folders.index(file.parent)), path.relative_to(file.parent)
+    )
     sources = {
         in_copy(path, file): path
         for file, modules in wanted.items()
@@ -65,8 +69,8 @@ def copy(recipe: Recipe, run: RunDir, number: int = 0) -> Recipe:
 
 def seen_from(run: RunDir, recipe: Recipe) -> Recipe:
     """The recipe with the run's copies named as seen from its directory, for RUN/recipe.toml."""
-    relative = lambda file: str(file.relative_to(run.root)) if file.is_relative_to(run.snapshot) else str(file)
-    return with_files(recipe, lambda file: relative(Path(file)))
+    relative = lambda file: os.path.relpath(file, run.root) if Path(file).is_relative_to(run.snapshot) else file
+    return with_files(recipe, relative)
 
 
 def edited(run: RunDir, recipe: Recipe) -> list[Edited]:

@@ -82,7 +82,7 @@ class RewardRunner:
     def close(self) -> None:
         """Stop the processes, also those in the middle of a reward."""
         if self._pool is not None:
-            self._pool.stop()  # type: ignore[no-untyped-call]
+            self._pool.stop()
             self._pool.join()
             self._pool = None
 

@@ -252,7 +252,8 @@ def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoRet
     try:
         if what == PREPARE:
             assert final_message is not None
-            prepare.main(*rest, final_message)
+            root, doing = rest
+            prepare.main(root, doing, final_message)
         else:
             roles.main([what, *rest, "--supervisor", str(os.getppid()), "--final-message", str(final_message)])
     except SystemExit as end:

@@ -19,6 +19,7 @@ import shutil
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Lease:
             if "." not in name:
                 old = self.folder / name
                 over = old.with_name(name + OVER)
-                rename_once(old, over, lambda over=over: is_there(over))
+                rename_once(old, over, partial(is_there, over))
         folder = self.folder / f"i{number:06d}"
         folder.mkdir(exist_ok=True)  # only we make folders here: one that is there is ours, and the reply was lost
         return folder

@@ -87,7 +87,7 @@ def _head_logprobs(
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
     """Raise RunError for a model that does more after its base than its head (soft caps, scales): its logprobs would be wrong."""
-    probe = torch.arange(4, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    probe = torch.arange(4, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     whole = model(input_ids=probe, use_cache=False).logits
     parts = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):

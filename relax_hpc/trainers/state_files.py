@@ -32,7 +32,8 @@ PARTS = 4
 SHOWN = 3
 """Differences that an error names."""
 
-A, T = TypeVar("A"), TypeVar("T")
+A = TypeVar("A")
+T = TypeVar("T")
 INCOMPLETE = "checkpoint has no '{}': it is incomplete or of another trainer backend"
 UNREADABLE = "'{}' cannot be read: {}; go back to an older checkpoint"
 

@@ -14,7 +14,7 @@ import copy
 import errno
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -299,13 +299,14 @@ def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
     """The model in float32. Raises RunError when the folder lacks weights (transformers would draw them at random)."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
             raise  # of the file system's: another start may do well
         raise RunError(f"no model can be loaded from '{folder}': {error}") from error
+    model, info = found
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise RunError(

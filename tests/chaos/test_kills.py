@@ -26,7 +26,7 @@ from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.monitor.analysis.report import render
 from relax_hpc.monitor.analysis.trace import write
 from relax_hpc.recipe import load_recipe
-from relax_hpc.roles.training.sft_batches import read
+from relax_hpc.roles.training.sft import read
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.supervise.local import open_or_create
 from relax_hpc.telemetry import read_metrics

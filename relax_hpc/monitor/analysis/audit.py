@@ -142,7 +142,7 @@ def _settled_before(run: RunDir) -> set[str]:
         parent = open_existing(about["fork_of"])
         settled = _settled_before(parent)
         for entry in (Ledger(parent).find(step) for step in range(about["fork_step"])):
-            settled |= {o.request for o in (*entry.take, *entry.dropped)} if entry else set()
+            settled |= {*(o.request for o in entry.take), *(o.request for o in entry.dropped)} if entry else set()
     return settled
 
 

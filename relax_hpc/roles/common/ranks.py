@@ -24,7 +24,7 @@ def meet(commit_dir: Path, rank: int, world: int, device: str) -> None:
     """Join the group that commits by way of `via`. device: as the recipe says it."""
     if world > 1:
         backend = "nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
-        store = dist.FileStore(str(commit_dir / "rendezvous"), world)
+        store = dist.FileStore(str(commit_dir / "rendezvous"), world)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 

@@ -262,8 +262,8 @@ def _show(
     episodes: Sequence[Episode], turn: int, tokenizer: Any, environments: Environments, acting: Callable[[], None]
 ) -> None:
     """Show each environment that turn of its model's."""
-    decode = lambda episode: tokenizer.decode(episode.turn(turn).tolist(), skip_special_tokens=True)
-    environments.step([(episode.seat, decode(episode)) for episode in episodes], acting)
+    said = [tokenizer.decode(episode.turn(turn).tolist(), skip_special_tokens=True) for episode in episodes]
+    environments.step([(episode.seat, text) for episode, text in zip(episodes, said, strict=True)], acting)
     for episode in episodes:
         episode.turns = turn + 1
 

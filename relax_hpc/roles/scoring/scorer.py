@@ -93,7 +93,8 @@ class Scorer:
         """Which weights each model has: a checksum, or a version of the policy. The same on every rank."""
         self._reference_seen: tuple[tuple[int, int], str] = (0, 0), ""
         self.requests, self.usual_s = 0, 0.0
-        self.rank, self.world = (arguments.rank, arguments.world) if commit_dir else (0, 1)
+        self.rank: int = arguments.rank if commit_dir else 0
+        self.world: int = arguments.world if commit_dir else 1
         about = read_json(process.run.identity)
         self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
         self.shard_reader = Shards(self.shards, recipe.spool.node_cache)

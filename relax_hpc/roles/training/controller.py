@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptCursor
@@ -24,17 +24,14 @@ from relax_hpc.roles.training.evaluation import Evaluations
 from relax_hpc.roles.training.failures import Failures
 from relax_hpc.roles.training.quarantine import Quarantine
 from relax_hpc.roles.training.retention import Retention, newest_step
-from relax_hpc.roles.training.sft_batches import SftBatches
+from relax_hpc.roles.training.sft import SftBatches
 from relax_hpc.roles.training.skipped_steps import SkippedSteps
+from relax_hpc.roles.training.state import TrainerState
 from relax_hpc.roles.training.step_metrics import Batch, Clock, describe
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.planner import RequestPlanner
 from relax_hpc.spool.queue import Queue
 from relax_hpc.weights import Export, make_publisher
-
-if TYPE_CHECKING:
-    from relax_hpc.roles.training.trainer import TrainerRole
-
 
 MARGIN_S = 10.0
 """Kept free before the allocation's end, beside what a step and a checkpoint were seen to take."""
@@ -53,7 +50,7 @@ class Command:
 class Controller:
     """What rank 0 has besides: requests, ledger, weights, evaluations, retention, metrics."""
 
-    def __init__(self, role: TrainerRole) -> None:
+    def __init__(self, role: TrainerState) -> None:
         recipe, run, commit_dir = role.recipe, role.run, role.commit_dir
         self.role, self.process, self.recipe = role, role.process, role.recipe
         self.incarnation = int(commit_dir.name[1:])
@@ -114,7 +111,7 @@ class Controller:
             self.process.log.warning("%s", warning)
 
     def new_planner(self) -> RequestPlanner:
-        """A book with nothing asked for yet."""
+        """A planner with nothing asked for yet."""
         recipe = self.recipe
         return RequestPlanner(
             n=recipe.requests_per_step,
@@ -212,7 +209,7 @@ class Controller:
         )
 
     def after_step(self, entry: Entry, batch: Batch, metrics: dict[str, float], clock: Clock) -> None:
-        """Settle the books, say what happened."""
+        """Settle ledger and planner, say what happened."""
         role, rollouts, replayed = self.role, batch.rollouts, not self.scheduler.live
         self.scheduler.settle(entry, role.step)
         self.skipped_steps.note(entry, rollouts, metrics)
@@ -222,7 +219,7 @@ class Controller:
         values = describe(entry, batch, self.recipe) | metrics
         values |= {
             "step": entry.step, "version": role.version, "incarnation": self.incarnation, "replayed": replayed,
-            "spool_depth": self.scheduler.depth, "wait_s": self.waited_s, "switch_s": role.turns.seconds,
+            "spool_depth": self.scheduler.depth, "wait_s": self.waited_s, "switch_s": role.switch_s,
             "checkpoint_s": self.checkpoint_s,
             "step_s": step_s, "tokens_per_s": tokens / step_s,
             "tokens_per_device_s": tokens / clock.laps["train_s"] / self.recipe.trainer.processes,
@@ -242,7 +239,7 @@ class Controller:
         # where workers share the devices, they generate their requests to the end before a last checkpoint can be made
         busy_s = step_s - (self.waited_s if self.recipe.run.placement == "split" else 0.0)
         self.longest_step_s = max(busy_s, 0.9 * self.longest_step_s)
-        self.waited_s, self.checkpoint_s, role.turns.seconds, self.last_step_at = 0.0, 0.0, 0.0, now
+        self.waited_s, self.checkpoint_s, role.switch_s, self.last_step_at = 0.0, 0.0, 0.0, now
         self.process.caches.keep()
 
     def compare_engine(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -57,13 +57,12 @@ def evaluation_requests(
     samples_per_prompt = recipe.evaluation.samples if recipe.evaluation else 1
     rows = max(1, recipe.rollout.groups_per_request * recipe.algorithm.group_size // samples_per_prompt)
     # The answers of every lineage are drawn alike.
-    seed = lambda k: request_seed(recipe.run.seed, evaluation_name(version, 0, k))
     return [
         Request(
             evaluation_name(version, lineage, k),
             tuple(prompts[k * rows : (k + 1) * rows]),
             samples_per_prompt,
-            seed(k),
+            request_seed(recipe.run.seed, evaluation_name(version, 0, k)),
             version,
         )
         for k in range(-(-len(prompts) // rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +38,13 @@ def take(
         out = [g for g in range(len(shard.groups)) if f"{shard.request}/{g}" in entry.filtered]
         return of(shard, ~np.isin(shard.samples["group"], out)), shard.raw_rewards()
 
+    def group_of(group: int, shard: Shard) -> Rollouts:
+        return of(shard, shard.samples["group"] == group)
+
     with decided(entry.step):
         taken = [shard_reader.read(each.request, taken_from) for each in entry.take]
         reused = [
-            shard_reader.read(request, lambda shard, group=int(group): of(shard, shard.samples["group"] == group))
+            shard_reader.read(request, partial(group_of, int(group)))
             for request, _, group in (name.rpartition("/") for name in entry.reused)
         ]
     rollouts = concatenate([*(part for part, _ in taken), *reused])

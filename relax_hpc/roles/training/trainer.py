@@ -13,32 +13,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
+from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.data import PromptSources
 from relax_hpc.engines.model_folder import context_of
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import read_json
-from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe.schema import CRITIC_KEY
 from relax_hpc.records import Rollouts
-from relax_hpc.roles.common import gpus
-from relax_hpc.roles.common.device_lock import TrainersTurns
 from relax_hpc.roles.common.process import Exit, RoleProcess, is_full
-from relax_hpc.roles.common.ranks import everywhere, first_said, meet, room_for_all, together
-from relax_hpc.roles.training import sft_batches
-from relax_hpc.roles.training.columns import REFERENCE
+from relax_hpc.roles.common.ranks import first_said, room_for_all, together
+from relax_hpc.roles.training import sft
 from relax_hpc.roles.training.controller import Command, Controller
 from relax_hpc.roles.training.load_batch import take
-from relax_hpc.roles.training.sft_warm_start import warm_up
+from relax_hpc.roles.training.shared_devices import SharedDevices
+from relax_hpc.roles.training.state import TrainerState
 from relax_hpc.roles.training.step_metrics import Batch, Clock
 from relax_hpc.spool.ledger import Entry
-from relax_hpc.spool.reading import Shards
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.base import Saving
 from relax_hpc.weights import reference
@@ -70,34 +64,14 @@ class Begun:
     keep: int
 
 
-class TrainerRole:
-    """One process of the trainer. What only rank 0 has is in `lead`."""
+class TrainerRole(TrainerState):
+    """The loop. What rank 0 alone has is in `controller`."""
 
     def __init__(self, process: RoleProcess) -> None:
-        arguments, recipe = process.arguments, process.recipe
-        self.process, self.recipe, self.run = process, recipe, process.run
-        self.step, self.saved_step, self.save_s = 0, -1, 0.0
-        self.rank, self.world = arguments.rank, arguments.world
-        self.commit_dir = Path(arguments.incarnation)
-        process.telemetry.heartbeat("starting", step=0, steps=recipe.run.steps)
-        about = read_json(process.run.identity)
-        self.debug: str | None = about["debug"]
-        self.forked_at: int | None = about.get("fork_step")
-        self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
-        """The run whose shards are trained on."""
-        self.shard_reader = Shards(self.shards, recipe.spool.node_cache)
-        self.columns = () if self.debug == "rollout-only" else recipe.columns
-        """Those that other roles make."""
-        begins_elsewhere = "values" in self.columns and CRITIC_KEY not in recipe.models_beside
-        self.keeps_reference = REFERENCE in self.columns or begins_elsewhere
-        """Whether scorers hold the weights of before step 0, or a critic begins as them."""
-        # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
-        self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
-        torch.set_num_threads(recipe.trainer.threads)
-        gpus.take(process, self.commit_dir)
-        meet(self.commit_dir, self.rank, self.world, recipe.trainer.device)
-        self.turns = TrainersTurns(self)
-        self.turns.wait()
+        super().__init__(process)
+        recipe = self.recipe
+        self.devices = SharedDevices(self)
+        self.devices.wait()
         self.algorithm = make_algorithm(recipe.algorithm)
         self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
         self.saving: tuple[Begun, float] | None = None
@@ -108,20 +82,15 @@ class TrainerRole:
         self.sources = PromptSources.of(recipe, tokenizer, context_of(config))
         self.controller = Controller(self) if self.rank == 0 else None
 
-    @property
-    def version(self) -> int:
-        """Of the policy's weights: the steps that were trained."""
-        return 0 if self.debug == "rollout-only" else self.step
-
     def train(self) -> Exit:
         """The loop: ends when all steps are trained, or when asked to stop."""
         self.begin()
         while True:
-            self.turns.give()
+            self.devices.give()
             command = self.agree()
             if command.do == "wait":
                 continue
-            self.turns.take()
+            self.devices.take()
             if command.do == "end":
                 break
             if command.do == "checkpoint":
@@ -155,10 +124,6 @@ class TrainerRole:
             self.controller.publisher.close()
         self.heartbeat("done" if command.exit is Exit.DONE else "stopped")
         return command.exit
-
-    def everywhere(self, flag: bool) -> bool:
-        """Whether it is so on every rank."""
-        return everywhere(flag, self.world)
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """One optimizer step."""
@@ -223,7 +188,7 @@ class TrainerRole:
             self.step = self.saved_step = state["step"]
         else:
             if self.recipe.sft_warm_start is not None:
-                warm_up(self.recipe, self.trainer, self.sources, self.process)
+                sft.warm_up(self.recipe, self.trainer, self.sources, self.process)
             self.trainer.begin_training()
         if self.keeps_reference:
             self._exported(lambda _: self.keep_reference(fresh=state is None))
@@ -258,7 +223,7 @@ class TrainerRole:
     def take(self, entry: Entry) -> Batch:
         """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
         if self.recipe.supervised:
-            return Batch(sft_batches.read(entry, self.sources), 0, [])
+            return Batch(sft.read(entry, self.sources), 0, [])
         recipe = self.recipe
         routed = recipe.rollout.routed_experts and recipe.trainer.backend == "megatron"
         oldest = entry.step - self.bound if recipe.async_.on_stale == "mask" else None
@@ -319,6 +284,3 @@ class TrainerRole:
             if self.controller:
                 checkpoint.commit(self.run, begun.folder, begun.step, begun.state, begun.saving.checksums)
                 self.controller.forget(checkpoint.rotate(self.run, self.commit_dir, begun.keep))
-
-    def heartbeat(self, state: str) -> None:
-        self.process.telemetry.heartbeat(state, step=self.step)

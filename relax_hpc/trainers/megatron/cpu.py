@@ -125,7 +125,8 @@ def _uneven_scatter(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
         x = x.contiguous().clone()
         dist.all_reduce(x, group=group)
         parts: list[Tensor] = list(torch.split(x, [int(size) for size in input_split_sizes]))
-        return parts[group.rank()].contiguous()
+        mine: Tensor = parts[group.rank()].contiguous()
+        return mine
 
     return scatter
 

@@ -18,7 +18,7 @@ def join(plan: Parallel, seed: int) -> ProcessGroupCollection:
     global _current
     if not dist.is_initialized():  # a trainer of one process
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         _current = ()
     virtual = plan.virtual_pipeline if plan.virtual_pipeline > 1 else None
     wanted = (plan.tensor, plan.pipeline, plan.virtual_pipeline, plan.context, plan.expert, plan.expert_tensor)

@@ -101,7 +101,7 @@ def token_logprobs(
 
 def _head(model: Policy, hidden: Tensor, targets: Tensor, real: int, temperature: float) -> tuple[Tensor, Tensor]:
     logits = model.logits(hidden)[:, :real].float() / temperature
-    logprobs, entropies = _SplitLogprobs.apply(logits, targets, model.pg_collection.tp)
+    logprobs, entropies = _SplitLogprobs.apply(logits, targets, model.pg_collection.tp)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
 

@@ -55,14 +55,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 def _device(config: TransformerConfig) -> Any:
     return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
 
 
-class Attention(MegatronModule):
+class Attention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
     """Causal attention within each packed sequence, a batch of sequences of like length at a time.
 
     Under context parallelism keys and values are gathered whole, queries stay where they are.
@@ -95,7 +95,7 @@ class Attention(MegatronModule):
         assert packed_seq_params is not None
         layout = packed_seq_params.attention
         if self.group.size() > 1:
-            key, value = (_Gather.apply(x, self.group)[layout.gathered] for x in (key, value))
+            key, value = (_Gather.apply(x, self.group)[layout.gathered] for x in (key, value))  # type: ignore[no-untyped-call]
         parts = []
         for block in layout.blocks:
             # [B, L] indices of tokens; padding repeats a token, and what it attends to is not taken

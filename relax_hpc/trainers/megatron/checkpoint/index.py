@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -80,7 +80,7 @@ class _Reader(pickle._Unpickler):
     def mark(self) -> None:
         if len(self.metastack) >= DEPTH:
             raise pickle.UnpicklingError(f"more than {DEPTH} collections in one another")
-        pickle._Unpickler.dispatch[pickle.MARK[0]](self)
+        pickle._Unpickler.dispatch[pickle.MARK[0]](self)  # type: ignore[arg-type]
 
     def make(self) -> None:
         given = self.stack.pop()
@@ -93,7 +93,7 @@ class _Reader(pickle._Unpickler):
         self.stack[-1].state = state
 
     def set_items(self) -> None:
-        items = self.pop_mark()
+        items = self.pop_mark()  # type: ignore[attr-defined]
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.set(key, value)
 
@@ -153,7 +153,7 @@ def read(folder: Path) -> Metadata:
 def _read(path: Path, version: tuple[int, ...]) -> Metadata:
     """Kept, since a checkpoint is loaded in several parts, and each asks for the index."""
     index = _state(_Reader(io.BytesIO(path.read_bytes())).load(), "Metadata")
-    tensors = {
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         _text(name): _tensor(about)
         for name, about in _of(index["state_dict_metadata"], dict).items()
         if _is_tensor(about)
@@ -232,4 +232,4 @@ def _read_metadata(reader: FileSystemReader, *_: Any, **__: Any) -> Metadata:
     return read(Path(reader.path))
 
 
-FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign]  # torch's own unpickles
+FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]  # torch's own unpickles

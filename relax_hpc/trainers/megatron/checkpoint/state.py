@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import queue
 import re
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -112,7 +113,7 @@ def verify(folder: Path) -> None:
     Collective. Raises DamagedCheckpoint, on every process.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    of_rank = lambda name: int(found[1]) % world if (found := PART.match(name)) else 0
+    of_rank: Callable[[str], int] = lambda name: int(found[1]) % world if (found := PART.match(name)) else 0
     error = ""
     try:
         folder_checksums.compare_all(

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning as the trainer's role sees it: a step's ledger entry names prompts, and every rank looks them up.
+"""Supervised fine-tuning on the sources' own answers: as an algorithm of its own, and as a warm start before step 0.
 
 cursor ──► ledger entry s: (source, index, epoch) of each prompt ──► prompts and answers, tokenized ──► one optimizer step
 
-Nothing is ordered, generated or waited for; what a step learns depends on the recipe's seed and the cursor's position alone.
+Nothing is requested, generated or waited for: the entry names prompts and every rank looks them up, so what a step learns depends on the recipe's seed and the cursor's position alone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 from relax_hpc.data import PromptCursor, PromptSources
+from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
+from relax_hpc.roles.common.process import RoleProcess, Stop
 from relax_hpc.roles.training.batch_scheduler import WithoutRequests
 from relax_hpc.spool.ledger import Entry, Ledger
+from relax_hpc.trainers import Trainer
 from relax_hpc.trainers.token_loss import as_rollouts
+
+RAMP_STEPS = 50
+"""The learning rate rises over this many steps: Adam's first steps at full rate spoil a fresh model."""
+SMOOTHING = 0.1
+"""Weight of a step in the running loss that ends the phase."""
+LINE_EVERY = 20
+"""Steps between two lines of metrics."""
+SEED_OFFSET = 0x5EED
+"""Warm-up draws the training prompts in an order of its own."""
 
 
 class SftBatches(WithoutRequests):
@@ -55,3 +67,26 @@ def read(entry: Entry, sources: PromptSources) -> Rollouts:
     examples = [sources.example(source, index) for source, index, _ in entry.learned]
     rollouts = as_rollouts([prompt.tokens for prompt, _ in examples], [answer for _, answer in examples])
     return replace(rollouts, ids=entry.sft_examples)
+
+
+def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, process: RoleProcess) -> None:
+    """Make `recipe.sft_warm_start.steps` supervised steps; every rank draws the same batches. Raises Stop when asked to stop."""
+    phase = recipe.sft_warm_start
+    assert phase is not None
+    cursor = PromptCursor(sources, recipe.run.seed + SEED_OFFSET)
+    smooth: float | None = None
+    for step in range(phase.steps):
+        if process.stopping or process.run.stop.exists():
+            raise Stop
+        examples = [sources.example(ref.source, ref.index) for ref in cursor.take(phase.batch_size)]
+        rate = phase.learning_rate * min(1.0, (step + 1) / RAMP_STEPS)
+        loss = trainer.supervised_step([p.tokens for p, _ in examples], [a for _, a in examples], rate)
+        smooth = loss if smooth is None else (1 - SMOOTHING) * smooth + SMOOTHING * loss
+        process.telemetry.heartbeat(
+            "warming up", warm_start_step=step + 1, warm_start_steps=phase.steps, warm_start_loss=loss
+        )
+        ended = smooth < phase.stop_at_loss or step + 1 == phase.steps
+        if (ended or (step + 1) % LINE_EVERY == 0) and process.arguments.rank == 0:
+            process.telemetry.metrics(kind="sft_warm_start", step=step + 1, loss=loss, smooth_loss=smooth)
+        if ended:
+            break

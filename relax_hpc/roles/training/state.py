@@ -1,0 +1,66 @@
+"""A run as every rank of its trainer sees it: all that the controller and the shared devices need to know of the role."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from relax_hpc.algorithms.base import REFERENCE
+from relax_hpc.data import PromptSources
+from relax_hpc.files.publish import read_json
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.recipe.schema import CRITIC_KEY
+from relax_hpc.roles.common import gpus
+from relax_hpc.roles.common.process import RoleProcess
+from relax_hpc.roles.common.ranks import everywhere, meet
+from relax_hpc.spool.reading import Shards
+from relax_hpc.trainers.base import Trainer
+
+
+class TrainerState:
+    """One process of the trainer: its run, its place among the ranks, how far it is."""
+
+    trainer: Trainer
+    sources: PromptSources
+    context: int
+    """The model's longest sequence, in tokens."""
+
+    def __init__(self, process: RoleProcess) -> None:
+        """Meet the other ranks, on devices that are this process's own."""
+        arguments, recipe = process.arguments, process.recipe
+        self.process, self.recipe, self.run = process, recipe, process.run
+        self.step, self.saved_step, self.save_s = 0, -1, 0.0
+        self.switch_s = 0.0
+        """Seconds that leaving and taking shared devices took since the step before, generation not counted."""
+        self.rank, self.world = arguments.rank, arguments.world
+        self.commit_dir = Path(arguments.incarnation)
+        process.telemetry.heartbeat("starting", step=0, steps=recipe.run.steps)
+        about = read_json(process.run.identity)
+        self.debug: str | None = about["debug"]
+        self.forked_at: int | None = about.get("fork_step")
+        self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
+        """The run whose shards are trained on."""
+        self.shard_reader = Shards(self.shards, recipe.spool.node_cache)
+        self.columns = () if self.debug == "rollout-only" else recipe.columns
+        """Those that other roles make."""
+        begins_elsewhere = "values" in self.columns and CRITIC_KEY not in recipe.models_beside
+        self.keeps_reference = REFERENCE in self.columns or begins_elsewhere
+        """Scorers hold the weights of before step 0, or a critic begins as them."""
+        # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
+        self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
+        torch.set_num_threads(recipe.trainer.threads)
+        gpus.take(process, self.commit_dir)
+        meet(self.commit_dir, self.rank, self.world, recipe.trainer.device)
+
+    @property
+    def version(self) -> int:
+        """Of the policy's weights: the steps that were trained."""
+        return 0 if self.debug == "rollout-only" else self.step
+
+    def everywhere(self, flag: bool) -> bool:
+        """True where the flag is set on every rank; collective."""
+        return everywhere(flag, self.world)
+
+    def heartbeat(self, state: str) -> None:
+        self.process.telemetry.heartbeat(state, step=self.step)
