@@ -1,4 +1,4 @@
-"""Roles are born here: a process that has imported torch once, and forks a role in milliseconds.
+"""Roles are forked here: a process that has imported torch once, and forks a role in milliseconds.
 
     supervisor or node agent ──(arguments, environment, log)──► fork server ──fork──► role, role, …
            ▲                                                       │
@@ -42,7 +42,7 @@ class ForkServer:
     """The supervisor's side. The process is started with the first role, and again after it was lost."""
 
     def __init__(self, run: RunDir) -> None:
-        """run: the one whose roles are born here; it may be made later."""
+        """run: the one whose roles are forked here; it may be made later."""
         self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -144,7 +144,7 @@ class ForkedProcess:
         self.handle = -1
         """A pidfd: it means this process even when its number is another's."""
         self._waiting: signal.Signals | None = None
-        """For a process that is not born yet."""
+        """For a process that is not spawned yet."""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:

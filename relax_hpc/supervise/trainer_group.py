@@ -85,10 +85,10 @@ class LocalTrainers:
         for handle, code in codes.items():  # whichever met it: the others wait for it, or are lost with it
             if code == Exit.FATAL:
                 return Ending("failed", handle.error())
-        lead = codes[self._handles[0]]
-        if lead in FINAL:
-            return Ending(FINAL[Exit(lead)])
-        if lead is None and all(code in (None, *FINAL) for code in codes.values()):
+        controller = codes[self._handles[0]]
+        if controller in FINAL:
+            return Ending(FINAL[Exit(controller)])
+        if controller is None and all(code in (None, *FINAL) for code in codes.values()):
             return None  # the others leave a moment before rank 0
         ended = {m.name: how_it_ended(code) for m, code in codes.items() if code is not None}
         return Ending(None, ", ".join(f"{name}: {how}" for name, how in ended.items()))

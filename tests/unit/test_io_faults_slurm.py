@@ -80,8 +80,8 @@ def prepared(root: Path, folder: Path, *sets: str) -> RunDir:
     return run
 
 
-def each_call(tmp_path: Path, generate: Callable[[Path, Faults], None], every: int = 1) -> int:
-    """Generate with one call below tmp_path/runs that goes wrong, the first, the second, …; how many there are. `generate` gets a name for a run.
+def each_call(tmp_path: Path, scenario: Callable[[Path, Faults], None], every: int = 1) -> int:
+    """Run `scenario` with one call below tmp_path/runs that goes wrong, the first, the second, …; how many there are. It gets a name for a run.
     every: leave out the calls between."""
     root, number = tmp_path / "runs", 0
     root.mkdir(exist_ok=True)
@@ -92,7 +92,7 @@ def each_call(tmp_path: Path, generate: Callable[[Path, Faults], None], every: i
             faults = inject(patch, root)
             faults.fail(number, how, error)
             try:
-                generate(root / f"run{number}", faults)
+                scenario(root / f"run{number}", faults)
             except BaseException as failure:
                 raise AssertionError(f"call {number}, {faults.hit}: {how} {errno.errorcode[error]}") from failure
         if not faults.hit:
@@ -100,7 +100,7 @@ def each_call(tmp_path: Path, generate: Callable[[Path, Faults], None], every: i
 
 
 class Node(ForkServer):
-    """Bears workers that are scripts: the first dies on a request, the second works until the run is over, which it says."""
+    """Spawns workers that are scripts: the first dies on a request, the second works until the run is over, which it says."""
 
     faults: Faults
 
@@ -128,7 +128,7 @@ class Node(ForkServer):
 
 
 def test_a_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def generate(root: Path, faults: Faults) -> None:
+    def scenario(root: Path, faults: Faults) -> None:
         Node.faults = faults
         with faults.spared():
             run = prepared(root, tmp_path)
@@ -151,7 +151,7 @@ def test_a_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: p
             assert read_json(run.slurm / "places" / "base-0.json") == {"step": "s"}
 
     monkeypatch.setattr(node_agent, "ForkServer", Node)
-    assert each_call(tmp_path, generate) > 30
+    assert each_call(tmp_path, scenario) > 30
 
 
 def test_a_rollout_job_goes_on_whatever_call_fails(
@@ -160,7 +160,7 @@ def test_a_rollout_job_goes_on_whatever_call_fails(
     program(quick, "srun", "exit 0")
     program(quick, "squeue", "echo '7|RUNNING|None'")
 
-    def generate(root: Path, faults: Faults) -> None:
+    def scenario(root: Path, faults: Faults) -> None:
         with faults.spared():
             run = prepared(root, tmp_path)
         monkeypatch.setattr("sys.argv", ["batch", "rollout", str(run.root)])
@@ -170,7 +170,7 @@ def test_a_rollout_job_goes_on_whatever_call_fails(
         with faults.spared():
             assert [(job["id"], job["kind"]) for job in jobs(run)] == [("7", "rollout")]
 
-    assert each_call(tmp_path, generate) > 15
+    assert each_call(tmp_path, scenario) > 15
 
 
 TRAINER = """
@@ -184,7 +184,7 @@ echo '{{"role": "trainer-0", "attempt": 0, "state": "done", "step": 1, "time": 1
 def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
     tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def generate(root: Path, faults: Faults) -> None:
+    def scenario(root: Path, faults: Faults) -> None:
         sent = tmp_path / f"{root.name}.sent"
         with faults.spared():
             run = prepared(root, tmp_path)
@@ -207,7 +207,7 @@ def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
             assert (outcome_of(run) or {})["outcome"] == "done"
             assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
 
-    assert each_call(tmp_path, generate, every=3) > 80
+    assert each_call(tmp_path, scenario, every=3) > 80
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -223,7 +223,7 @@ def test_the_view_shows_the_same_after_whatever_call_failed(
     Telemetry(run, "chain", 0).metrics("refused", role="successor", reason="no")
     shown = set[str]()
 
-    def generate(root: Path, faults: Faults) -> None:
+    def scenario(root: Path, faults: Faults) -> None:
         with faults.spared():
             seen = Status(run, load_recipe(run.recipe))
         with live(run, Console(file=io.StringIO(), force_terminal=terminal), seen) as look:
@@ -232,7 +232,7 @@ def test_the_view_shows_the_same_after_whatever_call_failed(
             look()
         shown.add(json.dumps([line(seen), seen.restarts, seen.state, sorted(seen.heartbeats)]))
 
-    assert each_call(tmp_path, generate) > 10
+    assert each_call(tmp_path, scenario) > 10
     assert len(shown) == 1
 
 

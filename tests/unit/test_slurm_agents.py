@@ -52,7 +52,7 @@ def telemetry(run: RunDir) -> Telemetry:
 
 
 def claimed(run: RunDir, claim_dir: str) -> None:
-    """A worker in `claim directory` generates a request."""
+    """A worker in `claim_dir` generates a request."""
     queue = Queue(run)
     queue.put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
     queue.open_claim_dir(claim_dir)
@@ -170,7 +170,7 @@ def test_a_node_agent_does_not_wait_for_slurm_when_it_ends_a_leader_that_is_lost
     assert ended.read_text() == "--quiet 7\n" and ended_by_us(run, "7")
 
 
-def test_desired_sizes_are_declarative_and_protect_the_core(run: RunDir) -> None:
+def test_desired_sizes_are_declarative_and_protect_the_base(run: RunDir) -> None:
     set_desired_size(run, 2, 4, "low", "me")
     first = desired_size(run)
     set_desired_size(run, 2, 4, "low", "somebody else")

@@ -197,14 +197,14 @@ def test_only_a_trainer_that_says_so_is_done(run: RunDir, tmp_path: Path, python
 def test_a_look_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    quiet = HeartbeatMonitor()
-    assert quiet.look({0: 1.0}) == {0: 0.0}
+    monitor = HeartbeatMonitor()
+    assert monitor.look({0: 1.0}) == {0: 0.0}
     now = 102.0
-    assert quiet.look({0: 1.0}) == {0: 2.0}
+    assert monitor.look({0: 1.0}) == {0: 2.0}
     now = 700.0
-    assert quiet.look({0: 1.0}) == {0: 2.0}
+    assert monitor.look({0: 1.0}) == {0: 2.0}
     now = 701.0
-    assert quiet.look({0: 1.0}) == {0: 3.0}
+    assert monitor.look({0: 1.0}) == {0: 3.0}
 
 
 def test_work_that_is_lost_again_each_time_is_no_progress() -> None:

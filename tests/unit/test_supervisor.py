@@ -69,7 +69,7 @@ class Scripted:
 
 
 class Stage(ForkServer):
-    """Bears roles that are scripts: a worker claims a request and dies, the second one generates; the first trainer dies, the second one ends."""
+    """Spawns roles that are scripts: a worker claims a request and dies, the second one generates; the first trainer dies, the second one ends."""
 
     def __init__(self, run: RunDir, faults: Faults) -> None:
         super().__init__(run)

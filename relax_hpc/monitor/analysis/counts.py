@@ -50,7 +50,7 @@ class Counts:
     reasons: Counter[tuple[GroupStatus, str]]
     """Groups by status and reason."""
     shards: Counter[str]
-    """Shards by the folder they lie in: shards, evals, aside."""
+    """Shards by the folder they lie in: shards, evals, quarantine."""
     bytes: Counter[str]
     broken: list[RunError]
 
