@@ -34,7 +34,7 @@ class Completion:
     logprobs: NDArray[np.float32]  # [T] of the tempered distribution before top-p and top-k
     spans: list[tuple[int, int]]  # (start, version), the first start is 0; none where there are no tokens
     finish: Finish | None
-    """None: `progress` had Enough before its end."""
+    """None: `progress` raised Abort before its end."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
     """Which experts each token of prompt and answer was routed to, where the recipe asks for it."""
     seconds: float = 0.0
@@ -89,23 +89,23 @@ class Engine(Protocol):
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[NDArray[np.int32]] = (),
     ) -> list[Completion]:
-        """Go on with every prompt `copies` times, as one batch: prompt-major, len(prompts) * copies completions.
+        """Generate `samples_per_prompt` completions of every prompt, as one batch: prompt-major.
 
-        Where the engine is `seeded`, the same prompts, copies, sampling, seed and weights give the same completions.
+        Where the engine is `seeded`, the same prompts, samples per prompt, sampling, seed and weights give the same completions.
         `progress` is called with the number of tokens generated so far (an engine may count completions when they end), at
-        least once a second (it is the heartbeat). Where it raises Enough, what has not ended has no `finish`.
-        `begun`: what each prompt's answer has already, under whatever weights (`copies` is 1 then). It counts for
+        least once a second (it is the heartbeat). Where it raises Abort, what has not ended has no `finish`.
+        `begun`: what each prompt's answer has already, under whatever weights (`samples_per_prompt` is 1 then). It counts for
         `max_new_tokens` and stop strings, and is not part of the completion.
         Raises ValueError when a prompt leaves no room in the context, EngineRestarted, EngineError.
         """
         ...
 
     def offload(self) -> None:
-        """Give the device's memory back, weights and cache; nothing is called before `wake`."""
+        """Give the device's memory back, weights and cache; nothing is called before `onload`."""
         ...
 
     def onload(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Go on after `rest`, without weights: `load` brings them. `progress`: as in `load`."""
+        """Go on after `offload`, without weights: `load` brings them. `progress`: as in `load`."""
         ...
 
     def close(self) -> None:

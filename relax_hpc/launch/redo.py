@@ -45,7 +45,7 @@ def redo_failed(run: RunDir, recipe: Recipe, how: Redo) -> list[str]:
         NodeCache(run, recipe.spool.node_cache).remove(path.stem)
         move_to_quarantine(run, path, f"its failed groups were to be {'scored' if partial else 'generated'} again")
         if partial is not None:
-            Queue(run).put([request], partials=number)
+            Queue(run).put([request], aborts=number)
         redone.append(request.id)
     return redone
 

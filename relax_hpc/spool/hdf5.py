@@ -1,6 +1,6 @@
 """Flat arrays as the bytes of an HDF5 file, by h5py's low-level API.
 
-For an order of eight samples the high-level API costs four times as much; nothing here knows what the columns mean.
+For a request of eight samples the high-level API costs four times as much; nothing here knows what the columns mean.
 
 columns ──image──► pieces of bytes ──written by others──► FILE ──File──► datasets, each of which is where it says, and no larger
 """

@@ -23,10 +23,10 @@ from relax_hpc.spool.shard import Compression, Shard, encode
 
 def put_back(run: RunDir, queue: Queue, claim: Claim, partial: PartialRollout, compression: Compression) -> bool:
     """Publish what there is of a claim and open the claim again; False when another's part was there first."""
-    number = claim.request_file.partials + 1
+    number = claim.request_file.aborts + 1
     mine = publish_part(run, claim.request.id, number, claim.request_file.version, partial, compression)
-    if queue.put_back(claim, partials=number) and claim.request_file.partials:
-        run.partial_rollout(claim.request.id, claim.request_file.partials).unlink(missing_ok=True)
+    if queue.put_back(claim, aborts=number) and claim.request_file.aborts:
+        run.partial_rollout(claim.request.id, claim.request_file.aborts).unlink(missing_ok=True)
     return mine
 
 
@@ -42,17 +42,19 @@ def publish_part(
 
 def read(run: RunDir, request: Request, request_file: RequestFile) -> PartialRollout | None:
     """What a claimed request has already; None where it is begun, or begun again."""
-    if not request_file.partials:
+    if not request_file.aborts:
         return None
     try:
-        with Shard(run.partial_rollout(request.id, request_file.partials)) as shard:
+        with Shard(run.partial_rollout(request.id, request_file.aborts)) as shard:
             shard.check_owner(request.id, run.read_id())
             shard.validate()
             partial = PartialRollout(
                 [shard.group(g) for g in range(len(shard.groups))], shard.meta["turns"], shard.meta["cut"]
             )
     except RunError as error:
-        logging.getLogger("partials").warning("request %s is generated from its beginning: %s", request.id, error)
+        logging.getLogger("partial_rollouts").warning(
+            "request %s is generated from its beginning: %s", request.id, error
+        )
         return None
     return partial
 

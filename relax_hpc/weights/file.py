@@ -3,7 +3,7 @@
     trainer: export ──quarter buckets──► threads: checksum, write, fsync ──► folder renamed into place ──► manifest ──► latest
     worker:  latest ──► manifest ──► parts mapped by threads, compared ──► engine
 
-With a folder in memory (`front`) the first worker of a node copies a version there and the others map that copy. With
+With a folder in memory (`node_cache`) the first worker of a node copies a version there and the others map that copy. With
 `full_every` above 1 the shared disk gets only what changed since the version before, and every so often a whole version.
 """
 

@@ -171,9 +171,9 @@ def test_a_prompt_goes_on_the_same_in_any_company(setup: Setup) -> None:
 def test_a_long_batch_of_prompts_is_prefilled_in_parts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("relax_hpc.engines.torch.PREFILL_TOKENS", 20)
     greedy = Sampling(temperature=0, max_new_tokens=10)
-    partials = setup.engine.generate(PROMPTS, 2, greedy, 0)
+    parts = setup.engine.generate(PROMPTS, 2, greedy, 0)
     monkeypatch.undo()
-    assert [c.tokens.tolist() for c in partials] == [
+    assert [c.tokens.tolist() for c in parts] == [
         c.tokens.tolist() for c in setup.engine.generate(PROMPTS, 2, greedy, 0)
     ]
 

@@ -95,7 +95,7 @@ def test_more_workers_are_never_slower() -> None:
 
 
 def test_tokens_out_of_the_bound_are_masked_and_the_order_goes_on() -> None:
-    """One order of 1000 s beside others of 100 s: a version each 210 s. Step 5 takes it, and version 4, of 840 s, made the rest."""
+    """One request of 1000 s beside others of 100 s: a version each 210 s. Step 5 takes it, and version 4, of 840 s, made the rest."""
     run, requests = setup(2, 1, 1, "mask", steps=12), [1000.0, 100.0]
     trace = Simulation(run, times(InTurn(requests), fetch_s=0.0)).run()
     assert trace.ledger[5][0] == ("r000000-000",)
@@ -189,7 +189,7 @@ def test_workers_claim_the_first_request_by_name_that_the_newest_weights_may_sta
 
 
 def test_what_a_lost_worker_generated_holds_nothing_up_once_it_is_given_back() -> None:
-    """An order of version 0 lasts 1000 s, so step 1 waits for it; its worker is lost at 500 s, and 15 s later it may start later."""
+    """A request of version 0 lasts 1000 s, so step 1 waits for it; its worker is lost at 500 s, and 15 s later it may start later."""
     simulation = Simulation(setup(2, 1, 1, steps=3), times(InTurn([1000.0, 100.0]), fetch_s=0.0))
 
     def fault() -> Generator[Any, Any, None]:
@@ -221,7 +221,7 @@ def test_a_worker_that_is_lost_on_its_way_to_a_request_leaves_it_to_another() ->
 
 
 def test_a_request_that_replaces_a_dropped_one_takes_as_long() -> None:
-    """An order of 1000 s beside others of 100 s is dropped twice, then waited for: each time from its beginning."""
+    """A request of 1000 s beside others of 100 s is dropped twice, then waited for: each time from its beginning."""
     trace = Simulation(setup(2, 1, 1, "drop", steps=12), times(InTurn([1000.0, 100.0]))).run()
     dropped = {request: step for step, (_, drop) in enumerate(trace.ledger) for request in drop}
     assert list(dropped) == ["r000000-000", "r000000-000x1"]

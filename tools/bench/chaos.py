@@ -224,7 +224,7 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
             spare[name].generate(number, steps)
         result["kills"] += len(spare["killed"].kills)
         result["trainer_wait_s"] = max(waits(spare["killed"].run)) - max(waits(spare["calm"].run))
-        result["order_s"] = request_seconds(spare["calm"].run)
+        result["request_s"] = request_seconds(spare["calm"].run)
     return result
 
 

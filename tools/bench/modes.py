@@ -146,7 +146,7 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=20, help="real: steps of each run (default: %(default)s)")
     arguments.add_argument("--drawn-seeds", type=int, default=1, metavar="N")
     arguments.add_argument("--drawn-steps", type=int, default=10)
-    arguments.add_argument("--orders", type=int, default=8, help="drawn: requests of a batch (default: %(default)s)")
+    arguments.add_argument("--requests", type=int, default=8, help="drawn: requests of a batch (default: %(default)s)")
     arguments.add_argument(
         "--rollout", type=int, default=4, help="drawn: devices of 16 that generate (default: %(default)s)"
     )

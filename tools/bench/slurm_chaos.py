@@ -382,7 +382,7 @@ def part_stall(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
         done()
     target.until(lambda: len(target.active_agents()) == 2)
     target.stop()
-    return {"trainer_stall_s": round(max(waits(target.run)), 3), "order_s": round(request_seconds(target.run), 3)}
+    return {"trainer_stall_s": round(max(waits(target.run)), 3), "request_s": round(request_seconds(target.run), 3)}
 
 
 def part_ettr(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[[], None]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ starts: list[Group], or TensorDicts of nested tensors. Every process is persiste
 
 put_ratio, get_ratio: their seconds over ours. check_ratio: CPU seconds of a get over those of one of the same shards that reads each column
 in one piece and compares nothing (goal: 1.03 at most). raw_ratio: raw write + read over our put + get, at `all`, the lower of the two
-sizes. syscalls_per_trajectory: file-system calls (strace) of one order of 512 samples from the write to the last byte read.
+sizes. syscalls_per_trajectory: file-system calls (strace) of one request of 512 samples from the write to the last byte read.
 publish_to_read_p99_ms: from the beginning of publishing (64 samples) to the values in a reader that polls as the trainer does.
 """
 
@@ -140,7 +140,7 @@ def count_calls(log: str) -> Counter[str]:
 
 
 def system_calls(root: Path, samples: int) -> Counter[str]:
-    """File-system calls of writing, publishing, finding and reading one order of `samples` samples."""
+    """File-system calls of writing, publishing, finding and reading one request of `samples` samples."""
     strace = shutil.which("strace")
     if strace is None:
         raise SystemExit("strace is not installed (apt-get install strace): it counts the system calls")

@@ -195,7 +195,7 @@ def main() -> None:
         "--peer-threads", type=int, nargs="+", default=[2, 1], help="values of OMP_NUM_THREADS that TRL is run with"
     )
     arguments.add_argument("--workers", type=int, default=1, help="rollout.workers")
-    arguments.add_argument("--groups-per-order", type=int, default=4, help="rollout.groups_per_request")
+    arguments.add_argument("--groups-per-request", type=int, default=4, help="rollout.groups_per_request")
     arguments.add_argument("--staleness", type=int, default=1, help="async.max_staleness")
     given = parse(arguments)
     found: dict[str, Ratio] = {}

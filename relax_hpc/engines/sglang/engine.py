@@ -1,6 +1,6 @@
 """The SGLang engine: a server of this worker's own, or one at an address, spoken to over HTTP.
 
-    prompts ──one request each, its copies together──► server (or several: fleet.py) ──► tokens, logprobs, the version of each token
+    prompts ──one HTTP request each, its samples together──► server (or several: fleet.py) ──► tokens, logprobs, the version of each token
     a newer version in mid-generation: pause ► load ► resume; requests go on with the new weights, spans say where
 
 A server that is lost is started again in place, without weights: EngineRestarted says that they are to be loaded again.
@@ -212,7 +212,7 @@ class SglangEngine:
     def _ask(
         self, bodies: list[dict[str, Any]], progress: Callable[[int], None]
     ) -> tuple[list[dict[str, Any] | None], bool]:
-        """All answers, in the order of the requests, and whether `progress` had Enough: then they are what there is, None for
+        """All answers, in the order of the requests, and whether `progress` raised Abort: then they are what there is, None for
         what was not sent yet. Where it raises anything, the server ends all requests.
 
         Raises EngineError when it does not answer one, or makes no tokens any more.

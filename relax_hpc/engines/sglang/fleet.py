@@ -31,7 +31,7 @@ PROGRAM = Path(__file__).with_name("route.py")
 KNOWN_GOOD = "0.3.2"
 BALANCED = {"balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
 """The router sends what begins alike to one server as long as it has no more than so many requests, and no greater share, above
-the others. By default it is 64 and 1.5: a whole order of many copies would go to one server."""
+the others. By default it is 64 and 1.5: a whole rollout request of many samples would go to one server."""
 UNLIMITED_S = 10 * 24 * 3600
 """An answer takes as long as it takes."""
 

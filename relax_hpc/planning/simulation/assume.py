@@ -93,7 +93,7 @@ def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str
         f"answers of {mean:g} tokens on average (--answer-tokens), lognormal with sigma {sigma:g} (--sigma), cut at {most}",
         f"{token_s * 1e3:.3g} ms from token to token (--token-s)"
         + _why(asked.token_s, "an H100 at half its bandwidth"),
-        f"an order of {samples} answers lasts as long as its longest one",
+        f"a request of {samples} answers lasts as long as its longest one",
         f"{train_s:.3g} s a training step (--train-s)" + _why(asked.train_s, "H100s at 30 % of their arithmetic"),
         f"{publish_s:.3g} s to publish weights to {recipe.rollout.workers} workers (--publish-s), {fetch_s:.3g} s to take them "
         f"(--fetch-s), {checkpoint_s:.3g} s for a checkpoint (--checkpoint-s), from {bandwidth / 1e9:g} GB/s (--bandwidth) where they "

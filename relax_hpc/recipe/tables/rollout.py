@@ -27,7 +27,7 @@ class Rollout(Table):
         "auto", "Where the engine lives; `auto` takes a GPU where there is one."
     )
     groups_per_request: PositiveInt = Key(
-        8, "Groups in one order, generated as one batch; must divide trainer.prompts_per_step."
+        8, "Groups in one rollout request, generated as one batch; must divide trainer.prompts_per_step."
     )
     temperature: PositiveFloat = Key(1.0, "Sampling temperature; logprobs are of the tempered distribution.")
     top_p: float = Key(1.0, "Nucleus: smallest set of tokens with this probability.", gt=0, le=1)

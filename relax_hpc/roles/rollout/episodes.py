@@ -1,10 +1,10 @@
 """Episodes: a request's prompts become groups. Engine and environments take turns, many episodes at once, then rewards.
 
-prompts × copies ──engine──► answers ──environment──► done? ──no: observation──► engine …
-                       │                                └──yes──► reward ──► Group
-                       └──progress had Enough──► Part ──(later, whoever has it, with newer weights)──► engine …
+prompts × samples ──engine──► answers ──environment──► done? ──no: observation──► engine …
+                        │                                └──yes──► reward ──► Group
+                        └──progress raised Abort──► PartialRollout ──(later, whoever has it, with newer weights)──► engine …
 
-An environment or a reward that fails costs its own group: that is generated and judged no further, and kept with the reason. An
+An environment or a reward that fails costs its own group: that is generated and scored no further, and kept with the reason. An
 observation that leaves no room in the context ends its sample as one that reached the length limit.
 """
 
@@ -138,9 +138,9 @@ def generate(
     progress: Callable[[str], None],
     partial: PartialRollout | None = None,
 ) -> list[Group]:
-    """Generate all prompts, `copies` samples each. Environments and rewards that fail make failed groups.
+    """Generate all prompts, `samples_per_prompt` samples each. Environments and rewards that fail make failed groups.
 
-    `part`: what there is of them already. Raises RolloutAborted where `progress` raises Enough while the model speaks.
+    `partial`: what there is of them already. Raises RolloutAborted where `progress` raises Abort while the model speaks.
     """
     acting = lambda: progress("environments")
     everyone = [(group, prompt) for group, prompt in enumerate(prompts) for _ in range(samples_per_prompt)]

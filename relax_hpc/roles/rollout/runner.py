@@ -50,15 +50,15 @@ class RolloutRunner:
         request: Request,
         prompts: list[Prompt],
         progress: Callable[[str], None],
-        partials: int = 0,
+        aborts: int = 0,
         partial: PartialRollout | None = None,
     ) -> list[Group]:
         """The groups of a request; an evaluation has a temperature of its own. Raises EngineError, and RunError for what a person must mend.
 
-        parts: how often it was given back partly generated; part: what there is of it since. Raises RolloutAborted as `generate` does.
+        aborts: how often it was given back partly generated; partial: what there is of it since. Raises RolloutAborted as `generate` does.
         """
         # What is left of an answer is not drawn by the numbers that its beginning was drawn by.
-        seed = request_seed(request.seed, f"part {partials}") if partials else request.seed
+        seed = request_seed(request.seed, f"part {aborts}") if aborts else request.seed
         try:
             return generate(
                 prompts, request.samples_per_prompt, seed, self._evaluation if request.evaluates else self._training, self._max_turns,

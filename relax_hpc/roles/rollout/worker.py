@@ -1,9 +1,9 @@
 """The rollout role: claims requests, generates their episodes, publishes each as a shard.
 
-open requests ────claim by rename─► this worker     loop:  claim ► sync ► generate ► score ► claim …      (new weights are taken
-newest weights ──fetch, verify──► engine                                │        └► publish         with a request, or in
- (an evaluation's: the version                       partly generated ◄──────┘                           mid-generation where
-  that it names, no other)                     (async.partial) back to the open requests              async.on_stale = "mask")
+open requests ──claim by rename─► this worker    loop:  claim ► sync ► generate ► score ► claim …  (new weights are taken
+newest weights ──fetch, verify──► engine                                 │          └► publish       with a request, or in
+ (an evaluation's: the version                      partly generated ◄───┘                           mid-generation where
+  that it names, no other)                   (async.partial) back to the open requests               async.on_stale = "mask")
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class RolloutWorker:
             "run": self.run_id, "version": held.number, "lineage": held.lineage, "weights": held.checksum,
             "attempt": claim.request_file.attempt, "worker": self.claim_dir,
             "seed": request.seed, "samples_per_prompt": request.samples_per_prompt, "created": time.time(), "generate_s": generate_s,
-            "aborts": claim.request_file.partials,
+            "aborts": claim.request_file.aborts,
         }  # fmt: skip
         image = encode(request.id, groups, meta, self.recipe.spool.compression)
         samples = [s for g in groups for s in g.samples]
@@ -253,7 +253,7 @@ class RolloutWorker:
             "longest_s": max((s.seconds for s in samples), default=0.0),
             "tokens_per_s": tokens / generate_s, "tokens_per_device_s": tokens / generate_s / self.recipe.rollout.devices_each,
             "reward": mean([s.raw_reward for s in samples]), "failed": sum(bool(g.reason) for g in groups),
-            "aborts": claim.request_file.partials, "continued_samples": len(partial.cut) if partial else 0,
+            "aborts": claim.request_file.aborts, "continued_samples": len(partial.cut) if partial else 0,
             "kept_tokens": sum(len(s.tokens) for s in kept),
             "began": round(began_at, 3), "wait_s": waited_s, "sync_s": sync_s, "blocked_s": self.blocked_s,
             "generate_s": generate_s, "swap_s": swap_s, "score_s": score_s,
@@ -269,7 +269,7 @@ class RolloutWorker:
         put_back = functools.partial(partial_rollouts.put_back, run, self.queue, claim, partial, compression)
         kept = self.process.when_room(put_back, f"a part of {claim.request.id}")
         self.process.telemetry.metrics(
-            kind="abort", request=claim.request.id, version=claim.request_file.version, why=self.why, aborts=claim.request_file.partials + 1,
+            kind="abort", request=claim.request.id, version=claim.request_file.version, why=self.why, aborts=claim.request_file.aborts + 1,
             samples=len(partial.samples), cut_samples=len(partial.cut), tokens=partial.tokens, kept=kept, generate_s=seconds,
         )  # fmt: skip
 
@@ -288,10 +288,10 @@ class RolloutWorker:
     def episodes(self, claim: Claim, prompts: list[Prompt], partial: PartialRollout | None) -> list[Group]:
         """The groups of a request. Raises RolloutAborted when it is to be given back."""
         masks = self.recipe.async_.on_stale == "mask" and not claim.request.evaluates
-        self.limits = Limits.of(self.recipe.async_.partial, claim.request_file.partials) if masks else Limits()
+        self.limits = Limits.of(self.recipe.async_.partial, claim.request_file.aborts) if masks else Limits()
         self.swapping = masks and self.engine.swaps and not self.limits.at_publish
         try:
-            return self.runner.groups(claim.request, prompts, self.progress, claim.request_file.partials, partial)
+            return self.runner.groups(claim.request, prompts, self.progress, claim.request_file.aborts, partial)
         finally:
             self.limits, self.swapping = Limits(), False
 

@@ -75,7 +75,7 @@ class GlooGroup:
 
 
 class GlooRendezvous:
-    """See relax_hpc.weights.collective.Meeting. `via`: the trainer's folder; a worker has none."""
+    """See relax_hpc.weights.collective.Rendezvous. `commit_dir`: the trainer's folder; a worker has none."""
 
     def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None) -> None:
         self._run, self._timeout_s, self._commit_dir = run, timeout_s, commit_dir

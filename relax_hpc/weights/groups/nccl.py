@@ -48,7 +48,7 @@ class NcclGroup:
 
 
 class NcclRendezvous(GlooRendezvous):
-    """See relax_hpc.weights.collective.Meeting. backend: of torch.distributed, for the children."""
+    """See relax_hpc.weights.collective.Rendezvous. backend: of torch.distributed, for the children."""
 
     def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None, backend: str = "nccl") -> None:
         """Raises RunError when there is no GPU here."""
