@@ -26,7 +26,7 @@ SMOOTHING = 0.1
 LINE_EVERY = 20
 """Steps between two lines of metrics."""
 SEED_OFFSET = 0x5EED
-"""Warm-up draws the training prompts in an order of its own."""
+"""The SFT warm start draws the training prompts in an order of its own."""
 
 
 class SftBatches(WithoutRequests):
