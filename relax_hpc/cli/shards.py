@@ -23,13 +23,13 @@ app = typer.Typer(
     answers (a [bold]group[/bold]) each. Every group that was generated is kept, with what became of it:
 
     [green]trained[/green]  in the loss · [yellow]filtered[/yellow]  a filter kept it out · [red]failed[/red]  could not be
-    generated or scored · [magenta]late[/magenta]  dropped, too old · [blue]unused[/blue]  not taken by a step (yet) ·
+    generated or scored · [magenta]dropped[/magenta]  too old · [blue]unused[/blue]  not taken by a step (yet) ·
     [cyan]evaluation[/cyan]  held out
     """,
 )
 
 Run = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False, readable=False)]
-STATUS_HELP = "Only this status: trained, filtered, failed, late, unused or evaluation."
+STATUS_HELP = "Only this status: trained, filtered, failed, dropped, unused or evaluation."
 
 
 @app.command("ls")
@@ -44,7 +44,7 @@ def ls(
 
     AGE is in versions: how far the weights had moved on when the request's oldest token was trained on.
 
-    [dim]relax-hpc shards ls runs/countdown --status late[/dim]
+    [dim]relax-hpc shards ls runs/countdown --status dropped[/dim]
     """
     from relax_hpc.cli.tables import shard_tables
 

@@ -104,9 +104,9 @@ def simulate(
     restart_s: Annotated[Optional[float], _seconds("From a fault until the trainer, or a node, is back.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON: seconds, shares.")] = False,
 ) -> None:
-    """Simulate a run: how many rollout workers, which max_staleness, which late policy, what faults and file systems cost.
+    """Simulate a run: how many rollout workers, which max_staleness, what becomes of stale requests, what faults and file systems cost.
 
-    The run's own rules decide (which requests are asked for, what a step may take, what is late), in simulated time; every combination is a row. A RUN is simulated with the times that its metrics tell, a RECIPE with assumed ones, which are printed. Nothing is started; a row of two thousand workers takes about ten seconds.
+    The run's own rules decide (which requests are asked for, what a step may take, what is stale), in simulated time; every combination is a row. A RUN is simulated with the times that its metrics tell, a RECIPE with assumed ones, which are printed. Nothing is started; a row of two thousand workers takes about ten seconds.
 
     [dim]relax-hpc simulate recipe.toml --answer-tokens 3000 --sigma 1 --workers 8,16,32,64[/dim]
     [dim]relax-hpc simulate runs/countdown --staleness 0,1,2,4 --on-stale wait,drop[/dim]

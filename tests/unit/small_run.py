@@ -2,7 +2,7 @@
 
 Batch 0 and 1 are trained at steps 0 and 1, two requests of two groups with two samples each:
     r000000-000  trained at 0    r000000-001  trained at 0, group 1 filtered (zero_std)
-    r000001-000  trained at 1, group 1 failed    r000001-001  dropped (late), replaced by r000001-001x1, trained at 1
+    r000001-000  trained at 1, group 1 failed    r000001-001  dropped (stale), replaced by r000001-001x1, trained at 1
     r000002-000  no step has taken it    e000000-000  evaluation    quarantine/r000000-000.rollout-1  lost the race for its name
 """
 
@@ -48,7 +48,7 @@ def build(root: Path) -> RunDir:
         '{"reason": "another attempt was published first"}'
     )
     _ledger(run, 0, {"r000000-000": 0, "r000000-001": 0}, filtered={"r000000-001/1": "zero_std"})
-    dropped = [{"request": "r000001-001", "reason": "late", "replacement": LAST_TRAINED}]
+    dropped = [{"request": "r000001-001", "reason": "stale", "replacement": LAST_TRAINED}]
     _ledger(run, 1, {"r000001-000": 0, LAST_TRAINED: 1}, dropped=dropped)
     _metrics(run)
     run.outcome.write_text(json.dumps({"outcome": "done", "reason": "all steps are trained", "step": 2, "time": 100.0}))

@@ -44,8 +44,8 @@ def test_every_group_has_its_status(view: RunView) -> None:
         ("0000/r000000-001.h5", 0): ("trained", "", 0),
         ("0000/r000000-001.h5", 1): ("filtered", "zero_std", 0),
         ("0000/r000001-000.h5", 0): ("trained", "", 1),
-        ("0000/r000001-001.h5", 0): ("late", "late", None),
-        ("0000/r000001-001.h5", 1): ("late", "late", None),
+        ("0000/r000001-001.h5", 0): ("dropped", "stale", None),
+        ("0000/r000001-001.h5", 1): ("dropped", "stale", None),
         (f"0000/{LAST_TRAINED}.h5", 0): ("trained", "", 1),
         (f"0000/{LAST_TRAINED}.h5", 1): ("trained", "", 1),
         ("0000/r000002-000.h5", 0): ("unused", "", None),
@@ -60,7 +60,7 @@ def test_every_group_has_its_status(view: RunView) -> None:
     assert "took longer than 30 s" in requests.loc["0000/r000001-000.h5", "reason"]
     tallies = count(view).statuses
     assert {f: (t.groups, t.samples) for f, t in tallies.items()} == {
-        "trained": (6, 12), "filtered": (1, 2), "failed": (1, 0), "late": (2, 4), "unused": (4, 8), "evaluation": (1, 1),
+        "trained": (6, 12), "filtered": (1, 2), "failed": (1, 0), "dropped": (2, 4), "unused": (4, 8), "evaluation": (1, 1),
     }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_row_says_all_about_a_sample(view: RunView) -> None:
     assert (wrong.prompt_length, wrong.turns) == (4, 1)
     newest = table[table.request == LAST_TRAINED]
     assert newest.age.tolist() == [0] * 4 and newest["extra/format"].tolist() == [0.5] * 4
-    assert table[table.status == "late"].age.isna().all()
+    assert table[table.status == "dropped"].age.isna().all()
     assert np.isnan(right["extra/format"])
 
 
@@ -131,7 +131,7 @@ def test_requests_of_shards_that_retention_removed_are_still_listed(view: RunVie
     run.shard("r000000-000").unlink()
     run.shard("r000001-001").unlink()
     requests = view.requests().set_index("request")
-    assert (requests.loc["r000001-001", "status"], requests.loc["r000001-001", "reason"]) == ("late", "late")
+    assert (requests.loc["r000001-001", "status"], requests.loc["r000001-001", "reason"]) == ("dropped", "stale")
     gone = view.requests().query("request == 'r000000-000' and status == 'trained'").iloc[0]
     assert gone.step == 0 and pd.isna(gone.bytes)
 
@@ -183,8 +183,8 @@ def test_parquet_holds_the_same_rows(view: RunView, tmp_path: Path, monkeypatch:
     memory = view.trajectories("arrow", columns=exported.column_names)
     for name in exported.column_names:
         assert str(exported[name].to_pylist()) == str(memory[name].to_pylist()), name  # str: NaN equals NaN
-    assert export_parquet(view, output, statuses=["late"]) == 4
-    assert set(pq.read_table(output)["status"].to_pylist()) == {"late"}
+    assert export_parquet(view, output, statuses=["dropped"]) == 4
+    assert set(pq.read_table(output)["status"].to_pylist()) == {"dropped"}
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
@@ -270,7 +270,7 @@ def test_the_report_is_one_page_that_asks_for_nothing(view: RunView) -> None:
         assert wanted in page.text, wanted
     assert "<b>4" in page.text and "<pre><b>" not in html  # a model's words are text, not markup
     late = re.search(
-        r"1 dropped requests came in late, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.", page.text
+        r"1 dropped requests came in after all, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.", page.text
     )
     assert late and late.groups() == ("14.0", "4.0")
 

@@ -56,7 +56,7 @@ def test_ls_shows_each_request_with_its_status(run: RunDir) -> None:
     [trained] = lines_with(result.stdout, "r000000-000 ")
     assert trained[:7] == ["r000000-000", "trained", "0", "0", "0", "4", "0.375"]
     [late] = lines_with(result.stdout, "r000001-001 ")
-    assert late[1] == "late" and late[-1] == "late"
+    assert late[1] == "dropped" and late[-1] == "stale"
     assert "1 of 2 groups failed" in result.stdout and "1 of 2 groups filtered" in result.stdout
     [quarantine] = lines_with(result.stdout, "quarantine/r000000-000.rollout-1")
     assert quarantine[1] == "unused"
@@ -186,7 +186,7 @@ def test_ls_shows_the_newest_and_counts_the_rest(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("status", "requests"),
     [
-        ("late", ["r000001-001"]),
+        ("dropped", ["r000001-001"]),
         ("failed", ["r000001-000"]),
         ("filtered", ["r000000-001"]),
         ("evaluation", ["e000000-000"]),
@@ -229,9 +229,9 @@ def test_stats_count_everything(run: RunDir) -> None:
     rows = {
         row[0]: row[1:3]
         for row in map(str.split, output.splitlines())
-        if row and row[0] in ("trained", "failed", "late", "unused")
+        if row and row[0] in ("trained", "failed", "dropped", "unused")
     }
-    assert rows == {"trained": ["6", "12"], "failed": ["1", "0"], "late": ["2", "4"], "unused": ["4", "8"]}
+    assert rows == {"trained": ["6", "12"], "failed": ["1", "0"], "dropped": ["2", "4"], "unused": ["4", "8"]}
     assert "groups filtered: zero_std" in output and "evals" in output and "quarantine" in output
 
 

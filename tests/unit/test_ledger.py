@@ -31,7 +31,7 @@ def incarnation(run: RunDir, number: int) -> Path:
 def entry(step: int, number: int) -> Entry:
     return Entry(
         step, number, 0, (Taken("r000000-000", 3), Taken("r000000-001x1", 4)), {"r000000-000/1": "failed: ü"},
-        (Dropped("r000000-001", "late", "r000000-001x1"),),
+        (Dropped("r000000-001", "stale", "r000000-001x1"),),
     )  # fmt: skip
 
 

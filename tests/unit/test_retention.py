@@ -27,7 +27,7 @@ def run(tmp_path: Path) -> RunDir:
     commit_dir.mkdir(parents=True)
     ledger = Ledger(run, commit_dir)
     ledger.commit(
-        Entry(0, 1, 0, (Taken(NAMES[0], 0), Taken(NAMES[1], 0)), dropped=(Dropped(NAMES[3], "late", NAMES[4]),))
+        Entry(0, 1, 0, (Taken(NAMES[0], 0), Taken(NAMES[1], 0)), dropped=(Dropped(NAMES[3], "stale", NAMES[4]),))
     )
     ledger.commit(Entry(1, 1, 0, (Taken(NAMES[2], 0), Taken(NAMES[4], 1))))
     for k, name in enumerate(NAMES):

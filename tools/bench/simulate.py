@@ -1,6 +1,6 @@
 """Does the simulation say what runs do? Real runs of several setups; one of them calibrates, the others are predicted.
 
-A setup is max_staleness:workers:late. Training and generation are sleeps (sides/paced.py: a step of a second, requests of a
+A setup is max_staleness:workers:on_stale. Training and generation are sleeps (sides/paced.py: a step of a second, requests of a
 lognormal second), so that two cores carry trainer and workers; requests, shards, weights and files are those of any run.
 The mean time of a step, without the first ones, predicted over measured: 1 is exact, above 1 the run was faster than said.
 """
@@ -60,7 +60,7 @@ def main() -> None:
     measured = {point: step_s(done) for point, done in runs.items()}
     predicted = {point: predicted_s(runs[given.points[0]], point) for point in given.points}
     ratio = {point: predicted[point] / measured[point] for point in given.points}
-    table = Table("max_staleness:workers:late", "measured s a step", "predicted", "predicted / measured")
+    table = Table("max_staleness:workers:on_stale", "measured s a step", "predicted", "predicted / measured")
     for point in given.points:
         said = f"{ratio[point]:.3f}" + (" (calibrates)" if point == given.points[0] else "")
         table.add_row(point, f"{measured[point]:.3f}", f"{predicted[point]:.3f}", said)

@@ -23,7 +23,7 @@ STATUS_STYLE = {
     "trained": "green",
     "filtered": "yellow",
     "failed": "red",
-    "late": "magenta",
+    "dropped": "magenta",
     "unused": "blue",
     "evaluation": "cyan",
 }

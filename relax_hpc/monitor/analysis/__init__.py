@@ -57,7 +57,7 @@ class RunView:
         shard, request, group, sample   where it is; group and sample count from 0 within the request
         source, prompt_index          which prompt: the recipe's [[source]] and the item of it
         step                          the step that took its request; null when none did
-        status, reason                  trained, filtered, failed, late, unused or evaluation, and why
+        status, reason                  trained, filtered, failed, dropped, unused or evaluation, and why
         detail                        of a failure: which source and prompt, and what was said
         reward, raw_reward            what was trained on, and what the verifier said
         finish, turns                 stop, length or failed; turns of the model

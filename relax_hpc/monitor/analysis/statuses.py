@@ -1,6 +1,6 @@
 """What became of every group that was generated, from the ledger alone.
 
-ledger entries ──► request: taken at a step | dropped | not decided ──► group: trained | filtered | failed | late | unused
+ledger entries ──► request: taken at a step | dropped | not decided ──► group: trained | filtered | failed | dropped | unused
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.ledger import FAILED, Entry, read_entry
 
-GroupStatus = Literal["trained", "filtered", "failed", "late", "unused", "evaluation"]
-STATUSES: tuple[GroupStatus, ...] = ("trained", "filtered", "failed", "late", "unused", "evaluation")
+GroupStatus = Literal["trained", "filtered", "failed", "dropped", "unused", "evaluation"]
+STATUSES: tuple[GroupStatus, ...] = ("trained", "filtered", "failed", "dropped", "unused", "evaluation")
 """trained: in the loss. filtered: taken by a step, kept out of its loss by a filter, or since the batch was full. failed: the group could not be generated or
-scored, whatever became of its request. late: its request was dropped. unused: no step has taken its request, or its file lost a
+scored, whatever became of its request. dropped: its request was given up, too old. unused: no step has taken its request, or its file lost a
 race. evaluation: a held-out prompt."""
 
 
@@ -70,7 +70,7 @@ class GroupStatuses:
             for taken in entry.take:
                 self.requests[taken.request] = RequestStatus("trained", entry.step, "", filtered.get(taken.request))
             for dropped in entry.dropped:
-                self.requests[dropped.request] = RequestStatus("late", None, dropped.reason)
+                self.requests[dropped.request] = RequestStatus("dropped", None, dropped.reason)
 
     def of(self, path: Path) -> RequestStatus:
         """The status of the request whose shard is at `path` (in shards/, evals/ or quarantine/)."""

@@ -123,7 +123,7 @@ class BatchScheduler:
             lineage=lineage,
             take=tuple(Taken(i, self._complete[i].first_version, self._columns.versions(i)) for i in choice.take),
             filtered=self._filtered(choice),
-            dropped=tuple(Dropped(i, "late", replacement_id(i)) for i in choice.drop),
+            dropped=tuple(Dropped(i, "stale", replacement_id(i)) for i in choice.drop),
             reused=self._again.choose(step),
             solved=self._solved(choice),
             extra_requests=self.planner.extended,
