@@ -270,7 +270,8 @@ def test_the_report_is_one_page_that_asks_for_nothing(view: RunView) -> None:
         assert wanted in page.text, wanted
     assert "<b>4" in page.text and "<pre><b>" not in html  # a model's words are text, not markup
     late = re.search(
-        r"1 dropped requests came in after all, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.", page.text
+        r"1 dropped requests came in after all, with ([\d.]+) tokens an answer; those trained on have ([\d.]+)\.",
+        page.text,
     )
     assert late and late.groups() == ("14.0", "4.0")
 
