@@ -94,7 +94,7 @@ class Target:
         self.until(lambda: (read_json(self.run.outcome) or {}).get("outcome") == "stopped")
         return self.run.checkpoint_steps()[-1]
 
-    def active_agents(self) -> list[str]:
+    def active_node_agents(self) -> list[str]:
         heartbeats = [read_json(path) for path in self.run.heartbeats.glob("node-agent-*.json")]
         return [
             heartbeat["host"]
@@ -156,7 +156,7 @@ class Target:
     def worker_killed(self) -> None:
         self.kill("rollout-0")
 
-    def agent_killed(self) -> None:
+    def node_agent_killed(self) -> None:
         rollout = self.job("rollout")
         heartbeats = {path.stem: read_json(path) for path in self.run.heartbeats.glob("node-agent-*.json")}
         self.kill(
@@ -375,12 +375,12 @@ def part_stall(cluster: SlurmCluster, given: argparse.Namespace, done: Callable[
     target = submit(cluster, "stall", "run.steps=1000000", "async.max_staleness=2", *given.set)
     cluster.exec(sys.executable, "-m", "relax_hpc", "scale", str(target.run.root), "rollout=2", "--partition", "low")
     for _ in range(given.stalls):
-        target.until(lambda: len(target.active_agents()) == 2)
+        target.until(lambda: len(target.active_node_agents()) == 2)
         reached = newest(target.run)
         target.until(lambda: newest(target.run) >= reached + 20)  # noqa: B023
         target.until(lambda: struck(target, "rollout job cancelled"))
         done()
-    target.until(lambda: len(target.active_agents()) == 2)
+    target.until(lambda: len(target.active_node_agents()) == 2)
     target.stop()
     return {"trainer_stall_s": round(max(waits(target.run)), 3), "request_s": round(request_seconds(target.run), 3)}
 
