@@ -23,8 +23,9 @@ def of_run(run: RunDir, folder: Path) -> Path:
 class NodeCache:
     """The copies of one run on this node; without a folder there are none."""
 
-    def __init__(self, run: RunDir, folder: Path | None) -> None:
-        self.run = run
+    def __init__(self, run: RunDir, folder: Path | None, most: int | None = None) -> None:
+        """most: copies that `put` leaves, the newest: as many as readers may still want. None keeps all."""
+        self.run, self._most = run, most
         self._folder = of_run(run, folder) if folder else None
 
     def put(self, request_id: str, image: Data) -> None:
@@ -35,6 +36,14 @@ class NodeCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             self.remove(request_id)
             replace(self._path(self._folder, request_id), image, durable=False)
+            self._forget_oldest(self._folder)
+
+    def _forget_oldest(self, folder: Path) -> None:
+        """Remove all but the newest copies. Whoever was about to open one takes the published file."""
+        with os.scandir(folder) as entries:
+            aged = sorted((entry.stat().st_mtime_ns, entry.path) for entry in entries)
+        for _, path in aged[: -self._most] if self._most else ():
+            Path(path).unlink(missing_ok=True)
 
     def copy(self, request_id: str) -> Path | None:
         """The copy of a published shard; None where there is none here, or one of another file that had this name before."""

@@ -16,6 +16,7 @@ import torch
 
 from relax_hpc.algorithms.filters import make_filters, zero_std
 from relax_hpc.files.errors import RunError
+from relax_hpc.files.node_cache import NodeCache
 from relax_hpc.files.publish import publish, read_json, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.monitor.analysis.audit import audit
@@ -673,6 +674,15 @@ def test_a_damaged_copy_in_a_nodes_memory_is_removed_and_the_published_shard_rea
         flip(shards.copy(request))
     assert {t.request for t in trainer.train().take} == names(0)
     assert [shards.copy(request) for request in names(0)] == [None, None]
+
+
+def test_a_nodes_memory_holds_no_more_copies_than_readers_may_want(run: RunDir, tmp_path: Path) -> None:
+    run.identity.write_bytes(to_json({"id": "this"}))
+    cache, published = NodeCache(run, tmp_path / "memory", most=2), ["r000000-000", "r000000-001", "r000000-002"]
+    for name in published:
+        publish(run.shard(name), b"".join(image(name, 0)))
+        cache.put(name, run.shard(name).read_bytes())
+    assert [cache.copy(name) is not None for name in published] == [False, True, True]
 
 
 def test_a_copy_in_a_nodes_memory_is_of_the_very_file_that_is_published(run: RunDir, tmp_path: Path) -> None:

@@ -70,7 +70,9 @@ class RolloutWorker:
         self.poll_leader = PollLeader(process.run)
         self.queue.open_claim_dir(claim_dir)
         self.run_id = process.run.read_id()
-        self.publisher = ShardPublisher(process.run, claim_dir, NodeCache(process.run, self.recipe.spool.node_cache))
+        outstanding = (self.recipe.async_.max_staleness + 1) * self.recipe.requests_per_step
+        cache = NodeCache(process.run, self.recipe.spool.node_cache, outstanding)
+        self.publisher = ShardPublisher(process.run, claim_dir, cache)
         self.usual_s = 0.0
         """How long it looked for the requests before."""
         self.limits, self.why = Limits(), ""
