@@ -85,5 +85,5 @@ def random_rollouts(samples: int, group_size: int = 4, seed: int = 0, masked: fl
 def routed(made: Rollouts, layers: int, experts: int, chosen: int, seed: int = 0) -> Rollouts:
     """The same samples with recorded experts, at random: no router would choose them."""
     tokens = int((made.lengths() - 1).sum())
-    request = np.random.default_rng(seed).random((tokens, layers, experts)).argsort(-1)
-    return dataclasses.replace(made, routed_experts=request[..., :chosen].astype(np.uint8))
+    order = np.random.default_rng(seed).random((tokens, layers, experts)).argsort(-1)
+    return dataclasses.replace(made, routed_experts=order[..., :chosen].astype(np.uint8))

@@ -53,9 +53,9 @@ def test_killed_anywhere_at_staleness_0_the_final_weights_have_the_same_bits(tmp
     )
     sets = ("async.max_staleness=0", *scored)
     calm = monkey(tmp_path, "calm", STEPS, 0, roles, lambda: None, *sets)
-    calm.generate(0, STEPS)
+    calm.drive(0, STEPS)
     killed = monkey(tmp_path, "killed", STEPS, 1, roles, lambda: None, *sets)
-    killed.generate(KILLS, STEPS)
+    killed.drive(KILLS, STEPS)
     assert len(killed.kills) == KILLS
     assert audited(killed.run).trained == audit(calm.run.root).trained
     assert same_bits(killed.run, calm.run, STEPS)
@@ -68,10 +68,10 @@ def test_one_bit_of_one_token_that_is_trained_on_makes_other_weights(tmp_path):
     calm, flipped = (
         monkey(tmp_path, name, steps, 0, [], lambda: None, "async.max_staleness=0") for name in ("calm", "flipped")
     )
-    calm.generate(0, steps)
-    flipped.generate_until(2)
+    calm.drive(0, steps)
+    flipped.drive_until(2)
     request = flip_a_bit(flipped.run)
-    flipped.generate(0, steps)
+    flipped.drive(0, steps)
     assert audited(flipped.run).trained == audited(calm.run).trained
     assert request in {shard.stem for shard in calm.run.shards.rglob("*.h5")}, "both trained on the same requests"
     assert not same_bits(flipped.run, calm.run, steps)
@@ -80,11 +80,11 @@ def test_one_bit_of_one_token_that_is_trained_on_makes_other_weights(tmp_path):
 def test_two_trainer_processes_and_a_worker_on_their_devices_survive_the_loss_of_each_and_keep_the_bits(tmp_path):
     sets = ("async.max_staleness=0", "trainer.processes=2")
     calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
-    calm.generate(0, 24)
+    calm.drive(0, 24)
     # its workers have the trainer's devices in turn, which makes no difference to the bits either
     roles = ["trainer-0", "trainer-1", "rollout-0"]
     killed = monkey(tmp_path, "killed", 24, 2, roles, lambda: None, *sets, "run.placement=colocate")
-    killed.generate(3, 24)
+    killed.drive(3, 24)
     audited(killed.run)
     assert same_bits(killed.run, calm.run, 24)
 
@@ -94,9 +94,9 @@ def test_a_critic_in_processes_of_its_own_killed_anywhere_leaves_both_models_wit
     sets = ("async.max_staleness=0", ppo, "scorer.scores=['reference']", "critic.processes=2")
     steps = 16
     calm = monkey(tmp_path, "calm", steps, 0, [], lambda: None, *sets)
-    calm.generate(0, steps)
+    calm.drive(0, steps)
     killed = monkey(tmp_path, "killed", steps, 6, ["critic-0", "critic-1", "trainer-0"], lambda: None, *sets)
-    killed.generate(4, steps)
+    killed.drive(4, steps)
     audited(killed.run)
     assert same_bits(killed.run, calm.run, steps)
     critics = [RunDir(monkey.run.critic).checkpoint(steps) / "critic.safetensors" for monkey in (calm, killed)]
@@ -110,7 +110,7 @@ def test_a_critic_in_processes_of_its_own_killed_anywhere_leaves_both_models_wit
 def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path, late):
     sets = ("async.max_staleness=2", f"async.on_stale={late}", "rollout.workers=2")
     killed = monkey(tmp_path, "killed", 40, 3, ["rollout-0", "rollout-1", "trainer-0"], lambda: None, *sets)
-    killed.generate(4, 40)
+    killed.drive(4, 40)
     audited(killed.run)
     assert max(s["age_max"] for s in steps_of(killed.run)) <= 2
 
@@ -118,10 +118,10 @@ def test_killed_workers_at_staleness_2_keep_the_bound_and_lose_nothing(tmp_path,
 def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_same_bits(tmp_path):
     sets = ("async.max_staleness=0", "rollout.workers=2")
     calm = monkey(tmp_path, "calm", 24, 0, [], lambda: None, *sets)
-    calm.generate(0, 24)
+    calm.drive(0, 24)
     roles = ["rollout-0", "rollout-1", "trainer-0"]
     killed = monkey(tmp_path, "killed", 24, 4, roles, lambda: None, *sets, "weights.transport=collective")
-    killed.generate(3, 24)
+    killed.drive(3, 24)
     audited(killed.run)
     assert same_bits(killed.run, calm.run, 24)
     logs = "".join(path.read_text() for path in killed.run.logs.glob("trainer-0.*.log"))
@@ -133,7 +133,7 @@ def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_sa
 def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs_no_workers(tmp_path):
     steps = 12
     killed = monkey(tmp_path, "killed", steps, 5, ["trainer-0"], lambda: None, "algorithm={name='sft'}")
-    killed.generate(2, steps)
+    killed.drive(2, steps)
     run = killed.run
     assert audited(run).trained == steps * 8 and gradient_fraction(run) >= ENOUGH_GRADIENTS
     assert {path.stem for path in run.heartbeats.iterdir()} == {"trainer-0"} and not list(run.weights.iterdir())

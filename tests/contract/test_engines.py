@@ -125,8 +125,8 @@ def test_tokens_come_with_their_probabilities(setup: Setup, temperature: float, 
     expected = whole[kept] / whole[kept].sum() * draws
     common = expected >= 5
     if common.sum() > 1:
-        offload = [counts[kept][~common].sum()], [expected[~common].sum()]
-        observed, wanted = np.append(counts[kept][common], offload[0]), np.append(expected[common], offload[1])
+        rest = [counts[kept][~common].sum()], [expected[~common].sum()]
+        observed, wanted = np.append(counts[kept][common], rest[0]), np.append(expected[common], rest[1])
         assert chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue > 1e-4
     for completion in done[:20]:
         assert completion.logprobs[0] == pytest.approx(np.log(whole[completion.tokens[0]]), abs=2e-5)
@@ -231,8 +231,8 @@ def test_what_was_cut_off_goes_on_as_if_it_had_not_been(setup: Setup, monkeypatc
         assert now.spans == ([(0, 3)] if len(now.tokens) else [])
         assert now.finish == was.finish if now.finish is not None else len(now.tokens) < len(was.tokens)
     rows = [i for i, c in enumerate(cut) if c.finish is None]
-    offload = setup.engine.generate([PROMPTS[i // 2] for i in rows], 1, greedy, 0, begun=[cut[i].tokens for i in rows])
-    for i, c in zip(rows, offload, strict=True):
+    rest = setup.engine.generate([PROMPTS[i // 2] for i in rows], 1, greedy, 0, begun=[cut[i].tokens for i in rows])
+    for i, c in zip(rows, rest, strict=True):
         assert [*cut[i].tokens, *c.tokens] == whole[i].tokens.tolist() and c.finish == whole[i].finish
         np.testing.assert_allclose([*cut[i].logprobs, *c.logprobs], whole[i].logprobs, atol=2e-5)
 
@@ -243,9 +243,9 @@ def test_a_stop_string_may_begin_in_what_was_there_before(setup: Setup) -> None:
     text = "".join(alphabet[t - 3] if t > 2 else "?" for t in done.tokens)
     at = next(k for k in range(1, 29) if text.find(text[k - 1 : k + 2]) == k - 1)
     stops = Sampling(temperature=0, max_new_tokens=30, stop=(text[at - 1 : at + 2],))
-    [offload] = setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[done.tokens[:at]])
-    assert offload.tokens.tolist() == done.tokens[at : at + 2].tolist() and offload.finish == Finish.STOP
-    assert len(offload.logprobs) == 2 and offload.spans == [(0, 3)]
+    [rest] = setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[done.tokens[:at]])
+    assert rest.tokens.tolist() == done.tokens[at : at + 2].tolist() and rest.finish == Finish.STOP
+    assert len(rest.logprobs) == 2 and rest.spans == [(0, 3)]
     with pytest.raises(ValueError, match="answer 0 has all of its 30 tokens"):
         setup.engine.generate([PROMPTS[1]], 1, stops, 0, begun=[np.zeros(30, np.int32)])
 

@@ -140,11 +140,11 @@ def test_what_was_aborted_goes_on_with_newer_weights(setup: Setup) -> None:
     for i, old, new in zip(rows, begun, rest, strict=True):
         whole, prompt = np.concatenate([old, new.tokens]), PROMPTS[i]
         assert new.finish is not None and len(whole) <= LONG.max_new_tokens and new.spans == [(0, 4)]
-        for version, partial, given in (
+        for version, part, given in (
             (3, slice(0, len(old)), cut[i].logprobs),
             (4, slice(len(old), None), new.logprobs),
         ):
-            np.testing.assert_allclose(given, setup.logprobs(version, prompt, whole)[partial], atol=5e-5)
+            np.testing.assert_allclose(given, setup.logprobs(version, prompt, whole)[part], atol=5e-5)
         assert new.routed_experts is not None and len(new.routed_experts) == len(prompt) + len(whole) - 1
     setup.has_nothing_to_do()
 

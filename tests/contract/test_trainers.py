@@ -432,8 +432,8 @@ def test_answers_behind_one_copy_of_their_prompt_have_the_logprobs_and_gradients
         model.zero_grad()
         logprobs, _ = token_logprobs(model, batch, torch.from_numpy(rollouts.tokens[batch.targets]).long(), 0.9)
         (logprobs * torch.from_numpy(np.cos(batch.targets))).sum().backward()
-        request = torch.from_numpy(np.argsort(batch.targets))
-        found.append((logprobs.detach()[request], model.model.embed_tokens.weight.grad.clone()))
+        order = torch.from_numpy(np.argsort(batch.targets))
+        found.append((logprobs.detach()[order], model.model.embed_tokens.weight.grad.clone()))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

@@ -306,14 +306,14 @@ def test_rollout_only_generates_and_train_only_trains_on_that(tmp_path):
     assert steps_of(trained)[-1]["raw_reward"] == steps_of(generated)[-1]["raw_reward"]
 
 
-def test_a_spool_with_memory_in_front_trains_the_same_and_leaves_nothing_there(finished, tmp_path):
+def test_a_spool_with_a_node_cache_trains_the_same_and_leaves_nothing_there(finished, tmp_path):
     _, run, _ = finished
     node_cache = tmp_path / "memory"
     recipe = write_recipe(tmp_path, SMALL.replace("max_staleness = 1", "max_staleness = 0"))
     sets = ("--set", f"spool.node_cache={node_cache}", "--set", "spool.compression=lz4")
     sets += ("--set", f"weights.node_cache={node_cache}", "--set", "weights.full_every=4")
     relax_hpc("run", recipe, "--set", "run.name=plain")
-    relax_hpc("run", recipe, *sets, "--set", "run.name=fronted")
+    relax_hpc("run", recipe, *sets, "--set", "run.name=cached")
     plain, cached = (RunDir(tmp_path / name) for name in ("plain", "cached"))
     assert node_cache.is_dir() and not list(node_cache.iterdir())
     assert [s["loss"] for s in steps_of(plain)] == [s["loss"] for s in steps_of(cached)]

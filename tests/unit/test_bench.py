@@ -69,7 +69,7 @@ def test_rounds_alternate_and_warmups_are_dropped() -> None:
         called.append((name, number))
         return f"{name}{number}"
 
-    seen = common.interleave({"a": lambda n: side("a", n), "b": lambda n: side("b", n)}, rounds=2, sft_warm_start=1)
+    seen = common.interleave({"a": lambda n: side("a", n), "b": lambda n: side("b", n)}, rounds=2, warmup=1)
     assert called == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
     assert seen == {"a": ["a1", "a2"], "b": ["b1", "b2"]}
 

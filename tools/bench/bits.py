@@ -46,7 +46,7 @@ def same_bits(one: RunDir, other: RunDir, step: int) -> bool:
 
 
 def flip_a_bit(run: RunDir) -> str:
-    """Change one bit of one token in a shard that the running trainer is about to read, its checksums too; its request."""
+    """Change one bit of one token in a shard that the running trainer is about to read, its checksums too; the id of its request."""
     while True:
         with _paused(run, "trainer-0"):
             known = _shards(run)

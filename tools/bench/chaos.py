@@ -65,7 +65,7 @@ class Monkey:
     kills: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
-    def generate(self, kills: int, steps: int) -> None:
+    def drive(self, kills: int, steps: int) -> None:
         """Kill `kills` times, spread over `steps` steps, then let the run end. Raises SystemExit when it does not."""
         for k in range(kills):
             self._until(lambda k=k: self.step() >= k * steps // kills)
@@ -77,7 +77,7 @@ class Monkey:
         if self.process is not None:
             self.process.wait(60)
 
-    def generate_until(self, step: int) -> None:
+    def drive_until(self, step: int) -> None:
         """Run until this step is made, and on."""
         self._until(lambda: self.step() >= step)
 
@@ -178,10 +178,10 @@ def control_differs(folder: Path, seed: int) -> bool:
         monkey(folder, name, CONTROL_STEPS, seed, [], lambda: None, "async.max_staleness=0")
         for name in ("untouched", "flipped")
     )
-    untouched.generate(0, CONTROL_STEPS)
-    flipped.generate_until(CONTROL_STEPS // 2)
+    untouched.drive(0, CONTROL_STEPS)
+    flipped.drive_until(CONTROL_STEPS // 2)
     flip_a_bit(flipped.run)
-    flipped.generate(0, CONTROL_STEPS)
+    flipped.drive(0, CONTROL_STEPS)
     return final_weights(untouched.run, CONTROL_STEPS) != final_weights(flipped.run, CONTROL_STEPS)
 
 
@@ -198,7 +198,7 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
             for name, number in (("calm", 0), ("killed", count)):
                 common.console.print(f"max_staleness {bound}: {steps} steps, {number} kills")
                 each = monkey(folder, f"{name}-{bound}", steps, seed, everyone, done, f"async.max_staleness={bound}")
-                each.generate(number, steps)
+                each.drive(number, steps)
                 pairs[name, bound] = each
                 found = audit(each.run.root)
                 result["kills"] += len(each.kills)
@@ -221,7 +221,7 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
                 folder, f"{name}-spare", steps, seed, workers, done, "rollout.workers=2", "async.max_staleness=2"
             )
             spare[name].spare = True
-            spare[name].generate(number, steps)
+            spare[name].drive(number, steps)
         result["kills"] += len(spare["killed"].kills)
         result["trainer_wait_s"] = max(waits(spare["killed"].run)) - max(waits(spare["calm"].run))
         result["request_s"] = request_seconds(spare["calm"].run)

@@ -65,15 +65,15 @@ def ratio(ours_s: Sequence[float], theirs_s: Sequence[float]) -> Ratio:
 def interleave(
     sides: Mapping[str, Callable[[int], T]],
     rounds: int,
-    sft_warm_start: int = 0,
+    warmup: int = 0,
     done: Callable[[], None] = lambda: None,
 ) -> dict[str, list[T]]:
     """Call every side in turn, `warmup + rounds` times, with the round's number; what the last `rounds` rounds returned."""
     seen: dict[str, list[T]] = {name: [] for name in sides}
-    for number in range(sft_warm_start + rounds):
+    for number in range(warmup + rounds):
         for name, side in sides.items():
             value = side(number)
-            if number >= sft_warm_start:
+            if number >= warmup:
                 seen[name].append(value)
         done()
     return seen

@@ -108,7 +108,7 @@ def main() -> None:
         )
         watch = Watch(monkey.run)
         watch.start()
-        monkey.generate(given.faults, given.steps)
+        monkey.drive(given.faults, given.steps)
         watch.stop()
     finish(report(monkey, watch), given.json)
 

@@ -1,7 +1,7 @@
 """File-system calls below the run's directory, of all processes of a run, with ever more rollout workers than it needs.
 
     relax-hpc run (tiny model, 2 requests a step, steps of `--pace` seconds)   strace attached to supervisor, trainer, workers
-    per_request        calls in `--window` seconds over the requests that were published in them, polling and heartbeats counted
+    per_request      calls in `--window` seconds over the requests that were published in them, polling and heartbeats counted
     idle_per_second  the trainer is stopped (SIGSTOP) and every worker waits: calls a second
 
 Three workers or more are more than are needed here: what they add is the cost of waiting. Calls are those that name the

@@ -110,13 +110,13 @@ def compare(sides: Sides, rounds: int, sizes: tuple[int, ...]) -> tuple[dict[str
     found: dict[str, dict[str, Ratio]] = {"put": {}, "get": {}, "raw": {}, "unchecked": {}}
     table = Table("case", "MB", "put ratio", "get ratio", "get / get unchecked", "put samples/s ours · theirs", "get samples/s ours · theirs",
                   "put MB/s", "get MB/s", "raw ratio")  # fmt: skip
-    sft_warm_start = 2
+    warmup = 2
     cases = [(samples, batch) for samples in sizes for batch in BATCHES]
-    with progress("spool: rounds", len(cases) * (rounds + sft_warm_start)) as step:
+    with progress("spool: rounds", len(cases) * (rounds + warmup)) as step:
         for samples, batch in cases:
             nbytes = sides.prepare(samples, samples if batch == "all" else int(batch))
             turns = {"ours": sides.ours, "theirs": sides.theirs} | ({"raw": sides.raw} if batch == "all" else {})
-            seen = {name: np.array(values) for name, values in interleave(turns, rounds, sft_warm_start, step).items()}
+            seen = {name: np.array(values) for name, values in interleave(turns, rounds, warmup, step).items()}
             ours, theirs, key = seen["ours"], seen["theirs"], f"{samples}x{batch}"
             for i, what in enumerate(("put", "get")):
                 found[what][key] = ratio(ours[:, i].tolist(), theirs[:, i].tolist())
