@@ -93,8 +93,8 @@ class PolicyAlgorithm:
         if isinstance(config, Rloo):
             return estimates.over_tokens(estimates.leave_one_out(rewards, group), rollouts)
         plain = isinstance(config, (DrGrpo, ReinforcePlusPlusBaseline))
-        normalise = config.normalize_std if isinstance(config, Grpo) else not plain
-        relative = estimates.group_relative(rewards, group, normalize_std=normalise)
+        normalize = config.normalize_std if isinstance(config, Grpo) else not plain
+        relative = estimates.group_relative(rewards, group, normalize_std=normalize)
         spread = estimates.over_tokens(relative, rollouts)
         return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
 

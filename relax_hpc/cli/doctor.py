@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from relax_hpc.planning.doctor.checks import Check
 
 WIDTH = 200
-COLOURS = {"ok": "green", "note": "dim", "warning": "yellow", "failed": "bold red"}
+COLORS = {"ok": "green", "note": "dim", "warning": "yellow", "failed": "bold red"}
 
 
 def doctor(
@@ -122,5 +122,5 @@ def _table(checks: list[Check]) -> Table:
             said.append(f"\nexpected: {check.expected}", style="dim")
         if check.fix:
             said.append(f"\nfix: {check.fix}")
-        table.add_row(Text(check.verdict, style=COLOURS[check.verdict]), Text(check.what), said)
+        table.add_row(Text(check.verdict, style=COLORS[check.verdict]), Text(check.what), said)
     return table

@@ -130,9 +130,9 @@ def recipe(
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
         for column in ("key", "value", "from"):
             table.add_column(column, overflow="fold")
-        colours = {"default": "dim", "site": "cyan", "file": "green", "--set": "yellow"}
+        colors = {"default": "dim", "site": "cyan", "file": "green", "--set": "yellow"}
         for row in sources(loaded, path, sets, profile):
-            table.add_row(Text(row.key), Text(row.value), f"[{colours[row.where]}]{row.where}[/]")
+            table.add_row(Text(row.key), Text(row.value), f"[{colors[row.where]}]{row.where}[/]")
         Console().print(table)
 
 

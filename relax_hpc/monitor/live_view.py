@@ -23,7 +23,7 @@ from relax_hpc.recipe.tables.source import left_out
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 """How often a line is printed where there is no terminal."""
-STATE_COLOURS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "pending": "cyan", "waiting for a successor": "cyan", "starting": "cyan"}  # fmt: skip
+STATE_COLORS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "pending": "cyan", "waiting for a successor": "cyan", "starting": "cyan"}  # fmt: skip
 _complained = set[str]()
 REASONS_SHOWN = 4
 """Why groups failed: the most frequent ones."""
@@ -32,8 +32,8 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 def render(status: Status) -> RenderableType:
     """The panel."""
-    colour = STATE_COLOURS.get(status.state, "white")
-    title = Text.assemble((status.recipe.run.name, "bold"), " ", (status.state, colour))
+    color = STATE_COLORS.get(status.state, "white")
+    title = Text.assemble((status.recipe.run.name, "bold"), " ", (status.state, color))
     parts: list[RenderableType] = [_progress(status), _numbers(status)]
     parts += [Text(line, style="dim") for line in left_out(status.rows)]
     if (scores := _sources(status)) is not None:
@@ -46,8 +46,8 @@ def render(status: Status) -> RenderableType:
     if status.slurm is not None:
         parts += cluster_view.parts(status)
     if status.outcome and status.outcome.get("reason"):
-        parts.append(Text(str(status.outcome["reason"]), style=colour))
-    return Panel(Group(*parts), title=title, subtitle=Text(str(status.run.root)), border_style=colour, padding=(0, 1))
+        parts.append(Text(str(status.outcome["reason"]), style=color))
+    return Panel(Group(*parts), title=title, subtitle=Text(str(status.run.root)), border_style=color, padding=(0, 1))
 
 
 def line(status: Status) -> str:

@@ -193,7 +193,7 @@ def test_the_same_bits_arrive(transport: Transport) -> None:
     assert_bits(fetch(transport, version), weights(0))
 
 
-def test_a_late_joiner_gets_the_newest_and_its_neighbour_is_still_there(transport: Transport) -> None:
+def test_a_late_joiner_gets_the_newest_and_its_neighbor_is_still_there(transport: Transport) -> None:
     publisher = transport.trainer(1)
     versions = [publish(publisher, n) for n in range(6)]
     assert newest(transport) == versions[5]

@@ -42,11 +42,11 @@ from tests import tiny
 from tests.tiny import random_rollouts
 
 
-def grpo_oracle(rewards: list[float], normalise: bool) -> list[float]:
+def grpo_oracle(rewards: list[float], normalize: bool) -> list[float]:
     """One group, arXiv 2402.03300 section 4.1.2, in Python floats."""
     mean = sum(rewards) / len(rewards)
     centred = [r - mean for r in rewards]
-    if not normalise:
+    if not normalize:
         return centred
     std = math.sqrt(sum(c * c for c in centred) / (len(rewards) - 1))
     return [c / (std + 1e-6) for c in centred]
@@ -66,18 +66,18 @@ def surrogate_oracle(logprob: float, old_logprobs: float, advantage: float, low:
 )
 @settings(deadline=None, max_examples=50)
 def test_group_relative_matches_the_paper_in_any_order(
-    groups: list[list[float]], normalise: bool, random: object
+    groups: list[list[float]], normalize: bool, random: object
 ) -> None:
     samples = [
         (number * 7, r, a)
         for number, group in enumerate(groups)
-        for r, a in zip(group, grpo_oracle(group, normalise), strict=True)
+        for r, a in zip(group, grpo_oracle(group, normalize), strict=True)
     ]
     random.shuffle(samples)  # type: ignore[attr-defined]
     got = group_relative(
         torch.tensor([s[1] for s in samples], dtype=torch.float64),
         torch.tensor([s[0] for s in samples]),
-        normalize_std=normalise,
+        normalize_std=normalize,
     )
     np.testing.assert_allclose(got.numpy(), [s[2] for s in samples], rtol=1e-6, atol=1e-7)
 

@@ -638,7 +638,7 @@ def test_a_request_whose_shards_are_damaged_again_and_again_ends_the_run_and_is_
         trainer.entry()
 
 
-def test_a_superseded_trainer_puts_nothing_aside(run: RunDir) -> None:
+def test_a_superseded_trainer_moves_nothing_to_quarantine(run: RunDir) -> None:
     old = Trainer(run, 1, staleness=0)
     assert old.entry() is None
     generate(run, 0)

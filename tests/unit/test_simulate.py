@@ -22,7 +22,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.planning.simulation.file_calls import calls_per_second
 from relax_hpc.planning.simulation.model import Simulation
-from relax_hpc.planning.simulation.outcome import Outcome, summarise
+from relax_hpc.planning.simulation.outcome import Outcome, summarize
 from relax_hpc.planning.simulation.setup import Setup, Trace
 from relax_hpc.planning.simulation.sweep import recommend
 from relax_hpc.planning.simulation.times import Floats, Lognormal, Measured, Times
@@ -76,7 +76,7 @@ def test_one_version_stale_the_slower_side_is_what_a_step_takes(generate: float)
     run, slower = setup(4, 1, 4, steps=20), max(FETCH_S + generate, TRAIN_S + PUBLISH_S)
     trace = Simulation(run, times(generate)).run()
     assert mean_step_s(trace) == pytest.approx(slower, abs=2)
-    said = summarise(run, None, trace)
+    said = summarize(run, None, trace)
     assert said.samples_s == pytest.approx(4 * 2 * 4 / slower, rel=0.008), (
         "the first steps, which fill the pipeline, left out"
     )
@@ -113,10 +113,10 @@ def test_training_time_that_faults_leave_is_daly_s() -> None:
     trace = Simulation(run, times(10.0, train=20.0, restart_s=restart, checkpoint_s=checkpoint)).run()
     useful = every * (20.0 + PUBLISH_S)
     expected = useful / (mtbf * math.exp(restart / mtbf) * (math.exp((useful + checkpoint) / mtbf) - 1))
-    said = summarise(run, None, trace)
+    said = summarize(run, None, trace)
     assert trace.trainer_faults > 25
     assert said.effective == pytest.approx(expected, abs=0.02)
-    calm = summarise(run, None, Simulation(replace(run, trainer_mtbf_s=math.inf), times(10.0, train=20.0)).run())
+    calm = summarize(run, None, Simulation(replace(run, trainer_mtbf_s=math.inf), times(10.0, train=20.0)).run())
     assert calm.effective == 1 and said.samples_s / calm.samples_s == pytest.approx(said.effective, abs=0.02)
 
 
@@ -244,7 +244,7 @@ def test_file_calls_are_those_of_the_benchmark(workers: int, per_request: float,
 
 def test_the_cheapest_of_the_fast_ones_is_recommended() -> None:
     run = setup(4, 1, 4)
-    one = summarise(run, None, Simulation(run, times(30.0)).run())
+    one = summarize(run, None, Simulation(run, times(30.0)).run())
     rows: list[Outcome] = [
         replace(one, workers=4, samples_s=9.0),
         replace(one, workers=8, samples_s=9.7, max_staleness=1),

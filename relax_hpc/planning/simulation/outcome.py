@@ -49,7 +49,7 @@ class Outcome:
         return asdict(self)
 
 
-def summarise(setup: Setup, mtbf_h: float | None, trace: Trace) -> Outcome:
+def summarize(setup: Setup, mtbf_h: float | None, trace: Trace) -> Outcome:
     """The row of a trace."""
     ends = np.array([0.0, *trace.ended_s])
     steady = ends[min(setup.max_staleness + 1, setup.steps - 1) :]

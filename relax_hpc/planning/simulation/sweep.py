@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from relax_hpc.files.errors import RunError
 from relax_hpc.planning.simulation.assume import Asked, assumed
 from relax_hpc.planning.simulation.model import Simulation
-from relax_hpc.planning.simulation.outcome import Outcome, summarise
+from relax_hpc.planning.simulation.outcome import Outcome, summarize
 from relax_hpc.planning.simulation.setup import Setup
 from relax_hpc.planning.simulation.times import Times
 from relax_hpc.recipe import Recipe
@@ -77,7 +77,7 @@ def sweep(recipe: Recipe, grid: Grid, times: TimesFor, done: Callable[[], None] 
         grid.mtbf_h, grid.workers, grid.staleness, grid.on_stale
     ):
         setup = setup_of(recipe, workers, staleness, on_stale, mtbf_h, grid.steps, grid.seed)
-        found.append(summarise(setup, mtbf_h, Simulation(setup, times(workers)[0]).run()))
+        found.append(summarize(setup, mtbf_h, Simulation(setup, times(workers)[0]).run()))
         done()
     return found
 

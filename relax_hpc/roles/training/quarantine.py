@@ -30,7 +30,7 @@ class Quarantine:
         self._run, self._commit_dir, self.say = run, commit_dir, say
 
     def put(self, request: str, damage: DamagedShard) -> None:
-        """Put the published shard of a request aside. Raises RunError when that is in vain."""
+        """Move the published shard of a request to quarantine. Raises RunError when that is in vain."""
         before = len(list(self._run.quarantine.glob(f"{request}.*.damaged")))
         if before >= MOST:
             raise RunError(
