@@ -10,7 +10,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from typer.testing import CliRunner
 from relax_hpc.cli import app
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.planning.doctor import files, probe, python, room, slurm
+from relax_hpc.planning.doctor import caches, files, probe, python, room, slurm
 from relax_hpc.planning.doctor.checks import Check, worst
 from relax_hpc.planning.doctor.examine import checkpoint_s, examine, target
 from relax_hpc.recipe import Recipe, dump_recipe, load_recipe
 from relax_hpc.slurm.plan import make_plan
-from tests.runs import SMALL, write_recipe
+from tests.runs import SMALL, wait_for, write_recipe
 
 
 @pytest.fixture
@@ -336,3 +338,34 @@ def test_a_run_is_looked_at_and_left_as_it_is(recipe: Recipe, tmp_path: Path) ->
     assert opened == run and found.slurm is not None and found.slurm.time == "02:00:00"
     assert worst(examine(found, opened, areas=("files",), local_root_ok=True)) == "ok"
     assert set(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("cached_s", "verdict", "words"),
+    [(0.0, "ok", "seen within"), (1.4, "note", "late"), (60.0, "note", "no change of another node's in 3 s")],
+)
+def test_what_a_client_caches_of_another_nodes_changes_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_s: float, verdict: str, words: str
+) -> None:
+    """Through a client that answers stat and listdir from what it knows, for so long."""
+    known: dict[tuple[str, str], tuple[float, object]] = {}
+
+    def cached(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def answer(path: Any, **options: Any) -> object:
+            if "pulse-" not in str(path) or threading.current_thread() is not threading.main_thread():
+                return call(path, **options)
+            since, answered = known.get((name, str(path)), (0.0, None))
+            if answered is None or time.monotonic() - since > cached_s:
+                since, answered = time.monotonic(), call(path, **options)
+                known[name, str(path)] = since, answered
+            return answered
+
+        return answer
+
+    with caches.pulse(tmp_path, "trainer-1"):
+        wait_for((tmp_path / "pulse-trainer-1" / "name-2").exists)
+        for name in ("stat", "listdir"):
+            monkeypatch.setattr(caches.os, name, cached(name, getattr(os, name)))
+        found = caches.caches(tmp_path, "trainer-1", "n1", window_s=6.0)
+        monkeypatch.undo()
+    assert [(check.verdict, words in check.found) for check in found] == [(verdict, True)] * 2, found

@@ -232,7 +232,7 @@ def times(folder: Path) -> Check:
 
 
 def attribute_cache(folder: Path) -> Check:
-    """How long this machine may not notice what others changed, as the mount's options say; it takes another machine to measure it."""
+    """How long this machine may not notice what others changed, as the mount's options say; --on-nodes measures it (caches.py)."""
     kind, networked = kind_of(folder)
     if not kind.startswith("nfs"):
         return ok(

@@ -1,6 +1,6 @@
 """`python -m relax_hpc.planning.doctor.probe ASKED.json`: one task a node looks at its node, and at the others.
 
-own checks ► listen on a free port ► hello (a file, by rename) ► see the others' hellos ► connect to them ► findings (a file)
+own checks ► listen on a free port ► hello (a file, by rename) ► see the others' hellos ► connect to them ► caches ► findings (a file)
                                                                  the port closes when all have connected, or time is up
 """
 
@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from relax_hpc.files.publish import read_json, replace, to_json
+from relax_hpc.planning.doctor.caches import caches, pulse
 from relax_hpc.planning.doctor.checks import Check, failed, gigabytes, note, ok, warning
 from relax_hpc.planning.doctor.files import semantics
 from relax_hpc.planning.doctor.python import libraries
@@ -58,13 +59,15 @@ class Probe:
         """All checks, and the findings into a file."""
         token = secrets.token_hex(TOKEN_BYTES)
         checks = [ok(AREA, "answer", self.host), *self.interface()]
-        with listener(token) as port:
+        with listener(token) as port, pulse(self.folder, self.name):
             hello = {"host": self.host, "port": port, "token": token, "addresses": addresses(self.asked["interface"])}
             replace(self.folder / f"hello-{self.name}.json", to_json(hello), durable=False)
             checks += [*self.files(), *self.gpus(), *self.memory()]
             if self.asked["libraries"]:
                 checks += libraries(sys.executable, limit_s=self._left_s())
             checks += self.network()
+            if self.peers and self._hello(self.peers[0]):
+                checks += caches(self.folder, self.peers[0], self.host)
             findings = {"name": self.name, "host": self.host, "checks": [check.to_json() for check in checks]}
             replace(self.folder / f"found-{self.name}.json", to_json(findings), durable=False)
             while time.monotonic() < self.leave_at and self.folder.exists() and not (self.folder / "over").exists():

@@ -1,0 +1,93 @@
+"""How long a node does not notice what another one changes: measured between two nodes, by a pulse and who watches it.
+
+node A: a file replaced and a name added every PULSE_S ──► node B: `stat` of the file, a listing of the folder: the longest that each stays
+the same is what its client caches, or PULSE_S where it caches nothing. Nothing is opened meanwhile: that would make a client of NFS ask the server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from relax_hpc.files.publish import replace
+from relax_hpc.planning.doctor.checks import Check, note, ok
+
+AREA = "nodes"
+PULSE_S = 0.25
+LOOK_S = 0.02
+WINDOW_S = 8.0
+"""Longer caches are found, not measured."""
+NOTICEABLE_S = 1.0
+
+
+@contextmanager
+def pulse(folder: Path, name: str) -> Iterator[None]:
+    """Change FOLDER/pulse-NAME/ twice every PULSE_S, by a thread: a file in it is replaced, and another one gets a new name."""
+    own, over = folder / f"pulse-{name}", threading.Event()
+    own.mkdir()
+
+    def change() -> None:
+        count = 0
+        with contextlib.suppress(OSError):  # the doctor's folder goes before its nodes do
+            while not over.wait(PULSE_S):
+                count += 1
+                replace(own / "file", str(count).encode(), durable=False)
+                (own / f"name-{count}").touch()
+                (own / f"name-{count - 1}").unlink(missing_ok=True)
+
+    thread = threading.Thread(target=change, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def longest_unchanged(look: Callable[[], object], window_s: float) -> float:
+    """Seconds within `window_s` that `look` gave the same, at the longest. Where it never changed, all of `window_s`."""
+    end, seen, since, longest, changes = time.monotonic() + window_s, look(), time.monotonic(), 0.0, 0
+    while (now := time.monotonic()) < end:
+        if (new := look()) != seen:
+            longest, seen, since, changes = max(longest, now - since), new, now, changes + 1
+        time.sleep(LOOK_S)
+    return max(longest, end - since) if changes else window_s
+
+
+def caches(folder: Path, peer: str, host: str, window_s: float = WINDOW_S) -> list[Check]:
+    """Measure what this node, `host`, caches of the folder in which `peer` pulses."""
+    watched = folder / f"pulse-{peer}"
+    looks: dict[str, Callable[[], object]] = {
+        "attributes of files": lambda: _of(watched / "file"),
+        "listings of folders": lambda: sorted(_names(watched)),
+    }
+    return [_check(what, longest_unchanged(look, window_s / len(looks)), window_s / len(looks), host) for what, look in looks.items()]  # fmt: skip
+
+
+def _of(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _check(what: str, unchanged_s: float, window_s: float, host: str) -> Check:
+    if unchanged_s >= window_s:
+        return note(AREA, what, f"{host} saw no change of another node's in {window_s:g} s: cached for longer; a step of a new run may wait that long once, "
+                    "then a second (actimeo, acregmax, acdirmax of an NFS mount)")  # fmt: skip
+    if unchanged_s > NOTICEABLE_S:
+        return note(AREA, what, f"{host} saw changes up to {unchanged_s:.1f} s late: requests and versions are looked at anew every second all the same")  # fmt: skip
+    return ok(AREA, what, f"changes seen within {unchanged_s:.1f} s")
