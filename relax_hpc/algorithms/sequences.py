@@ -1,6 +1,6 @@
 """Samples among flat tokens: sums and means over each one's tokens, and what a token weighs in the step's mean.
 
-Sums are by segments, not by scattered additions, whose request a GPU does not keep.
+Sums are by segments, not by scattered additions, whose order a GPU does not keep.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> boo
 
 
 def publish(final: Path, data: Data, *, commit_dir: Path | None = None, durable: bool = True) -> bool:
-    """Publish `data` under a name that nobody has; False when somebody has it. `via`: the folder of the temporary name."""
+    """Publish `data` under a name that nobody has; False when somebody has it. `commit_dir`: the folder of the temporary name."""
     temporary = (commit_dir or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
     written = False
     try:

@@ -112,7 +112,7 @@ def checksum(content: dict[str, Any]) -> str:
 
 
 class Ledger:
-    """The entries of a run. `via`: the folder of the incarnation that commits; None only reads."""
+    """The entries of a run. `commit_dir`: the folder of the incarnation that commits; None only reads."""
 
     def __init__(self, run: RunDir, commit_dir: Path | None = None) -> None:
         self._run, self._commit_dir = run, commit_dir

@@ -46,7 +46,7 @@ RENDEZVOUS: dict[str, Callable[..., Rendezvous]] = {
 
 
 def make_publisher(recipe: Recipe, run: RunDir, commit_dir: Path, incarnation: int) -> Publisher:
-    """The recipe's transport, the trainer's side. `via`: the folder that it commits through."""
+    """The recipe's transport, the trainer's side. `commit_dir`: the folder that it commits through."""
     w, bucket_bytes = recipe.weights, recipe.weights.bucket_mb << 20
     if isinstance(w, CollectiveWeights | MpiWeights):
         return CollectivePublisher(

@@ -35,7 +35,7 @@ KEPT_FILES = 3
 
 
 class FilePublisher:
-    """The trainer's side. `via`: the incarnation's folder; when a successor has renamed it, publishing fails."""
+    """The trainer's side. `commit_dir`: the incarnation's folder; when a successor has renamed it, publishing fails."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ class Manifest:
 
 
 class Versions:
-    """The trainer's hand on them. `via`: the incarnation's folder; when a successor has renamed it, all of this fails."""
+    """The trainer's hand on them. `commit_dir`: the incarnation's folder; when a successor has renamed it, all of this fails."""
 
     def __init__(self, run: RunDir, commit_dir: Path, incarnation: int) -> None:
         self.run, self.commit_dir, self._incarnation = run, commit_dir, incarnation

@@ -39,7 +39,9 @@ def test_a_critic_beside_an_asynchronous_run_keeps_the_bound_and_is_seen(tmp_pat
     own = RunDir(run.critic)
     assert own.checkpoint_steps()[-1] == STEPS, "the run ends when the critic has learned all of it"
     steps = steps_of(run)
-    assert [s["grad_norm"] > 0 for s in steps] == [False] * 2 + [True] * (STEPS - 2), "the critic alone learns at first"
+    moved = [s["grad_norm"] > 0 for s in steps]
+    assert not any(moved[:2]), "the critic alone learns at first"
+    assert all(moved[4:]), "steps 2 and 3 may have values of a critic that knows nothing, and no reward"
     last = {}
     for entry in (read_json(path) for path in sorted(run.ledger.rglob("*.json"))):
         for taken in entry["take"]:
@@ -60,7 +62,7 @@ def test_a_critic_beside_an_asynchronous_run_keeps_the_bound_and_is_seen(tmp_pat
     assert "value " in " ".join(ask("shards", "show", run.root, request).stdout.split())
     ask("trace", run.root)
     drawn = [e["name"] for e in trace_rules.read(run.root / "trace.json") if e["ph"] == "X"]
-    assert f"learn step {STEPS - 1}" in drawn and any(name.startswith("value o") for name in drawn)
+    assert f"learn step {STEPS - 1}" in drawn and any(name.startswith("value r") for name in drawn)
     table = RunView(run.root).trajectories("arrow", columns=["loss_mask", "columns/values"])
     assert [len(v) for v in table["columns/values"]] == [len(v) for v in table["loss_mask"]]
 

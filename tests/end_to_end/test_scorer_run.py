@@ -74,7 +74,7 @@ def test_killed_scorers_and_damaged_columns_change_no_bit(tmp_path: Path) -> Non
     assert "log p of the teacher" in " ".join(shown.split())
     ask("trace", run.root)
     drawn = [e["name"] for e in trace_rules.read(run.root / "trace.json") if e["ph"] == "X"]
-    assert sum(name.startswith("score o") for name in drawn) >= 2 * STEPS - 2
+    assert sum(name.startswith("score r") for name in drawn) >= 2 * STEPS - 2
     table = RunView(run.root).trajectories("arrow", columns=["loss_mask", "columns/reference", "columns/teacher"])
     assert len(table["columns/teacher"]) == STEPS * 32
     assert [len(v) for v in table["columns/reference"]] == [len(v) for v in table["loss_mask"]]

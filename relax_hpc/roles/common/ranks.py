@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def meet(commit_dir: Path, rank: int, world: int, device: str) -> None:
-    """Join the group that commits by way of `via`. device: as the recipe says it."""
+    """Join the group that commits by way of `commit_dir`. device: as the recipe says it."""
     if world > 1:
         backend = "nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
         store = dist.FileStore(str(commit_dir / "rendezvous"), world)  # type: ignore[attr-defined]

@@ -87,7 +87,7 @@ class Critic:
     """One process of the role."""
 
     def __init__(self, process: RoleProcess, commit_dir: Path) -> None:
-        """via: the attempt's folder."""
+        """commit_dir: the attempt's folder."""
         arguments, recipe = process.arguments, process.recipe
         assert recipe.critic is not None
         self.process, self.recipe, self.run, self.config = process, recipe, process.run, recipe.critic

@@ -83,7 +83,7 @@ class Scorer:
     """One process: the models, or its part of them, and its share of the requests."""
 
     def __init__(self, process: RoleProcess, commit_dir: Path | None) -> None:
-        """via: the folder of the attempt, of a process that is one of a group."""
+        """commit_dir: the folder of the attempt, of a process that is one of a group."""
         recipe, arguments = process.recipe, process.arguments
         assert recipe.scorer is not None
         self.process, self.recipe, self.run, self.config = process, recipe, process.run, recipe.scorer

@@ -42,7 +42,7 @@ class Columns:
     """What rank 0 knows of the columns that steps need."""
 
     def __init__(self, run: RunDir, names: Sequence[str], commit_dir: Path, say: Callable[..., None]) -> None:
-        """names: of the columns; via: the folder of our incarnation; say: writes an event down."""
+        """names: of the columns; commit_dir: the folder of our incarnation; say: writes an event down."""
         self._run, self.names, self._commit_dir, self._say = run, names, commit_dir, say
         self._watches: dict[Path, FolderWatch] = {}
         self._versions: dict[str, dict[str, str]] = {}

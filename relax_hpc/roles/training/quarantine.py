@@ -23,7 +23,7 @@ MOST = 3
 
 
 class Quarantine:
-    """Where rank 0 puts damaged shards. `via`: the folder of our incarnation; a superseded trainer removes nothing."""
+    """Where rank 0 puts damaged shards. `commit_dir`: the folder of our incarnation; a superseded trainer removes nothing."""
 
     def __init__(self, run: RunDir, commit_dir: Path, say: Callable[..., None]) -> None:
         """say: writes an event down."""
