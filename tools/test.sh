@@ -18,7 +18,7 @@ while [[ "${1:-}" = --python || "${1:-}" = --setup-only ]]; do
 done
 cd "$(dirname "$0")/.."
 tools/slurm-install.sh
-tools/setup.sh "${setup[@]}" analysis,dev,megatron,mpi,sglang-cpu,tracking
+tools/setup.sh "${setup[@]}" analysis,dev,docs,megatron,mpi,sglang-cpu,tracking
 [ -n "$only" ] && exit 0
 # tests/conftest.py takes more settings of the machine away; these would decide how pytest itself starts.
 for name in $(compgen -e PYTHON); do unset "$name"; done

@@ -1,6 +1,6 @@
 """The recipe: one TOML file that says all of a run, as strict pydantic models.
 
-Every key has a sentence (it becomes docs/recipes.md), a default where one is sane, and says whether a resumed run may
+Every key has a sentence (docs/reference/recipe/ is made of them), a default where one is sane, and says whether a resumed run may
 change it (`resume=True`). What fits together is checked here, before anything starts.
 """
 

@@ -386,12 +386,6 @@ def test_a_key_of_an_older_recipe_is_refused_with_its_new_name(tiny: Path, old: 
     assert new in said and "\n" not in said
 
 
-def test_docs_are_current() -> None:
-    check = [sys.executable, str(REPOSITORY / "tools" / "recipe_docs.py"), "--check"]
-    ended = subprocess.run(check, cwd=REPOSITORY, env={"PYTHONPATH": str(REPOSITORY)}, check=False)
-    assert ended.returncode == 0, "run: python tools/recipe_docs.py"
-
-
 def test_every_key_has_a_sentence() -> None:
     def check(table: type[Table]) -> list[str]:
         inner = [key for field in table.model_fields.values() for t in tables(field.annotation) for key in check(t)]

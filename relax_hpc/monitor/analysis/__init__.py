@@ -54,19 +54,19 @@ class RunView:
     ) -> Any:
         """One row a sample, of every shard there is: pandas.DataFrame or pyarrow.Table.
 
-        shard, request, group, sample   where it is; group and sample count from 0 within the request
-        source, prompt_index          which prompt: the recipe's [[source]] and the item of it
-        step                          the step that took its request; null when none did
-        status, reason                  trained, filtered, failed, dropped, unused or evaluation, and why
-        detail                        of a failure: which source and prompt, and what was said
-        reward, raw_reward            what was trained on, and what the verifier said
-        finish, turns                 stop, length or failed; turns of the model
-        prompt_length, length         tokens of the prompt, and of everything after it
-        first_version, last_version   of the weights that made the first and the last token; null without tokens
-        age                           step - first_version: versions between making the oldest token and training on it
-        prompt, completion, answer    text; prompts with special tokens, completions without (`text=False` leaves all out)
-        metadata                      what else the source says about the prompt, as one JSON object (`text=False` leaves it out too)
-        extra/NAME                    whatever rewards and environments added; NaN where a shard has none
+            shard, request, group, sample  where it is; group and sample count from 0 within the request
+            source, prompt_index           which prompt: the recipe's [[source]] and the item of it
+            step                           the step that took its request; null when none did
+            status, reason                 trained, filtered, failed, dropped, unused or evaluation, and why
+            detail                         of a failure: which source and prompt, and what was said
+            reward, raw_reward             what was trained on, and what the verifier said
+            finish, turns                  stop, length or failed; turns of the model
+            prompt_length, length          tokens of the prompt, and of everything after it
+            first_version, last_version    of the weights that made the first and the last token; null without tokens
+            age                            step - first_version: versions between making the oldest token and training on it
+            prompt, completion, answer     text; prompts with special tokens, completions without (`text=False` leaves all out)
+            metadata                       what else the source says about the prompt, as one JSON object (`text=False` leaves it out too)
+            extra/NAME                     whatever rewards and environments added; NaN where a shard has none
 
         `columns` picks some, and may name prompt_tokens, tokens, loss_mask, logprobs, versions (a list a row) too; and
         columns/reference, columns/teacher, columns/recomputed, columns/values: what scorers (logprobs) and critic said of the same tokens,
