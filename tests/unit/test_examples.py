@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import relax_hpc
+from relax_hpc.telemetry import read_metrics
 from tests import runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,3 +31,35 @@ def test_reward(tmp_path: Path) -> None:
     assert set(near.raw_reward.round(2)) <= {0.0, 0.3, 1.0}
     assert set(shortest.raw_reward) == {0.0, 1.0}
     assert (tmp_path / "reward/snapshot/user/v0/0/reward.py").read_bytes() == (EXAMPLES / "reward.py").read_bytes()
+
+
+@pytest.mark.slow
+def test_environment(tmp_path: Path) -> None:
+    rows = trained("environment", tmp_path)
+    assert set(rows.status) == {"trained"} and set(rows.turns) == {1, 2, 3}
+    of_three = rows[rows.turns == 3]
+    assert of_three.completion.str.count("no, again: ").eq(2).all()
+    told = rows[rows["extra/tries"].notna()]
+    assert len(told) and (told["extra/tries"] == told.turns).all()
+    assert (rows[rows.turns < 3].finish == "length").all(), "what is cut at max_new_tokens ends there"
+
+
+@pytest.mark.slow
+def test_filter(tmp_path: Path) -> None:
+    rows = trained("filter", tmp_path)
+    groups = rows.groupby(["request", "group"]).agg(
+        status=("status", "first"), reason=("reason", "first"), cut=("finish", lambda of: int((of == "length").sum()))
+    )
+    assert set(groups.status) == {"trained", "filtered"}, "the seed gives both"
+    assert (groups.status.eq("filtered") == groups.cut.gt(2)).all()
+    assert groups[groups.status == "filtered"].reason.str.startswith("mostly cut: ").all()
+
+
+@pytest.mark.slow
+def test_algorithm(tmp_path: Path) -> None:
+    trained("algorithm", tmp_path)
+    steps = [line for line in read_metrics(tmp_path / "algorithm/metrics/trainer-0.jsonl")[0] if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    assert all(0 <= line["truncated_ratio"] <= 1 and line["sample_ratio_max"] > 0 for line in steps)
+    assert steps[0]["reference_kl"] == pytest.approx(0, abs=1e-6) and steps[2]["reference_kl"] > 0
+    assert all(line["grad_norm"] > 0 for line in steps)
