@@ -55,7 +55,7 @@ def test_site_loads_nothing_from_the_network(site: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_links_of_the_pages_outside_the_site(site: Path, page: str) -> None:
     for link in LINK.findall((REPOSITORY / page).read_text()):
         if link.startswith(("http:", "https:")):
