@@ -150,12 +150,10 @@ def test_progress_is_told_while_a_reward_hangs_and_the_others_go_on(hasty: Rewar
     )
 
 
-def test_a_group_that_failed_is_scored_no_further_and_holds_up_no_other(
-    reward_runner: RewardRunner, tmp_path: Path
-) -> None:
+def test_a_group_that_failed_is_scored_no_further_and_holds_up_no_other(hasty: RewardRunner, tmp_path: Path) -> None:
     hangs, fine = prompt(source=2, index=1), prompt(source=2, index=2)
     samples = [*[(hangs, f"hang {tmp_path}")] * 12, *[(fine, "fine")] * 4]
-    verdicts = reward_runner.score(samples, groups=[*[0] * 12, *[1] * 4])
+    verdicts = hasty.score(samples, groups=[*[0] * 12, *[1] * 4])
     assert len({id(v) for v in verdicts[:12]}) == 1 and isinstance(verdicts[0], Failure)
     assert verdicts[12:] == [Score(0.5, {})] * 4
     assert 1 <= len(list(tmp_path.iterdir())) <= 6, "all of its samples were waited for, two at a time"
