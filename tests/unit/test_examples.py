@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import small_run
 
 import relax_hpc
+from relax_hpc.monitor.tracking import sinks
+from relax_hpc.monitor.tracking.follow import Follower
+from relax_hpc.registry import resolve
 from relax_hpc.telemetry import read_metrics
-from tests import runs
+from tests import runs, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -63,3 +68,18 @@ def test_algorithm(tmp_path: Path) -> None:
     assert all(0 <= line["truncated_ratio"] <= 1 and line["sample_ratio_max"] > 0 for line in steps)
     assert steps[0]["reference_kl"] == pytest.approx(0, abs=1e-6) and steps[2]["reference_kl"] > 0
     assert all(line["grad_norm"] > 0 for line in steps)
+
+
+def test_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fed by the real follower, from the lines of a run, in the place of TensorBoard."""
+    tracking = [{"name": "tensorboard"}]
+    run = small_run.build(tmp_path / "small")
+    own: Callable[..., sinks.Sink] = resolve("sink", f"{EXAMPLES / 'sink.py'}:CsvSink", {})
+    monkeypatch.setattr(sinks, "TensorBoardSink", own)
+    follower = Follower(run, tiny.recipe(tracking=tracking))
+    follower.look()
+    [said] = follower.close()
+    lines = (run.tracking / "tensorboard/train/raw_reward.csv").read_text().splitlines()
+    assert lines == ["step,time,value", "0,10.0,0.5", "1,15.0,0.5"]
+    assert said == f"pandas.read_csv('{run.tracking}/tensorboard/train/loss.csv')"
+    assert (run.tracking / "tensorboard/eval/score.csv").read_text().splitlines()[1:] == ["0,5.0,0.1", "2,22.0,0.3"]

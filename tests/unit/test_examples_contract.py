@@ -1,0 +1,50 @@
+"""The examples of parts that live in the source tree keep the contracts that the built-in ones keep: the same tests, run over them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from relax_hpc.engines import ENGINES
+from tests.contract import test_engines as engines
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+pytestmark = pytest.mark.slow
+
+
+def example(name: str) -> ModuleType:
+    """A file of the examples as a module."""
+    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[engines.Setup]:
+    """The example in the place of the torch engine, for tests/contract/test_engines.py."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ENGINES, "torch", example("engine").PlainEngine)
+        made = engines.Setup("torch", tmp_path_factory.mktemp("model"))
+        yield made
+        made.engine.close()
+
+
+OF_TORCH = ("prefilled_in_parts", "at_rest_holds_no_weights", "outgrows_its_room")
+"""Tests of how the torch engine does it, not of what it does."""
+globals().update(
+    {n: test for n, test in vars(engines).items() if n.startswith("test_") and not any(o in n for o in OF_TORCH)}
+)
+
+
+def test_the_contract_was_found() -> None:
+    names = [name for name in globals() if name.startswith("test_")]
+    assert "test_greedy_is_what_transformers_generates" in names and len(names) > 15
