@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from relax_hpc.engines import ENGINES
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.weights import RENDEZVOUS
 from tests.contract import test_engines as engines
+from tests.contract import test_transports as transports
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.slow
@@ -45,6 +48,28 @@ globals().update(
 )
 
 
-def test_the_contract_was_found() -> None:
+@pytest.fixture
+def transport(tmp_path: Path) -> Iterator[transports.Transport]:
+    """The example as a further group, for tests/contract/test_transports.py."""
+    run = RunDir(tmp_path)
+    run.create()
+    run.identity.write_text('{"id": "contract"}')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RENDEZVOUS, "sockets", example("transport").SocketRendezvous)
+        made = transports.by_group(run, "sockets")
+        yield made
+        if made.now is not None:
+            made.now.publisher.close()
+        made.receiver().close()
+
+
+OF_FILES = ("_file_", "_on_disk_")
+"""Tests that reach for the files of the file transport."""
+globals().update(
+    {n: test for n, test in vars(transports).items() if n.startswith("test_") and not any(o in n for o in OF_FILES)}
+)
+
+
+def test_the_contracts_were_found() -> None:
     names = [name for name in globals() if name.startswith("test_")]
-    assert "test_greedy_is_what_transformers_generates" in names and len(names) > 15
+    assert {"test_greedy_is_what_transformers_generates", "test_the_same_bits_arrive"} <= {*names} and len(names) > 25
