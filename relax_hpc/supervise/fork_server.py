@@ -1,13 +1,15 @@
-"""Roles are forked here: a process that has imported torch once, and forks a role in milliseconds.
+"""The fork server: a process that has imported torch once and forks each role from there in milliseconds.
 
     supervisor or node agent ──(arguments, environment, log)──► fork server ──fork──► role, role, …
            ▲                                                       │
            └─────────────(its pid; later its exit code)────────────┘
 
-Importing torch and transformers costs seconds of CPU, for each role and for each restart; children of the fork server share
-that, and the memory of it. The fork server has one thread, touches no GPU and computes nothing before it forks.
-The first child of a new run prepares it (launch/prepare.py), and the run's copy of the code is made after that.
-It ends with whoever started it; roles whose fork server is gone leave as they do when their supervisor is gone.
+Importing torch and transformers costs seconds of CPU, for each role and for each restart. Children of the fork server
+share these imports and their memory. The fork server has one thread, touches no GPU and computes nothing before it
+forks.
+The first child of a new run prepares the run (launch/prepare.py); the run's copy of the code is made after that.
+The fork server ends with the process that started it. Roles whose fork server is gone leave as they do when their
+supervisor is gone.
 """
 
 from __future__ import annotations
@@ -39,10 +41,13 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 class ForkServer:
-    """The supervisor's side. The process is started with the first role, and again after it was lost."""
+    """The fork server as its supervisor uses it.
+
+    The process starts with the first role, and again after it was lost.
+    """
 
     def __init__(self, run: RunDir) -> None:
-        """run: the one whose roles are forked here; it may be made later."""
+        """run: the run whose roles are forked here; its directory may be made later."""
         self._run = run
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -62,9 +67,9 @@ class ForkServer:
         final_message: int | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> ForkedProcess:
-        """A role with these arguments of relax_hpc.roles, or PREPARE with those of relax_hpc.launch.prepare.
+        """Fork a role with these arguments of relax_hpc.roles, or PREPARE with those of relax_hpc.launch.prepare.
 
-        log: takes what it prints; final_message: a descriptor for what it says when it fails.
+        log: takes what the role prints; final_message: a file descriptor for the reason it gives when it fails.
         """
         if self._socket is None:
             self._start(log)
@@ -98,7 +103,10 @@ class ForkServer:
         self._socket = ours
 
     def listen(self, timeout_s: float = 0.0) -> None:
-        """Take in what the fork server said; wait for it up to `timeout_s`."""
+        """Read the fork server's messages: pids of new children, exit codes of ended ones.
+
+        Wait up to `timeout_s` for the first.
+        """
         while self._socket is not None and select.select([self._socket], [], [], timeout_s)[0]:
             try:
                 data, descriptors, _, _ = socket.recv_fds(self._socket, MESSAGE_BYTES, 1)
@@ -116,13 +124,13 @@ class ForkServer:
                 self._children.pop(said["pid"]).ended(said["code"])
 
     def give_up(self) -> None:
-        """End it, and what is unborn: it takes too long, or nobody wants to wait."""
+        """Kill the fork server and its roles, forked or not: it takes too long, or nobody wants to wait."""
         if self._process is not None and self._socket is not None:
             self._process.kill()
             self._lost()
 
     def _lost(self) -> None:
-        """It died, and its children with it."""
+        """Note that the fork server died: its children, running or not forked yet, are ended with it."""
         assert self._process is not None and self._socket is not None
         self._socket.close()
         code, self._socket = self._process.wait(), None
@@ -136,25 +144,25 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A role as its supervisor sees it, with the methods of subprocess.Popen that this takes."""
+    """A forked role as its supervisor sees it, with the methods of subprocess.Popen that supervisors use."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self.pid = 0
         self.handle = -1
-        """A pidfd: it means this process even when its number is another's."""
+        """A pidfd, -1 before the fork: it means this process even after the kernel gave its number to another."""
         self._waiting: signal.Signals | None = None
-        """For a process that is not spawned yet."""
+        """A signal to deliver once the process is forked."""
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit code; None while it runs, or is about to."""
+        """Return the exit code; None while the role runs, or is about to."""
         if self.returncode is None:
             self._fork_server.listen()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
             left = 60.0 if deadline is None else deadline - time.monotonic()
@@ -165,7 +173,9 @@ class ForkedProcess:
         return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
-        """At once, or at its birth: whoever sends it has heartbeats to write, and does not wait for seconds of import."""
+        """Send the signal now, or as soon as the role is forked: the caller has heartbeats to write and cannot wait for
+        imports.
+        """
         self._fork_server.listen()
         if self.returncode is not None:
             return
@@ -193,7 +203,7 @@ class ForkedProcess:
 
 
 class _Server:
-    """The fork server's side."""
+    """The loop inside the fork server's own process."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -201,7 +211,7 @@ class _Server:
         """Pid of each child, by its pidfd."""
 
     def serve(self) -> None:
-        """Until whoever started it is gone."""
+        """Fork and reap roles until the process that started the fork server is gone."""
         while True:
             ready = select.select([self._socket.fileno(), *self._children], [], [])[0]
             for handle in self._children.keys() & ready:
@@ -234,13 +244,13 @@ class _Server:
 
 
 def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoReturn:
-    """The child's life, from the fork to its end."""
+    """Run the child from the fork to its end: set up its session, log and code, then call the role."""
     import setproctitle
 
     from relax_hpc.launch import prepare
     from relax_hpc.roles import __main__ as roles
 
-    os.setsid()  # Ctrl-C is the supervisor's to decide on
+    os.setsid()  # the supervisor decides what Ctrl-C means
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
@@ -264,9 +274,10 @@ def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoRet
 
 
 def _import_from(code: Path) -> None:
-    """Whatever is imported from now on, here or by a process below, comes from the run's copy of the code.
+    """Make every later import, here or in a process below, come from the run's copy of the code.
 
-    The fork server that saw the run made began before that copy, and has imported what was copied.
+    The fork server that saw the run made began before that copy; the modules it has imported are those that were
+    copied.
     """
     sys.path.insert(0, str(code))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), os.environ.get("PYTHONPATH")]))
@@ -276,13 +287,16 @@ def _import_from(code: Path) -> None:
 
 
 def _snapshot(run: RunDir) -> Path | None:
-    """The run's copy of the code; None where relax_hpc is installed, and its version is all there is to say."""
+    """The run's copy of the code; None where relax_hpc is installed and its version says it all."""
     code = run.snapshot / "code"
     return code if code.is_dir() else None
 
 
 def role_environment(run: RunDir) -> dict[str, str]:
-    """The environment of a role: the run's own snapshot of the code comes first, so that a restart runs what was submitted."""
+    """The environment of a role.
+
+    The run's own snapshot of the code comes first, so a restart runs what was submitted.
+    """
     environment = dict(os.environ)
     if code := _snapshot(run):
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(code), environment.get("PYTHONPATH")]))
@@ -296,7 +310,7 @@ def role_environment(run: RunDir) -> dict[str, str]:
 
 
 def main() -> None:
-    gc.disable()  # it would look again and again at a million objects that stay: a third of the time of the imports
+    gc.disable()  # the collector would scan a million lasting objects again and again: a third of the import time
     os.environ["OMP_NUM_THREADS"] = "1"  # no thread may live when it forks; each role sets its own number
     from relax_hpc.roles import __main__ as roles
 
@@ -311,7 +325,7 @@ def main() -> None:
     gc.freeze()  # the collector would write to, and so copy, pages that the children share
     gc.enable()
     _Server(int(sys.argv[1])).serve()
-    os._exit(0)  # what is frozen would be told as leaked, by nanobind on pages of the first role's log
+    os._exit(0)  # nanobind would report frozen objects as leaked, in pages of the first role's log
 
 
 if __name__ == "__main__":

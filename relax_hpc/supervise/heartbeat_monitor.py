@@ -1,4 +1,4 @@
-"""How long somebody has been silent, by our own clock alone: clocks of hosts differ, and are set while we look."""
+"""Measures silence by our own clock alone: the clocks of hosts differ, and may be set while we look."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import TypeVar
 K = TypeVar("K", bound=Hashable)
 
 BLIND_S = 5.0
-"""When two looks are so far apart, what was not seen in between counts for nothing."""
+"""When two looks are further apart than this, we stood still: the gap counts as nobody's silence."""
 
 
 class HeartbeatMonitor:
-    """Since when what others write (heartbeats, a lease's time) has not been seen to change."""
+    """Remembers when each watched value (a heartbeat, a lease's time) was last seen to change."""
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[Hashable, float]] = {}
         self._looked_at = time.monotonic()
 
     def look(self, said: Mapping[K, Hashable], every_s: float = 0.0) -> dict[K, float]:
-        """Seconds since each was seen to change, or first looked at.
+        """Return for each key the seconds since its value was seen to change, or since it was first looked at.
 
-        said: what they say now, None before the first; every_s: how often it is looked.
+        said: the current values, None before the first; every_s: the caller's interval between looks.
         """
         now = time.monotonic()
         passed_s = now - self._looked_at
-        stood_still_s = passed_s if passed_s > max(BLIND_S, 3 * every_s) else 0.0  # we, or the file system
+        stood_still_s = (
+            passed_s if passed_s > max(BLIND_S, 3 * every_s) else 0.0
+        )  # the pause is ours, or the file system's
         self._looked_at = now
         silent = {}
         for key, word in said.items():

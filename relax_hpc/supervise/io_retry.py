@@ -1,8 +1,9 @@
-"""I/O errors of a run's file system as those who must outlive them see them: supervisor, node agents, leaders.
+"""Retries I/O errors of a run's file system, for processes that must outlive them: supervisor, node agents, leaders.
 
-    a tick of the loop ──OSError that passes──► said once ► pause ► the same tick again ► … ► RunError after minutes
+    a tick of the loop ──OSError that passes──► logged once ► pause ► the same tick again ► … ► RunError after minutes
 
-Everything that such a loop does can be done again. What a tick finds half done (a start, a loss that is being noted) it goes on with.
+Everything that such a loop does can be done again: a tick goes on with what it finds half done (a start, a loss that is
+being noted).
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 5.0
 
 
 class IoTrouble(RunError):
-    """It lasted too long."""
+    """Raised when the trouble outlasts the limit."""
 
 
 class IoRetry:
-    """Does what may fail for a while, again and again; says so once for each spell of trouble, and once when it is over."""
+    """Retries an action through a spell of I/O errors; reports each spell once when it begins, and once when it is
+    over.
+    """
 
     def __init__(self, run: RunDir, limit_s: float, say: Callable[..., None] = lambda kind, **about: None) -> None:
         """limit_s: how long a spell may last (supervision.io_wait_s); say: writes an event down."""
@@ -38,7 +41,10 @@ class IoRetry:
         self.log = logging.getLogger("io")
 
     def __call__(self, action: Callable[[], T]) -> T:
-        """What `action` gives. Raises IoTrouble when the trouble lasts; any other error at once."""
+        """Call `action`, again while its errors may pass, and return its result.
+
+        Raises IoTrouble when the trouble lasts too long; any other error at once.
+        """
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(_is_trouble),
             wait=tenacity.wait_exponential(FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
@@ -61,7 +67,9 @@ class IoRetry:
         return found
 
     def end(self) -> None:
-        """Try nothing again from now on: a thread that waits for its next attempt fails at once, and holds up nobody's end."""
+        """Try nothing again from now on: a thread that waits for its next attempt fails at once, and delays nobody's
+        end.
+        """
         self._ended.set()
 
     def _trouble(self, state: tenacity.RetryCallState) -> None:
@@ -72,10 +80,12 @@ class IoRetry:
 
 
 def _is_trouble(error: BaseException) -> bool:
-    """Whether it passes, or is what a file that cannot be read now is called for a person, as a recipe."""
+    """Return True if the error may pass: an I/O error that does, or the error for a file, such as a recipe, unreadable
+    now.
+    """
     return not isinstance(error, IoTrouble) and any(map(passes, filter(None, (error, error.__cause__))))
 
 
 def at_first(run: RunDir) -> IoRetry:
-    """What tries again before the recipe, which sets the limit, was read."""
+    """Make the IoRetry to use before the recipe, which sets the limit, was read."""
     return IoRetry(run, Supervision().io_wait_s)

@@ -32,24 +32,27 @@ from relax_hpc.slurm.client import ALIVE, job_state, own_job
 from relax_hpc.supervise.heartbeat_monitor import HeartbeatMonitor
 
 SILENT_S = 60.0
-"""A holder on another host counts as gone when its lease was not seen to be renewed for so long."""
+"""A holder on another host counts as gone when its lease was not seen to be renewed for this long."""
 RENEW_S = 5.0
 OLD_S = 3 * RENEW_S
-"""The same where the lease's time is long ago by our clock too: only a clock that is wrong by minutes speaks for the holder."""
+"""Used in place of SILENT_S where the lease's time is old by our clock too: only a clock wrong by minutes could still
+speak for the holder.
+"""
 GLANCE_S = RENEW_S + 1
-"""The same for who only wants to show it."""
+"""Used in place of SILENT_S where the holder is only to be shown to a person."""
 LOOK_S = 0.5
 OVER = ".over"
 GONE = ".gone"
-"""Ends the name of a file that keeps the number of an incarnation whose folder was removed."""
+"""Suffix of the file that keeps the number of an incarnation whose folder was removed."""
 _HELD = re.compile(r"\d{6}")
 _LEASE = re.compile(rf"\d{{6}}(\.\w+\{OVER})?")
 _INCARNATION = re.compile(r"i\d{6}(\.\w+)?")
 _DRAFT = re.compile(r"\.\w{32}")
 _renewals: dict[Path, tuple[int, float]] = {}
-"""Leases of other hosts that this process has looked at: their time, and since when it has not changed by our own clock."""
+"""Leases of other hosts that this process has looked at: lease -> (its time in ns, our clock when that last changed).
+"""
 _given_up = set[str]()
-"""Of leases that this process began to take, when the file system failed: a further attempt takes them over."""
+"""Leases that this process began to take when the file system failed; a further attempt takes them over."""
 
 
 @dataclass(slots=True)
@@ -60,10 +63,10 @@ class Lease:
     number: int
     folder: Path
     renewed: float = float("-inf")
-    """When it was, by time.monotonic()."""
+    """When it was last renewed, by time.monotonic()."""
 
     def renew(self) -> bool:
-        """Say that the holder lives; False when a successor has taken over. Call it often: it writes every few seconds.
+        """Renew the lease; return False when a successor has taken over. Call it often: it writes only every few seconds.
 
         Raises OSError when the file system cannot say.
         """
@@ -77,7 +80,10 @@ class Lease:
         return is_there(self.folder)
 
     def commit(self, path: Path, data: bytes) -> None:
-        """Put a file of the run in place, through the lease's folder. Raises RunError when superseded: nothing changes then."""
+        """Put a file of the run in place, through the lease's folder.
+
+        Raises RunError, and changes nothing, when superseded.
+        """
         try:
             replace(path, data, commit_dir=self.folder)
         except FileNotFoundError as error:
@@ -87,7 +93,10 @@ class Lease:
         return RunError(f"another supervisor has taken over '{self.run.root}': this one ends its processes and leaves")
 
     def new_incarnation(self) -> Path:
-        """Fence the incarnation before, and make the folder of the next one. Raises FileNotFoundError when superseded."""
+        """Fence the previous incarnation and make the folder of the next one.
+
+        Raises FileNotFoundError when superseded.
+        """
         number = max((_number(name) for lease in _leases(self.run) for name in _incarnations(lease)), default=0) + 1
         for name in _incarnations(self.folder):
             if "." not in name:
@@ -95,19 +104,19 @@ class Lease:
                 over = old.with_name(name + OVER)
                 rename_once(old, over, partial(is_there, over))
         folder = self.folder / f"i{number:06d}"
-        folder.mkdir(exist_ok=True)  # only we make folders here: one that is there is ours, and the reply was lost
+        folder.mkdir(exist_ok=True)  # only we make folders here: if it exists it is ours, and the reply was lost
         return folder
 
     def release(self) -> None:
-        """Give the lease up; what lies in its folders was committed or is of no use."""
+        """Give the lease up. What lies in its folders was committed already, or is of no use."""
         with contextlib.suppress(FileNotFoundError):
             _empty(_supersede(self.folder))
 
 
 def acquire(run: RunDir) -> Lease:
-    """Take the run's lease. Raises RunError naming the holder when it is held by somebody who lives.
+    """Take the run's lease. Raises RunError naming the holder when a living supervisor holds it.
 
-    May wait for a minute to see whether a holder on another host still renews it.
+    May wait up to a minute to see whether a holder on another host still renews it.
     """
     # Before looking who holds it: whoever takes it meanwhile makes this very folder, and one of us fails.
     number = max((int(lease.name[:6]) for lease in _leases(run)), default=0) + 1
@@ -126,7 +135,7 @@ def acquire(run: RunDir) -> Lease:
         "host": os.uname().nodename, "pid": process.pid, "started": _started(process), "since": time.time(),
         "job": own_job(), "restart": os.environ.get("SLURM_RESTART_COUNT", "0"), "token": token,
     }  # fmt: skip
-    _given_up.add(token)  # until all went well
+    _given_up.add(token)  # removed once all went well
     if not _appears(run.lease / f".{token}", folder, about):
         raise _overtaken(run)
     if any(lease != folder and int(lease.name[:6]) >= number for lease in _leases(run)):
@@ -134,14 +143,14 @@ def acquire(run: RunDir) -> Lease:
             _supersede(folder)  # somebody held it and gave it up since we looked: numbers are not given twice
         raise _overtaken(run)
     for name in os.listdir(run.lease):
-        if _DRAFT.fullmatch(name):  # of who was killed, or comes too late now
+        if _DRAFT.fullmatch(name):  # left by a process that was killed, or that comes too late now
             shutil.rmtree(run.lease / name, ignore_errors=True)
     _given_up.remove(token)
     return Lease(run, number, folder, time.monotonic())
 
 
 def _appears(draft: Path, folder: Path, about: dict[str, Any]) -> bool:
-    """Make a lease's folder with its holder in it, at once; False when somebody was faster."""
+    """Make a lease's folder with its holder in it, in one step; return False when another process was faster."""
     try:
         draft.mkdir()
         write_file(draft / "holder.json", to_json(about))
@@ -158,7 +167,9 @@ def _appears(draft: Path, folder: Path, about: dict[str, Any]) -> bool:
 
 
 class Holder:
-    """The lease as others see it: who holds it, and since when it is silent by our own clock (clocks of nodes differ)."""
+    """The lease as others see it: its holder, and how long it has been silent by our own clock (clocks of nodes
+    differ).
+    """
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._heartbeat_monitor = run, HeartbeatMonitor()
@@ -177,14 +188,17 @@ class Holder:
 
 
 def refuse_if_held(run: RunDir) -> None:
-    """Raises RunError naming the holder when somebody holds the run: nothing of it may be changed then."""
+    """Raise RunError naming the holder when somebody holds the run: nothing of it may be changed then."""
     about = holder(run)
     if about is not None:
         raise _refusal(run, about)
 
 
 def holder(run: RunDir, *, glance: bool = False) -> dict[str, Any] | None:
-    """Who holds the run now, if it lives. Of one on another host that can only be seen by waiting; `glance`: for seconds at the most."""
+    """Return the run's holder if it is alive, else None.
+
+    Whether a holder on another host lives can only be seen by waiting; `glance` limits the wait to a few seconds.
+    """
     for held in _held(run):
         about = _read(held)
         if _lives(held, about, glance):
@@ -207,12 +221,12 @@ def _overtaken(run: RunDir) -> RunError:
 
 
 def _leases(run: RunDir) -> list[Path]:
-    """The folders of all leases that there were."""
+    """The folders of all leases there have been."""
     return [run.lease / name for name in names(run.lease) if _LEASE.fullmatch(name)]
 
 
 def _held(run: RunDir) -> list[Path]:
-    """Those that nobody has taken over."""
+    """The leases that nobody has taken over."""
     return [lease for lease in _leases(run) if _HELD.fullmatch(lease.name)]
 
 
@@ -225,7 +239,7 @@ def _number(incarnation: str) -> int:
 
 
 def _read(lease: Path) -> dict[str, Any] | None:
-    """What a lease says of its holder; nothing where that is damaged, None where there is no such file."""
+    """Read a lease's record of its holder: empty where it is damaged, None where there is no such file."""
     try:
         about = read_json(lease / "holder.json")
     except (ValueError, NotADirectoryError):
@@ -234,7 +248,10 @@ def _read(lease: Path) -> dict[str, Any] | None:
 
 
 def _lives(lease: Path, about: dict[str, Any] | None, glance: bool = False) -> bool:
-    """Whether a holder is at work still. A lease appears with its holder's name: without one, none is."""
+    """Return True if the holder is still at work.
+
+    A lease appears together with its holder's name: without one, it has none.
+    """
     if about is None or about.get("token") in _given_up:
         return False
     if about.get("host") == os.uname().nodename:
@@ -250,12 +267,12 @@ def _lives(lease: Path, about: dict[str, Any] | None, glance: bool = False) -> b
             "'%s' was held by %s: looking for up to %.0f s whether it still is", lease, _describe(about), limit_s
         )
         return _is_renewed(lease / "holder.json", limit_s)
-    except FileNotFoundError:  # given up while we looked
+    except FileNotFoundError:  # the lease was given up while we looked
         return False
 
 
 def _is_process(pid: int, started: float) -> bool:
-    """Whether this process of this machine lives."""
+    """Return True if this process of this machine lives. started: seconds from boot to its start."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:  # killed, and its parent has not looked yet
@@ -266,7 +283,10 @@ def _is_process(pid: int, started: float) -> bool:
 
 
 def _is_renewed(path: Path, limit_s: float) -> bool:
-    """Whether a lease is seen to be renewed before it has been the same for `limit_s` of our own clock, earlier looks included."""
+    """Return True if the lease is renewed before it has stayed the same for `limit_s` seconds of our own clock, earlier
+    looks
+    included.
+    """
     while True:
         renewed, now = _renewed_at(path), time.monotonic()
         before, since = _renewals.get(path, (renewed, now))
@@ -279,7 +299,10 @@ def _is_renewed(path: Path, limit_s: float) -> bool:
 
 
 def _renewed_at(path: Path) -> int:
-    """When a lease was renewed, in ns of the clock of whoever keeps it. Opened: NFS and its like ask the server then, not a cache."""
+    """When a lease was renewed, in ns of the file server's clock.
+
+    The file is opened because NFS and the like then ask the server and not a cache.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(handle).st_mtime_ns
@@ -288,7 +311,7 @@ def _renewed_at(path: Path) -> int:
 
 
 def _ended(job: str, restart: str) -> bool:
-    """Whether Slurm says that a job is over, or we are in a later start of it ourselves."""
+    """Return True if Slurm says that the job is over, or if we are ourselves a later start of it."""
     if job == own_job():
         return restart != os.environ.get("SLURM_RESTART_COUNT", "0")
     state = job_state([job])[job]
@@ -296,12 +319,15 @@ def _ended(job: str, restart: str) -> bool:
 
 
 def _started(process: psutil.Process) -> float:
-    """Seconds from the machine's boot to the start of a process: the time of day would change when the clock is set."""
+    """Seconds from the machine's boot to the start of a process. A time of day would change when the clock is set."""
     return float(process.create_time() - psutil.boot_time())
 
 
 def _supersede(folder: Path) -> Path:
-    """Rename a lease's folder, which fences all that commits through it. Raises FileNotFoundError when somebody did."""
+    """Rename a lease's folder, which fences all commits through it.
+
+    Raises FileNotFoundError when it was renamed already.
+    """
     over = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{OVER}")
     rename_once(folder, over, lambda: is_there(over))
     return over
@@ -315,8 +341,12 @@ def _describe(about: dict[str, Any] | None) -> str:
 
 
 def _empty(over: Path) -> None:
-    """Remove what superseded trainers left half done, and their folders: one who has such a folder still in a cache, as
-    clients of NFS do, could go on to commit through it. Files keep the numbers, so that they are never given twice."""
+    """Remove what superseded trainers left half done, and their folders.
+
+    A trainer that has such a folder still in a cache, as NFS clients do, could go on to commit through it. Files keep
+    the
+    numbers, so that none is given twice.
+    """
     for name in _incarnations(over):
         if name.endswith(GONE):
             continue

@@ -35,7 +35,7 @@ class Opened:
     recipe: Recipe
     fork_server: ForkServer
     finished: int = 0
-    """Steps it made, when there is nothing left to do."""
+    """Steps the run has made, when there is nothing left to do; else 0."""
 
 
 def open_or_create(
@@ -50,9 +50,9 @@ def open_or_create(
     redo: str | None = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> Opened:
-    """The run that `target` (a recipe or a run directory) means. Raises RunError or RecipeError.
+    """Open the run that `target` (a recipe or a run directory) means, or make it. Raises RunError or RecipeError.
 
-    code, redo: of a run that goes on, see `resume`. tell: is told what is being done to one that is made.
+    code, redo: for a run that goes on, see `resume`. tell: called with each thing that is done to a run being made.
     """
     if debug is not None and debug not in get_args(Debug):
         raise RunError(f"--debug {debug}: use one of {list(get_args(Debug))}")
@@ -84,7 +84,7 @@ def open_or_create(
 
 
 def run_here(opened: Opened, console: Console) -> dict[str, Any]:
-    """Supervise the run until it ends; its outcome."""
+    """Supervise the run until it ends; return its outcome."""
     run, recipe, fork_server = opened.run, opened.recipe, opened.fork_server
     keep_private(recipe.run.group_access)
     io = IoRetry(run, recipe.supervision.io_wait_s, lambda kind, **about: None)
@@ -110,11 +110,11 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
 
 
 def _clear(run: RunDir, queue: Queue) -> None:
-    """Take away what a supervisor that died left; its lease is ours now."""
+    """Clear away what a dead supervisor left; the lease is ours now."""
     run.stop.unlink(missing_ok=True)
     sweep(run)
     for claim_dir in queue.workers():
-        queue.give_back(claim_dir, lost=False)  # it fell with its supervisor: not a fault of its requests
+        queue.give_back(claim_dir, lost=False)  # its worker fell with the supervisor: no fault of its requests
 
 
 def _go_on(run: RunDir, overrides: list[str], code: str | None, redo: str | None) -> Opened:

@@ -1,4 +1,4 @@
-"""Processes of a run as their supervisor sees them: started, alive or silent, ended, started again after a while."""
+"""Process handles and the restart policy: start a process, tell whether it is alive or silent, end it, start it again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relax_hpc.telemetry import read_heartbeat
 
 LONGEST_BACKOFF_S = 60.0
 LOOKS_SHARE = 40
-"""Heartbeats of workers are read this often within the time after which one counts as lost: a file each."""
+"""Workers' heartbeats are read this many times within the silence limit: each look reads one file a worker."""
 PIPE_BYTES = 1 << 16
 
 
@@ -41,10 +41,11 @@ class ProcessHandle:
     claim_dir: str = ""
     _heartbeat_monitor: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
     _final_message: int = -1
-    """Reading end of a pipe for what the role says when it fails: heartbeat and log may lie on a disk that is full."""
+    """Reading end of a pipe for the role's last words when it fails: the disk with its heartbeat and log may be full.
+    """
 
     def start(self, arguments: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start it, with a log of its own."""
+        """Start the process, with a log of its own for this attempt."""
         reading, writing = os.pipe()
         command = [
             self.role, str(self.run.root), "--name", self.name, "--attempt", str(self.attempt), *arguments,
@@ -74,7 +75,7 @@ class ProcessHandle:
         return heartbeat if heartbeat is not None and heartbeat["attempt"] == self.attempt else None
 
     def silent_for(self, limits: Supervision) -> float | None:
-        """Seconds without a heartbeat, when it runs and they are more than the recipe allows."""
+        """Seconds without a heartbeat if the process runs and the recipe's limit is exceeded; else None."""
         if not self.running:
             return None
         heartbeat = read_heartbeat(self.run, self.name)
@@ -91,7 +92,7 @@ class ProcessHandle:
             self.process.send_signal(number)
 
     def error(self) -> str:
-        """Why it failed, in its own words; where its log is when it said nothing."""
+        """The reason the process itself gave for failing; where its log is when it gave none."""
         said = ""
         if self._final_message >= 0 and select.select([self._final_message], [], [], 0)[0]:
             said = os.read(self._final_message, PIPE_BYTES).decode(errors="replace")
@@ -104,7 +105,7 @@ class ProcessHandle:
             self._final_message = -1
 
     def end(self, grace_s: float) -> None:
-        """Ask it to stop, and kill it when it does not within `grace_s`."""
+        """Ask the process to stop; kill it when it has not ended within `grace_s`."""
         if self.process is None:
             return
         if self.process.poll() is None and grace_s > 0:
@@ -118,24 +119,27 @@ class ProcessHandle:
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """How often something was started again without progress, and when it may be the next time."""
+    """How often something was restarted without progress, and when it may be started again."""
 
     limits: Supervision
     failures: int = 0
     last_progress: Any = None
     not_before: float = 0.0
-    """Of time.monotonic()."""
+    """Earliest time of the next start, by time.monotonic()."""
     reasons: list[str] = field(default_factory=list)
     errors: frozenset[str] = frozenset()
-    """What its processes said last that they could not begin for, and where."""
+    """The errors, each with its place, with which its processes last failed to begin."""
     again: str = ""
-    """Why it could not begin twice in a row, the same error at the same place: it would not the next time either. Empty where that is
-    not so."""
+    """The error that kept it from beginning twice in a row at the same place: the next start would meet it too. Empty
+    where
+    that is not so.
+    """
 
     def failed(self, reason: str, progress: Any, *heartbeats: Mapping[str, Any]) -> bool:
-        """Note a failure; False when the recipe's patience is at its end.
+        """Note a failure and return True if it may be started again; False when the recipe allows no further restart.
 
-        `progress`: what grows as that which failed does its work, and only more than ever counts; None: it did none.
+        `progress`: a number that grows as the failed process does its work; only a new maximum counts. None: it did
+        none.
         `heartbeats`: the last heartbeat of each of its processes.
         """
         if progress is not None and (self.last_progress is None or progress > self.last_progress):
@@ -157,7 +161,7 @@ class RestartPolicy:
         return self.failures <= self.limits.max_restarts
 
     def exhausted(self, name: str, reason: str, error: str, log: Path) -> str:
-        """What to say when patience is at its end."""
+        """The message for when the restart policy gives up."""
         if self.again:
             return (
                 f"{name} cannot begin: twice the same error, {self.again}; mend what it names, then go on with the run; its "
@@ -170,17 +174,17 @@ class RestartPolicy:
 
 
 def next_attempt(run: RunDir, name: str) -> int:
-    """The number of the next attempt at a role, whoever made those before: each has a log, or a heartbeat."""
+    """Number of the next attempt at a role, after all earlier ones, whoever made them: each left a log or a heartbeat."""
     log = re.compile(rf"{re.escape(name)}\.(\d+)\.log")
     logs = [int(match[1]) for path in names(run.logs) if (match := log.fullmatch(path))]
     return max([*logs, int((read_heartbeat(run, name) or {}).get("attempt", -1))]) + 1
 
 
 def silence_limit(heartbeat: dict[str, Any] | None, limits: Supervision) -> float:
-    """Seconds that a role may say nothing."""
+    """Seconds of silence that a role is allowed."""
     return limits.start_s if heartbeat is None or heartbeat.get("state") == "starting" else limits.hang_s
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """Describe an exit code in words."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

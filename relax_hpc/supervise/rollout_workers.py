@@ -1,4 +1,6 @@
-"""The rollout workers, scorers and critic of one machine, children of whoever looks after them, and started again without the trainer."""
+"""Rollout workers, scorers and critic of one machine: children of a supervisor or node agent, restarted apart from the
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from relax_hpc.supervise.processes import LOOKS_SHARE, ProcessHandle, RestartPol
 from relax_hpc.telemetry import read_heartbeat
 
 GRACE_S = 5.0
-"""How long a worker may take to leave when it is asked to; what it generated is generated again."""
+"""How long a worker may take to leave when asked to; what it was generating is generated again."""
 
 
 def clear_node(run: RunDir, recipe: Recipe) -> None:
@@ -36,32 +38,32 @@ def clear_node(run: RunDir, recipe: Recipe) -> None:
 
 
 def sidecar_names(run: RunDir, recipe: Recipe, role: SidecarName) -> list[str]:
-    """The processes of a role beside the trainer's and the workers: none where nothing is trained."""
+    """Names of a role's processes on the trainer's nodes, beside trainer and workers; none where nothing is trained."""
     config = recipe.scorer if role == "scorer" else recipe.critic
     trains = read_json(run.identity)["debug"] != "rollout-only"
     return [f"{role}-{i}" for i in range(config.processes)] if config and trains else []
 
 
 class Workers(Protocol):
-    """What works beside the trainer, as its supervisor sees it: the rollout side, scorers, a critic, or all of them."""
+    """All that works beside the trainer, as its supervisor sees it: rollout side, scorers, critic, or several as one."""
 
     @property
     def failure(self) -> str:
-        """Why the run cannot go on, when it cannot."""
+        """Why the run cannot go on; empty while it can."""
 
     @property
     def suspect(self) -> str:
-        """The host that it happened on, when that is known and may be the cause."""
+        """The host on which the failure happened, when it is known and may be the cause; else empty."""
 
     @property
     def fatal(self) -> bool:
-        """Whether a person must do something first: starting it elsewhere would end the same way."""
+        """True if a person must do something first: a start elsewhere would fail the same way."""
 
     def look_after(self) -> None:
-        """Start what is not there, give back what the dead had claimed; to be called often."""
+        """Start what is missing and give back what dead workers had claimed; to be called often."""
 
     def look_for_silence(self) -> None:
-        """End what has not said a word for too long."""
+        """End processes whose heartbeat has been silent for too long."""
 
     def ask_to_stop(self) -> None: ...
 
@@ -71,8 +73,9 @@ class Workers(Protocol):
 class LocalWorkers:
     """Worker processes on this machine.
 
-    gone: called with the claim directory of a worker that ended, whether it was lost (it died on its requests), and the reason.
-    say: writes an event down.
+    gone: called when a worker ended, with its claim directory and True if it was lost (it died on its requests);
+    returns the
+    requests that it gave back. say: writes an event down.
     """
 
     role: str = "rollout"
@@ -113,7 +116,9 @@ class LocalWorkers:
         return ["--claim-dir", self.handles[index].claim_dir]
 
     def _gpus(self, index: int) -> dict[str, str]:
-        """The worker's share of the GPUs that we see; where there are fewer than workers, some are shared."""
+        """The worker's share of the GPUs that we see, as environment variables; with fewer GPUs than workers, some
+        share one.
+        """
         visible = gpus.visible()
         if not visible:
             return {}
@@ -124,7 +129,7 @@ class LocalWorkers:
     def _ended(self, worker: ProcessHandle, code: int) -> None:
         heartbeat = read_heartbeat(self.run, worker.name) or {}
         given = self._gone(worker.claim_dir, code != Exit.STOPPED)
-        worker.process = None  # when all is done that the file system may refuse: until then it is noticed again
+        worker.process = None  # last: if the file system refuses anything above, the end is noticed again
         if code == Exit.FATAL:
             self.failure, self.fatal = self.failure or f"{worker.name}: {worker.error()}", True
         if self._asked or code == Exit.FATAL:
@@ -147,7 +152,7 @@ class LocalWorkers:
             silent_s = worker.silent_for(self.recipe.supervision)
             if silent_s is not None and worker.process is not None:
                 self._say("silent", role=worker.name, reason=f"no heartbeat for {silent_s:.0f} s: killed")
-                worker.process.kill()  # that it ended is noticed like any other end
+                worker.process.kill()  # its end is noticed like any other
 
     def ask_to_stop(self) -> None:
         self._asked = True
@@ -163,12 +168,12 @@ class LocalWorkers:
                 worker.process = None
 
     def in_use(self) -> dict[str, str]:
-        """The claim directories that are in use, with the worker's name."""
+        """Claim directory -> worker name, for the directories in use."""
         return {m.claim_dir: m.name for m in self.handles if m.process is not None}
 
 
 class LocalSidecars(LocalWorkers):
-    """Processes that claim nothing, and choose their GPU themselves: scorers that work each on its own."""
+    """Sidecar processes that claim nothing and choose their GPU themselves: scorers that each work alone."""
 
     def __init__(
         self,
@@ -190,7 +195,7 @@ class LocalSidecars(LocalWorkers):
 
 
 class LocalGroup(LocalSidecars):
-    """The same of one group, whose processes are started again together: the critic, and scorers that work as one."""
+    """Sidecar processes of one group, restarted together: the critic, and scorers that work as one."""
 
     def __init__(
         self, run: RunDir, recipe: Recipe, fork_server: ForkServer, say: Callable[..., None], role: SidecarName
@@ -205,7 +210,7 @@ class LocalGroup(LocalSidecars):
     def _ended(self, worker: ProcessHandle, code: int) -> None:
         if not self._asked:
             codes = {m: m.process.poll() for m in self.handles if m.process is not None}
-            # the others end because one has: the one that says why is heard
+            # one end ends all: the process that gives a reason is the one to report
             worker = next((m for m, ended in codes.items() if ended == Exit.FATAL), worker)
             code = codes.get(worker) or code
         super()._ended(worker, code)
@@ -216,7 +221,7 @@ class LocalGroup(LocalSidecars):
         self._even()
 
     def _even(self) -> None:
-        """All are at the same attempt: that is how they find each other."""
+        """Bring all processes to the same attempt number: they find each other by it."""
         for handle in self.handles:
             handle.attempt = max(m.attempt for m in self.handles)
 
@@ -224,20 +229,20 @@ class LocalGroup(LocalSidecars):
 def sidecars_here(
     run: RunDir, recipe: Recipe, fork_server: ForkServer, say: Callable[..., None]
 ) -> list[LocalSidecars]:
-    """Scorers and critic on this machine."""
+    """Make the scorers and the critic of this machine."""
     scorers = LocalGroup if recipe.scores_together else LocalSidecars
     return [scorers(run, recipe, fork_server, say, "scorer"), LocalGroup(run, recipe, fork_server, say, "critic")]
 
 
 class Together:
-    """Several kinds of workers as one."""
+    """Several kinds of workers behind the interface of one."""
 
     def __init__(self, *parts: Workers) -> None:
         self._parts = parts
 
     @property
     def _failed(self) -> Workers:
-        """The first that cannot go on; any where all can."""
+        """The first that cannot go on; an arbitrary one where all can."""
         return next((part for part in self._parts if part.failure), self._parts[0])
 
     @property

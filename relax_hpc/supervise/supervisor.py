@@ -1,8 +1,9 @@
-"""The supervisor: starts the roles of a run, watches their heartbeats, starts them again; knows no RL.
+"""The supervisor: starts the roles of a run, watches their heartbeats, restarts them; knows no RL.
 
-lease ► trainer group (a new incarnation each time) + rollout workers, scorers (each on its own; scorers of megatron as a group) + critic (a group)
-  lost worker: its claims are open again at once, then it is started again
-  lost trainer process: the whole group is ended and started again from the newest checkpoint
+lease ► trainer group (a new incarnation each time)
+        rollout workers, scorers (each restarted alone; megatron scorers as a group), critic (as a group)
+  lost worker: its claims are open again at once, then it is restarted
+  lost trainer process: the whole group is ended and restarted from the newest checkpoint
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from relax_hpc.telemetry import Telemetry, read_heartbeat
 ENDED = ("done", "stopped", "failed")
 """Outcomes after which a run's processes leave; after "preempted" they wait for the next supervisor."""
 POLL_S = 0.02
-"""How often ended children are looked for: one waitpid each, no file is touched."""
+"""How often to look for ended children: one waitpid each, no file is touched."""
 HEARTBEATS_S = 0.5
-"""How often heartbeat files are read."""
+"""How often to read heartbeat files."""
 
 
 class Supervisor:
@@ -54,8 +55,10 @@ class Supervisor:
         signalled: Callable[[], None] = lambda: None,
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        """interrupted: the outcome when a signal, and not a person's `stop`, ended it; signalled: called at the first one; asked: whether one
-        came before we listened."""
+        """interrupted: the outcome after a signal, where no person asked for a `stop`; signalled: called at the first
+        signal;
+        asked: returns True if a signal came before we listened.
+        """
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
         self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
         self.restart_policy = RestartPolicy(recipe.supervision)
@@ -69,7 +72,10 @@ class Supervisor:
         self._looked_at_heartbeats = float("-inf")
 
     def supervise(self) -> dict[str, Any]:
-        """Run to the end; the outcome, as it stands in outcome.json. Raises RunError when another supervisor took over."""
+        """Run to the end and return the outcome as it stands in outcome.json.
+
+        Raises RunError when another supervisor took over.
+        """
         self.io(lambda: self.run.outcome.unlink(missing_ok=True))
         self.telemetry.metrics("start", lease=self.lease.number)
         with self._signals():
@@ -79,14 +85,19 @@ class Supervisor:
                 while (outcome := self.io(self._tick)) is None:
                     time.sleep(POLL_S)
                 outcome |= {"step": self.io(self._steps_made), "time": time.time()}
-                self._write_outcome(outcome)  # before anything that takes time: whoever kills us now knows how it ended
+                self._write_outcome(
+                    outcome
+                )  # before anything that takes time: if we are killed now, the outcome is known
             finally:
                 self._end_all()
         self.io(self.lease.release)
         return outcome
 
     def _tick(self) -> dict[str, Any] | None:
-        """Look after everything once; the outcome, when there is one. Where the file system fails in the middle, it is done again."""
+        """Look after everything once; return the outcome when there is one.
+
+        Safe to call again where the file system failed in the middle.
+        """
         if self.interrupts > 1 and self._hasty:
             return _outcome(self._interrupted, "interrupted twice: stopped at once")
         if (self.interrupts or self.workers.failure) and not self._asked:
@@ -99,7 +110,7 @@ class Supervisor:
         return outcome
 
     def _ask_to_stop(self) -> None:
-        """An orderly stop: the trainer ends its step and checkpoints; workers give their requests back."""
+        """Begin an orderly stop: the trainer ends its step and checkpoints; workers give their requests back."""
         self._asked = True
         if self.interrupts:
             self._signalled()
@@ -111,7 +122,7 @@ class Supervisor:
             if time.monotonic() >= self.restart_policy.not_before:
                 self._start_trainers()
             return None
-        # Those that were lost and wait for their next start have nothing to end, and would not be asked again.
+        # Trainers that were lost and wait for their next start have nothing to end, and are not asked again.
         ending = (self.trainers.ending() or silence) if self.trainers.started else Ending("stopped")
         if ending is None:
             return None
@@ -156,7 +167,11 @@ class Supervisor:
         self.telemetry.metrics("restart", role="trainer", attempt=self.trainers.attempt, incarnation=incarnation.name)
 
     def _look_for_silence(self) -> Ending | None:
-        """That a trainer has not said a word for too long; looks at files, so only twice a second."""
+        """Renew the lease and look for trainers and workers silent too long; None when no trainer is. At most twice a
+        second.
+
+        Raises RunError when the lease was taken over.
+        """
         if time.monotonic() - self._looked_at_heartbeats < HEARTBEATS_S:
             return None
         self._looked_at_heartbeats = time.monotonic()
@@ -172,10 +187,13 @@ class Supervisor:
             self.io(lambda: self.workers.end(grace_s))
         finally:
             self.trainers.end(grace_s)
-            self.tracker.end(grace_s and TRACKER_GRACE_S)  # last: it copies what the others said last
+            self.tracker.end(grace_s and TRACKER_GRACE_S)  # last: it copies the others' last metrics
 
     def _steps_made(self) -> int:
-        """By the newest checkpoint, which is the truth, and the trainer's word where that is further on: a heartbeat may be late."""
+        """The run's step: that of the newest checkpoint, or of the trainer's heartbeat where that is further on.
+
+        The checkpoint is the truth; a heartbeat may be late.
+        """
         said = int((read_heartbeat(self.run, "trainer-0") or {}).get("step", 0))
         return max([said, *self.run.checkpoint_steps()])
 
@@ -194,13 +212,16 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C, TERM and USR2 mean: stop in order; a second time: at once. HUP, the end of the terminal, may come twice, and means the first."""
+        """Handle signals: the first Ctrl-C, TERM or USR2 stops in order, the second at once.
+
+        HUP, the end of the terminal, may come twice and counts as the first.
+        """
 
         def count(number: int, frame: Any) -> None:
             self.interrupts = max(self.interrupts, 1) if number == signal.SIGHUP else self.interrupts + 1
 
         wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup has it ignored
             wanted.append(signal.SIGHUP)
         before = {s: signal.signal(s, count) for s in wanted}
         try:
@@ -211,12 +232,12 @@ class Supervisor:
 
 
 def sweep(run: RunDir, older_than_s: float = 0.0) -> None:
-    """Remove what killed processes had not finished writing; whoever still writes there does so in vain.
+    """Remove unfinished files of killed processes; a process that still writes one does so in vain.
 
-    The name of the newest weights too, where it is damaged: the trainer that is started next says it again, and workers wait for that.
-    older_than_s: by the clock of whoever keeps the files, which gave them their times.
+    A damaged latest.json of the weights is removed too: the next trainer writes it again, and workers wait for that.
+    older_than_s: least age of a file to remove, by the file server's clock, which stamped the files.
     """
-    # It keeps its name until it is looked at: some file systems of user space have no attributes for a file without one.
+    # The probe keeps its name until it is looked at: some file systems of user space have no attributes for a file without one.
     with tempfile.NamedTemporaryFile(prefix=".", dir=run.heartbeats) as probe:
         latest = os.fstat(probe.fileno()).st_mtime - older_than_s
     for folder in (
@@ -245,11 +266,11 @@ def _outcome(outcome: str, reason: str) -> dict[str, Any]:
 
 
 def is_final(outcome: dict[str, Any] | None) -> bool:
-    """Whether nobody goes on with a run that ended so until a person sends it again."""
+    """Return True if the run stays ended until a person sends it again."""
     return outcome is not None and (outcome["outcome"] in ("done", "stopped") or bool(outcome.get("fatal")))
 
 
 def outcome_of(run: RunDir) -> dict[str, Any] | None:
-    """How the run ended last; None while it runs or when its supervisor was killed."""
+    """The outcome with which the run last ended; None while it runs, or when its supervisor was killed."""
     value: dict[str, Any] | None = read_json(run.outcome)
     return value

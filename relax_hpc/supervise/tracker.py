@@ -1,6 +1,6 @@
-"""The follower of a run (relax_hpc.monitor.tracking) as the supervisor sees it: started, started again a few times, asked to end.
+"""Starts, restarts and ends the follower of a run (relax_hpc.monitor.tracking) for the supervisor.
 
-What becomes of it never becomes the run's outcome.
+A follower that fails never changes the run's outcome.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from relax_hpc.supervise.processes import RestartPolicy, how_it_ended, next_atte
 
 NAME = "tracking"
 GRACE_S = 30.0
-"""How long it may take to copy what is left, and to close what other libraries have open."""
+"""How long the follower may take to copy what is left and to close what other libraries have open."""
 
 
 class Tracker:
-    """One follower, where the recipe has something to follow for."""
+    """The follower's process; nothing where the recipe asks for no tracking or messages."""
 
     def __init__(self, run: RunDir, recipe: Recipe, say: Callable[..., None]) -> None:
         """say: writes an event down."""
@@ -33,7 +33,7 @@ class Tracker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def look_after(self) -> None:
-        """Start what is not there; to be called often."""
+        """Start the follower if it does not run; to be called often."""
         if not self._wanted:
             return
         if self._process is None:
@@ -58,7 +58,7 @@ class Tracker:
         self._say("restart", role=NAME, attempt=attempt)
 
     def end(self, grace_s: float) -> None:
-        """Let it copy what is left; it is killed when that takes longer than `grace_s`."""
+        """Let the follower copy what is left; kill it when that takes longer than `grace_s`."""
         self._wanted = False
         if self._process is None:
             return

@@ -1,4 +1,4 @@
-"""The trainer group as its supervisor sees it: started, judged and ended as one, whatever starts its processes."""
+"""The trainer group as its supervisor sees it: started, judged and ended as one, by whatever means its processes start."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.supervise.processes import ProcessHandle, how_it_ended, next_attempt
 
 FINAL = {Exit.DONE: "done", Exit.STOPPED: "stopped", Exit.FATAL: "failed"}
-"""Ends that starting again would not change, as outcomes."""
+"""Exit codes after which a restart would change nothing, with their outcomes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a group ended: an outcome where it is final, else it was lost."""
+    """How a group ended: `final` is the outcome, or None where the group was lost and may be restarted."""
 
     final: str | None
     reason: str = ""
     host: str = ""
-    """Where a lost group failed first, when that is known."""
+    """The host on which a lost group failed first; empty where unknown."""
 
 
 class Trainers(Protocol):
-    """A group of trainer processes; a lost one ends them all."""
+    """A group of trainer processes; when one is lost, all end."""
 
     @property
     def started(self) -> bool: ...
@@ -37,22 +37,22 @@ class Trainers(Protocol):
     def attempt(self) -> int: ...
 
     def start(self, incarnation: Path) -> None:
-        """Start all processes; they commit by way of `incarnation`."""
+        """Start all processes; they commit through the folder `incarnation`."""
 
     def ending(self) -> Ending | None:
         """How the group ended; None while it works."""
 
     def ask_to_stop(self) -> None:
-        """Checkpoint and leave."""
+        """Ask the trainer to checkpoint and leave."""
 
     def silent(self) -> Ending | None:
-        """That somebody has not said a word for too long; None when all is well."""
+        """An Ending when a process has been silent for too long; None when all is well."""
 
     def end(self, grace_s: float) -> None:
-        """End what is left of it, at the latest after `grace_s`."""
+        """End what is left of the group, at the latest after `grace_s` seconds."""
 
     def final_message(self) -> str:
-        """Why it failed, in its own words, or where its log is."""
+        """The reason the group gave for failing, or where its log is."""
 
 
 class LocalTrainers:
@@ -82,14 +82,14 @@ class LocalTrainers:
         codes = {m: m.process.poll() for m in self._handles if m.process is not None}
         if all(code is None for code in codes.values()):
             return None
-        for handle, code in codes.items():  # whichever met it: the others wait for it, or are lost with it
+        for handle, code in codes.items():  # any rank may say so: the others wait for it, or are lost with it
             if code == Exit.FATAL:
                 return Ending("failed", handle.error())
         controller = codes[self._handles[0]]
         if controller in FINAL:
             return Ending(FINAL[Exit(controller)])
         if controller is None and all(code in (None, *FINAL) for code in codes.values()):
-            return None  # the others leave a moment before rank 0
+            return None  # the other ranks leave a moment before rank 0
         ended = {m.name: how_it_ended(code) for m, code in codes.items() if code is not None}
         return Ending(None, ", ".join(f"{name}: {how}" for name, how in ended.items()))
 
