@@ -1,8 +1,8 @@
-"""Checksums of a column's blocks, and datasets compared with them as they are read: no row is given to anybody unchecked.
+"""Checksums of a dataset's blocks, compared as rows are read: no row is returned unchecked.
 
     rows [begin, end) ──► the blocks that they touch ──read──► memory, cache-hot ──XXH3-64──► equal: the rows; else ValueError
 
-A block has BLOCK_ROWS rows, so that who reads a slice of a large shard reads little more than that slice.
+A block has BLOCK_ROWS rows, so reading a slice of a large shard reads little more than that slice.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from numpy.typing import NDArray
 from relax_hpc.spool import hdf5
 
 BLOCK_ROWS = hdf5.CHUNK
-"""As many as a compressed chunk has: half a megabyte of tokens stays in a core's cache between reading and comparing."""
+"""Rows of a block, as many as in a compressed chunk: half a megabyte of tokens stays in a core's cache from reading to
+comparing."""
 DIGITS = 16
-"""Hexadecimal ones of an XXH3-64."""
+"""Hexadecimal digits of an XXH3-64 checksum."""
 
 Rows = tuple[int, int]
-"""The rows [begin, end)."""
+"""A range of rows, [begin, end)."""
 
 
 def checksums(column: hdf5.Column) -> str:
-    """XXH3-64 of each block's bytes, DIGITS digits each, one after the other; a column without rows has that of no bytes."""
+    """Return the XXH3-64 of each block's bytes, DIGITS hexadecimal digits each, joined; a column without rows has the
+    checksum of no bytes."""
     block_bytes = room = BLOCK_ROWS * column.dtype.itemsize
     digest, found = xxhash.xxh3_64(), []
     for piece in column.pieces:
@@ -41,7 +43,8 @@ def checksums(column: hdf5.Column) -> str:
 
 
 class Checked:
-    """A dataset and its checksums. Raises ValueError, here and where it is read, for what does not fit them."""
+    """A dataset whose rows are compared with their checksums. Making it and reading it raise ValueError where they
+    differ."""
 
     def __init__(self, dataset: hdf5.Dataset, expected: str) -> None:
         self._dataset, self._dtype, self._expected = dataset, dataset.dtype, expected
@@ -51,8 +54,8 @@ class Checked:
             raise ValueError(f"it has {self.rows} rows and {len(expected) // DIGITS} checksums, expected {blocks}")
 
     def read(self, pieces: Sequence[Rows]) -> NDArray[Any]:
-        """These rows (ascending, apart), one piece after the other."""
-        if len(pieces) == 1 and pieces[0] == (0, self.rows):  # as of most columns: nothing is asked block by block
+        """Read these ranges of rows (ascending, disjoint) and return them joined in one array."""
+        if len(pieces) == 1 and pieces[0] == (0, self.rows):  # most columns: quicker than block by block
             return self._all()
         array, done = np.empty(sum(end - begin for begin, end in pieces), self._dtype), 0
         for block, wanted in self._by_block(pieces):
@@ -67,7 +70,7 @@ class Checked:
         return array
 
     def compare(self) -> None:
-        """Read all of it, in the memory of one block."""
+        """Read all rows and compare them, in the memory of one block. Raises ValueError where they differ."""
         memory = np.empty(min(BLOCK_ROWS, self.rows), self._dtype)
         for block in range(-(-self.rows // BLOCK_ROWS)):
             begin, end = self._of(block)
@@ -93,7 +96,7 @@ class Checked:
         return memory
 
     def _by_block(self, pieces: Sequence[Rows]) -> Iterator[tuple[int, list[Rows]]]:
-        """Each block that is touched, with what is wanted of it."""
+        """Yield each block that the ranges touch, with the rows wanted of it."""
         found: dict[int, list[Rows]] = {}
         for begin, end in pieces:
             for block in range(begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)):

@@ -1,9 +1,9 @@
-"""A column: what another model says of a shard's tokens, in a file beside it; complete or absent, never changed.
+"""A column: another model's numbers for a shard's tokens, in a file beside it; complete or absent, never changed.
 
     scorer, critic: Shard ──forward──► logprobs, values ──encode──► one HDF5 image ──publish──► COLUMNS/REQUEST.NAME.h5 ──► trainer, analysis
 
-Its name is the request's and the column's, so the first that is done counts. Its attributes say
-of which shard it is, which weights said it, and the checksum of the numbers.
+The file is named after the request and the column, so the first one published counts. Its attributes hold the shard's
+checksum, the weights that made the numbers, and the numbers' own checksum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ATTRIBUTES = ("format", "schema", "name", "request", "shard", "model", "checksum
 
 
 class DamagedColumn(Exception):
-    """A column that is torn, or of something else. Nothing is lost by it: its role makes it again when it is gone."""
+    """A column file that is torn, or belongs to something else. Nothing is lost: once it is removed, its role makes it
+    again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,23 +35,23 @@ class Column:
     name: str
     request: str
     shard: int
-    """The shard's `meta_checksum`."""
+    """The `meta_checksum` of the shard that the column is for."""
     model: str
-    """Checksum of the weights that said it, or the version of the policy or critic."""
+    """Checksum of the weights that made the numbers, or the version of the policy or critic."""
     checksum: str
     """XXH3-64 of the values' bytes."""
     values: NDArray[np.float32]  # [T] at each token of the shard; 0 where its loss mask is 0
     bytes: int
-    """Of the file."""
+    """Size of the file."""
 
     @property
     def version(self) -> str:
-        """Names it in the ledger: the weights, and what they said."""
+        """The name that the ledger knows it by: MODEL/CHECKSUM, the weights and the numbers that they gave."""
         return f"{self.model}/{self.checksum}"
 
 
 def encode(name: str, request: str, shard: int, model: str, values: NDArray[np.float32]) -> list[bytes | memoryview]:
-    """The bytes of a column, in pieces."""
+    """Return the bytes of a column file, in pieces."""
     about: Mapping[str, str | int] = {
         "format": FORMAT, "schema": SCHEMA, "name": name, "request": request, "shard": shard, "model": model,
         "checksum": _checksum(values),
@@ -59,7 +60,8 @@ def encode(name: str, request: str, shard: int, model: str, values: NDArray[np.f
 
 
 def read_column(path: Path, name: str) -> Column | None:
-    """The column `name` in `path`; None where there is no such file. Raises DamagedColumn naming what is wrong."""
+    """Read the column `name` from `path`; None if there is no such file. Raises DamagedColumn, which names the
+    fault."""
     try:
         with hdf5.File(path) as file:
             found = dict(zip(ATTRIBUTES, file.attributes(ATTRIBUTES), strict=True))

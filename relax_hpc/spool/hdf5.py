@@ -1,8 +1,8 @@
-"""Flat arrays as the bytes of an HDF5 file, by h5py's low-level API.
+"""Write flat arrays as the bytes of an HDF5 file, and read them back, with h5py's low-level API.
 
-For a request of eight samples the high-level API costs four times as much; nothing here knows what the columns mean.
+    columns ──image──► pieces of bytes ──written by the caller──► FILE ──File──► datasets, each checked to lie within the file
 
-columns ──image──► pieces of bytes ──written by others──► FILE ──File──► datasets, each of which is where it says, and no larger
+For a request of eight samples the high-level API costs four times as much. Nothing here knows what the columns mean.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ Codec = Literal["lz4", "zstd"]
 CHUNK = 1 << 17
 """Rows in a compressed chunk: half a megabyte, large enough for Blosc2 to pay, small enough to read a slice."""
 BLOSC2 = 32026
-"""The one HDF5 filter that compressed columns pass."""
+"""The filter that compressed columns pass through, by its HDF5 number; no other is accepted."""
 TEXT_BYTES = 1024
-"""Of an attribute."""
+"""Longest text of an attribute."""
 READ_WHOLE_BYTES = 2 << 20
-"""Up to this size a file is read in one piece; of larger ones, what is asked for, so that a reader peaks at its slice."""
+"""A file up to this size is read in one piece. Of a larger one only the rows asked for are read, so memory peaks at the
+slice."""
 USE_OURS, LEAVE_IT = 2, 4
-"""H5LT_FILE_IMAGE_DONT_COPY and H5LT_FILE_IMAGE_DONT_RELEASE."""
+"""Flags of H5LT: H5LT_FILE_IMAGE_DONT_COPY and H5LT_FILE_IMAGE_DONT_RELEASE."""
 
 
 class Column:
-    """An array of one dimension in parts, which are not copied: a shard's tokens are thousands of arrays."""
+    """A one-dimensional array in parts that are not copied: a shard's tokens are thousands of arrays."""
 
     def __init__(self, parts: Sequence[NDArray[Any]], dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
@@ -45,12 +46,12 @@ class Column:
 def image(
     columns: Mapping[str, Column], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
 ) -> list[bytes | memoryview]:
-    """A file with these columns and root attributes, as pieces in the order of the file; the arrays themselves are pieces.
+    """Return a file with these columns and root attributes as pieces, in file order; the arrays themselves are pieces.
 
-    columns: "GROUP/NAME" makes the group.
-    compressed: column -> codec; the others are contiguous, so that a reader can map them.
+    columns: a name "GROUP/NAME" also makes the group.
+    compressed: column -> codec; the other columns are contiguous, so that a reader can map them.
 
-    HDF5 lays the file out and writes all but the contiguous columns into a record, without a call to the system.
+    HDF5 lays the file out in memory and writes all but the contiguous columns there, without a system call.
     """
     record = _Record()
     places = _lay_out(record, columns, attributes, compressed)
@@ -64,7 +65,7 @@ def image(
 
 
 def _as_bytes(array: NDArray[Any]) -> memoryview:
-    """An array's bytes; a copy only where it is not contiguous. The quick way first."""
+    """Return an array's bytes, copied only if it is not contiguous. The quick way is tried first."""
     try:
         return array.data.cast("B")
     except (TypeError, ValueError):
@@ -72,7 +73,7 @@ def _as_bytes(array: NDArray[Any]) -> memoryview:
 
 
 class _Record:
-    """A file as HDF5's file-object driver wants one: it keeps what is written, and where; the rest is zeros."""
+    """A file in memory, as HDF5's file-object driver wants one: keeps each write with its offset; the rest is zeros."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -103,7 +104,7 @@ class _Record:
     def flush(self) -> None: ...
 
     def between(self, begin: int, end: int) -> bytes:
-        """The bytes [begin, end)."""
+        """Return the bytes [begin, end)."""
         found = bytearray(end - begin)
         for offset, data in self._writes:
             low, high = max(begin, offset), min(end, offset + len(data))
@@ -115,7 +116,7 @@ class _Record:
 def _lay_out(
     record: _Record, columns: Mapping[str, Column], attributes: Mapping[str, str | int], compressed: Mapping[str, Codec]
 ) -> dict[int, Column]:
-    """Write the file but for its contiguous columns: these, by where they belong."""
+    """Write the file without its contiguous columns, and return those by their offset in the file."""
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_libver_bounds(h5f.LIBVER_LATEST, h5f.LIBVER_LATEST)
     access.set_fileobj_driver(h5fd.fileobj_driver, record)
@@ -134,9 +135,10 @@ def _lay_out(
 
 
 class File:
-    """A file as `image` makes them, opened for reading. Raises OSError for what is no HDF5 file.
+    """A file made by `image`, opened for reading. Raises OSError if it is not an HDF5 file.
 
-    Whatever it merely claims to have is neither allocated nor looked for elsewhere: ValueError says what it is.
+    Claims of a damaged file are not believed: nothing is allocated for rows that it cannot hold, and no other file is
+    opened on its word. ValueError says which claim was wrong.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +152,7 @@ class File:
         if self._whole is not None:
             try:
                 self._file = h5f.open_file_image(self._whole, USE_OURS | LEAVE_IT)
-            except ValueError as error:  # so HDF5 says that it is none
+            except ValueError as error:  # how h5py reports that it is not HDF5
                 raise OSError(f"its {self.bytes} bytes do not begin as HDF5 does, or end too early") from error
             return
         access = h5p.create(h5p.FILE_ACCESS)
@@ -172,7 +174,8 @@ class File:
         return bool(self._file.valid)
 
     def attributes(self, names: Sequence[str]) -> list[Any]:
-        """Values of root attributes, None where there is none. Raises ValueError for one that is no number and no short text."""
+        """Return the values of root attributes, None for a missing one. Raises ValueError for a value that is neither a
+        number nor a short text."""
         found: list[Any] = []
         for name in names:
             if not h5a.exists(self._file, name.encode()):
@@ -189,7 +192,8 @@ class File:
         return found
 
     def dataset(self, name: str, dtypes: Sequence[np.dtype[Any]]) -> Dataset:
-        """A dataset of one dimension, of one of `dtypes`. Raises KeyError where there is none, ValueError for another kind."""
+        """Open a one-dimensional dataset of one of `dtypes`. Raises KeyError if there is none, ValueError if it is of
+        another kind."""
         parts = name.split("/")
         for depth in range(len(parts)):
             if self._file.links.get_info("/".join(parts[: depth + 1]).encode()).type != h5l.TYPE_HARD:
@@ -199,7 +203,7 @@ class File:
         dtype = next((dtype for dtype in dtypes if stored.equal(type_of(dtype))), None)
         if dtype is None or shape is None or len(shape) != 1:
             raise ValueError(f"it has type {dataset.dtype} and shape {shape}, expected {dtypes[0]} and one dimension")
-        begin = dataset.get_offset()  # of what is contiguous, and in this file
+        begin = dataset.get_offset()  # None unless it is contiguous and in this file
         if begin is None and shape[0]:
             _check_chunks(dataset, shape[0], self.bytes)
         elif shape[0] and begin + shape[0] * dtype.itemsize > self.bytes:
@@ -207,7 +211,7 @@ class File:
         return Dataset(self, dataset, dtype, shape[0], begin)
 
     def read(self, begin: int, into: memoryview) -> None:
-        """The bytes from `begin` on. Raises ValueError where the file ends before."""
+        """Read the bytes from offset `begin` on, until `into` is full. Raises ValueError if the file ends before."""
         if self._whole is not None:
             into[:] = memoryview(self._whole)[begin : begin + len(into)]
             return
@@ -221,17 +225,17 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """An array of one dimension in a file."""
+    """A one-dimensional array in a file."""
 
     file: File
     id: h5d.DatasetID
     dtype: np.dtype[Any]
     rows: int
     begin: int | None
-    """Where its bytes begin, when it is not compressed and has any."""
+    """Offset of its bytes in the file; None if it is compressed or empty."""
 
     def read(self, first: int, into: NDArray[Any]) -> None:
-        """The rows from `first` on that `into` has place for."""
+        """Read rows from `first` on, until `into` is full."""
         if not len(into):
             return
         if self.begin is not None:
@@ -243,7 +247,8 @@ class Dataset:
 
 
 def _scalar_type(kind: h5t.TypeID) -> str | None:
-    """numpy's name for the type of a short text or an integer; None for another. h5py's own translation costs ten times as much."""
+    """Return numpy's name for the type of a short text or an integer; None for any other. h5py's own translation costs
+    ten times as much."""
     if isinstance(kind, h5t.TypeStringID) and not kind.is_variable_str() and kind.get_size() <= TEXT_BYTES:
         return f"S{kind.get_size()}"
     if isinstance(kind, h5t.TypeIntegerID):
@@ -252,19 +257,19 @@ def _scalar_type(kind: h5t.TypeID) -> str | None:
 
 
 def _check_chunks(dataset: h5d.DatasetID, rows: int, file_bytes: int) -> None:
-    """Raises ValueError for a dataset that is not as a compressed column is, or cannot have so many rows."""
+    """Raise ValueError if a compressed dataset is not laid out as `image` does it, or cannot have so many rows."""
     made = dataset.get_create_plist()
     filters = [made.get_filter(n)[0] for n in range(made.get_nfilters())]
     if made.get_layout() != h5d.CHUNKED or filters != [BLOSC2] or not 0 < made.get_chunk()[0] <= CHUNK:
         raise ValueError("its data are not in the file as those of a column are")
     if rows > dataset.get_num_chunks() * made.get_chunk()[0] or dataset.get_storage_size() > file_bytes:
         raise ValueError(f"it claims {rows} rows, more than it has chunks for")
-    import hdf5plugin  # noqa: F401  its import registers the filter; nothing is imported for what is not compressed
+    import hdf5plugin  # noqa: F401  its import registers the filter; only compressed columns need it
 
 
 @functools.cache
 def type_of(dtype: np.dtype[Any]) -> h5t.TypeID:
-    """HDF5's type for a numpy one."""
+    """Return HDF5's type for a numpy type."""
     return h5t.py_create(dtype, logical=True)
 
 
@@ -274,7 +279,8 @@ def _write_attribute(file: h5f.FileID, name: str, value: NDArray[Any]) -> None:
 
 
 def _make_column(file: h5f.FileID, name: str, column: Column, codec: Codec | None) -> int | None:
-    """Make a dataset; where its data belongs in the file, or None when they are written (compressed) or there are none."""
+    """Make a dataset. Return the offset where its data belong; None if they are written already (compressed) or there
+    are none."""
     group = name.rpartition("/")[0].encode()
     if group and group not in file:
         h5g.create(file, group)
@@ -291,7 +297,7 @@ def _make_column(file: h5f.FileID, name: str, column: Column, codec: Codec | Non
 
 @functools.cache
 def _contiguous() -> h5p.PropDCID:
-    """A dataset in one piece, whose place is known before anything is written."""
+    """Layout of a dataset in one piece, whose offset is known before anything is written."""
     layout = h5p.create(h5p.DATASET_CREATE)
     layout.set_obj_track_times(False)
     layout.set_fill_time(h5d.FILL_TIME_NEVER)
@@ -300,7 +306,7 @@ def _contiguous() -> h5p.PropDCID:
 
 
 def _chunked(codec: Codec, rows: int) -> h5p.PropDCID:
-    """A dataset in compressed chunks of `rows`."""
+    """Layout of a dataset in compressed chunks of `rows` rows."""
     import hdf5plugin  # registers its filters with HDF5 when it is imported: only where compression is asked for
 
     layout = h5p.create(h5p.DATASET_CREATE)

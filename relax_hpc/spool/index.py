@@ -1,4 +1,6 @@
-"""The small columns of a shard, by which all others are found: read together, and refused together where they do not fit."""
+"""The small columns of a shard that locate all others: read together, and refused together where they contradict each
+other.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,18 @@ LAST_FINISH = int(max(Finish))
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Where samples, groups and spans of a shard begin. Raises ValueError naming what cannot be."""
+    """Where samples, groups and spans of a shard begin. Raises ValueError naming the column that cannot be right."""
 
     samples: NDArray[Any]  # [N] of SAMPLE
     groups: NDArray[Any]  # [G] of GROUP
     offsets: NDArray[np.int64]  # [N + 1] where each sample's tokens begin
     prompt_offsets: NDArray[np.int64]  # [G + 1] where each group's prompt tokens begin
-    span_start: NDArray[np.int64]  # [S] from which token on …
+    span_start: NDArray[np.int64]  # [S] the flat token at which a span begins; from there on …
     span_version: NDArray[np.int32]  # [S] … the weights had this version
 
     @classmethod
     def read(cls, column: Callable[[str], NDArray[Any]]) -> Index:
-        """With the columns that `column` reads by their names."""
+        """Read the index; `column` returns a column by its name."""
         return cls(**{field.name: column(field.name) for field in fields(cls)})
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class Index:
             raise ValueError(f"column '{name}' is not {count + 1} numbers that rise from 0")
 
     def _check_spans(self) -> None:
-        """Versions are said of every token: each sample that has some begins a span."""
+        """Raise ValueError unless every token has a version: each sample that has tokens begins a span."""
         starts, tokens = self.span_start, self.offsets[-1]
         if len(starts) != len(self.span_version) or np.count_nonzero(self.span_version < 0):
             raise ValueError(f"columns 'span_start' and 'span_version' are not {len(starts)} starts and versions")
@@ -59,7 +61,7 @@ class Index:
             raise ValueError("column 'span_start' lacks the beginning of a sample")
 
     def rows(self, routed: tuple[int, int] | None) -> Mapping[str, int]:
-        """How many rows the other columns have by it. routed: layers and k, where experts were kept."""
+        """Return how many rows each other column must have. routed: (layers, k), where routed experts were kept."""
         tokens, prompt_tokens = int(self.offsets[-1]), int(self.prompt_offsets[-1])
         rows = {"tokens": tokens, "loss_mask": tokens, "logprobs": tokens, "prompt_tokens": prompt_tokens}
         if routed is not None:
@@ -67,10 +69,11 @@ class Index:
         return rows
 
     def routed_rows(self) -> NDArray[np.int64]:
-        """[N + 1] where each sample's rows begin among the experts that tokens were routed to: one a token of prompt and answer, less one."""
+        """[N + 1] where each sample's rows begin in `routed_experts`: a sample has one row for each token of prompt and
+        answer, less one."""
         of_sample = np.diff(self.prompt_offsets)[self.samples["group"]] + np.diff(self.offsets) - 1
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(of_sample)])
 
 
 def _rises(numbers: NDArray[Any]) -> bool:
-    return not np.count_nonzero(numbers[1:] < numbers[:-1])  # of small arrays in half the time that all() takes
+    return not np.count_nonzero(numbers[1:] < numbers[:-1])  # for small arrays twice as fast as all()

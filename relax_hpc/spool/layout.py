@@ -1,4 +1,4 @@
-"""The layout of a shard: its columns and their types, and how large it will be. Imports no HDF5."""
+"""The layout of a shard: its columns, their types, and bytes for each token. Imports no HDF5."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "loss_mask": np.dtype("u1"), "logprobs": np.dtype("<f4"), "span_start": np.dtype("<i8"), "span_version": np.dtype("<i4"),
     "samples": SAMPLE, "groups": GROUP, "meta": np.dtype("u1"),
 }  # fmt: skip
-"""Every shard has these; `extra/NAME` may follow."""
+"""Columns that every shard has; `extra/NAME` may follow."""
 EXTRA = np.dtype("<f4")
-"""Of `extra/NAME`, [N]."""
+"""Type of an `extra/NAME` column, [N]."""
 ROUTED = "routed_experts"
 """An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
 ROUTED_TYPES = (np.dtype("u1"), np.dtype("<u2"))
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
-"""Columns of length T: the ones worth compressing, and read by slices."""
+"""Columns of length T: worth compressing, and read by slices."""
 SCORE_BYTES = 4
-"""Of a token in a column of its own, which a scorer makes: float32."""
+"""Bytes for each token in a scorer's column: float32."""

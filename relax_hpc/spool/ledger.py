@@ -1,9 +1,9 @@
 """The ledger: one file a step that says what the step trains on, created exclusively before any process steps.
 
-Whoever finds entry s adopts it; a request in the ledger is never taken again, whether its shard is still there or not. What is
-trained on once more is named as that, group by group, and was taken before.
+    Entry ──commit──► LEDGER/STEP.json {…, "checksum": XXH3-64 of all else} ──► compared by every reader
 
-Entry ──commit──► LEDGER/STEP.json {…, "checksum": XXH3-64 of all else} ──► compared by whoever reads it
+A process that finds entry s adopts it. A request in the ledger is never taken again, whether its shard is still there
+or not. Groups that a step trains on once more (sample reuse) are listed apart, with the step that took them first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from relax_hpc.files.run_dir import RunDir
 
 FAILED = "failed: "
 SURPLUS = "surplus: "
-"""How the reasons begin of groups that could not be generated or scored, and of those that pass in a batch that is full."""
+"""Prefixes of reasons: groups that could not be generated or scored, and groups that pass but are not needed in a full
+batch."""
 CHECKSUM = "checksum"
 MEND = "put it back from a copy of the run; a fork from a checkpoint after its step needs it no more"
 
@@ -34,12 +35,13 @@ class Taken:
     request: str
     first_version: int
     columns: dict[str, str] = field(default_factory=dict)
-    """Versions of the columns that others made of it: the weights' checksum, or version, and the numbers' checksum."""
+    """Column -> its version: MODEL/CHECKSUM, the weights (or version) that made the numbers, and the numbers'
+    checksum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A request that a step gave up."""
+    """A request that a step gave up, and the request that replaces it."""
 
     request: str
     reason: str
@@ -48,28 +50,30 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a step trains on."""
+    """A step's ledger entry: what it trains on, what it leaves out of the loss, and what it gave up."""
 
     step: int
     incarnation: int
     lineage: int
     take: tuple[Taken, ...]
     filtered: dict[str, str] = field(default_factory=dict)
-    """REQUEST/GROUP -> why this group is kept out of the loss."""
+    """REQUEST/GROUP -> why the group is kept out of the loss."""
     dropped: tuple[Dropped, ...] = ()
     reused: dict[str, int] = field(default_factory=dict)
-    """REQUEST/GROUP -> the step whose loss this group was in first, of what is trained on once more (algorithm.sample_reuse)."""
+    """REQUEST/GROUP -> the step that trained on the group first, for groups trained on once more
+    (algorithm.sample_reuse)."""
     solved: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Source -> samples that solved their prompts, of how many that were generated for this step ([curriculum])."""
+    """Source -> (samples that solved their prompt, samples generated) for this step ([curriculum])."""
     extra_requests: int = 0
-    """Further requests that were released for this step, before it was taken."""
+    """Extra requests released for this step before it was taken."""
     learned: tuple[tuple[int, int, int], ...] = ()
-    """Of supervised fine-tuning, which takes no requests: (source, index, epoch) of the prompts whose answers the step learns."""
+    """(source, index, epoch) of the prompts whose answers the step learns. Only supervised fine-tuning has them; it
+    takes no requests."""
     time: float = field(default_factory=time.time)
 
     @property
     def sft_examples(self) -> list[str]:
-        """A name for each of `learned`, as samples have one."""
+        """Names for the examples in `learned`, one each, like the ids of samples."""
         return [f"l{self.step:06d}/{k}" for k in range(len(self.learned))]
 
     def to_json(self) -> dict[str, Any]:
@@ -80,7 +84,7 @@ class Entry:
         take = tuple(Taken(**t) for t in value["take"])
         dropped = tuple(Dropped(**d) for d in value["dropped"])
         learned = tuple((int(s), int(i), int(e)) for s, i, e in value.get("learned", ()))
-        # Older versions wrote whatever a filter of the user's returned.
+        # Older versions wrote whatever the user's filter returned, not always a text.
         filtered = {
             name: r if isinstance(r, str) else f"a filter returned {r!r}"
             for name, r in value.get("filtered", {}).items()
@@ -89,12 +93,12 @@ class Entry:
 
 
 def read_entry(path: Path) -> Entry | None:
-    """The entry in a file; None where there is none. Raises Damaged naming one that is damaged."""
+    """Read the entry in a file; None if there is no file. Raises Damaged, which names the file."""
     try:
         value = read_json(path)
         if value is None:
             return None
-        written = value.pop(CHECKSUM, None)  # older versions wrote none
+        written = value.pop(CHECKSUM, None)  # older versions wrote no checksum
         if written is not None and written != (found := checksum(value)):
             raise Damaged(f"ledger entry '{path}' has checksum {found}, {written} was written: it was damaged; {MEND}")
         return Entry.from_json(value)
@@ -106,23 +110,25 @@ def read_entry(path: Path) -> Entry | None:
 
 
 def checksum(content: dict[str, Any]) -> str:
-    """XXH3-64 of an entry as JSON with sorted keys and without spaces: of what it says, however it is laid out."""
+    """Return the XXH3-64 of an entry as JSON with sorted keys and no spaces, so that the layout of the file does not
+    matter."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 class Ledger:
-    """The entries of a run. `commit_dir`: the folder of the incarnation that commits; None only reads."""
+    """The ledger entries of a run. `commit_dir`: the folder of the incarnation that commits; None if it only reads."""
 
     def __init__(self, run: RunDir, commit_dir: Path | None = None) -> None:
         self._run, self._commit_dir = run, commit_dir
 
     def find(self, step: int) -> Entry | None:
-        """The entry of a step; None when nobody has committed one. Raises Damaged naming one that is damaged."""
+        """Return the entry of a step; None if nobody has committed one. Raises Damaged, which names the file."""
         return read_entry(self._run.ledger_entry(step))
 
     def commit(self, entry: Entry) -> Entry:
-        """Commit `entry`, or adopt the one that is there. Raises FileNotFoundError in a superseded incarnation."""
+        """Commit `entry`; if there is one for its step already, return that one instead. Raises FileNotFoundError in a
+        superseded incarnation."""
         content = entry.to_json()
         sealed = to_json({**content, CHECKSUM: checksum(content)})
         if publish(self._run.ledger_entry(entry.step), sealed, commit_dir=self._commit_dir):

@@ -1,10 +1,12 @@
-"""Half-generated requests as files: what was generated of a request that is given back, for whoever goes on with it.
+"""Partial rollouts as files: what was generated of a request that is given back, so that another worker goes on from
+it.
 
-    claimed/W/REQUEST.a0.v5 ──Part published──► parts/REQUEST.p1.h5 ──claim renamed──► open/REQUEST.a0.v5.p1 ──claim──► read, go on
+    claimed/W/REQUEST.a0.v5 ──publish──► partial/REQUEST.p1.h5 ──rename the claim──► open/REQUEST.a0.v5.p1 ──claim──► read, go on
 
-The file is laid out, published and checked like a shard; the request file's name says which one is to be gone on from, so an
-request that was never given back costs nothing. Any part of a request is a true one, since all there is of a request follows
-from its name: whoever finds the number taken adopts what is there. A part that is missing or damaged costs its tokens only.
+The file is laid out, published and checked like a shard. The request file's name says which one to go on from (.p1), so
+a request that was never given back costs nothing. Any partial rollout of a request is a valid one, since all of a
+request follows from its name: a worker that finds the number taken adopts that file. A missing or damaged one costs its
+tokens only.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from relax_hpc.spool.shard import Compression, Shard, encode
 
 
 def put_back(run: RunDir, queue: Queue, claim: Claim, partial: PartialRollout, compression: Compression) -> bool:
-    """Publish what there is of a claim and open the claim again; False when another's part was there first."""
+    """Publish a claim's partial rollout and open the claim again. Return False if another worker's had been published
+    before."""
     number = claim.request_file.aborts + 1
     mine = publish_part(run, claim.request.id, number, claim.request_file.version, partial, compression)
     if queue.put_back(claim, aborts=number) and claim.request_file.aborts:
@@ -33,7 +36,8 @@ def put_back(run: RunDir, queue: Queue, claim: Claim, partial: PartialRollout, c
 def publish_part(
     run: RunDir, request_id: str, number: int, version: int, partial: PartialRollout, compression: Compression = "none"
 ) -> bool:
-    """Publish what there is of a request, of which `version` made the first token; False when another's part was there first."""
+    """Publish a request's partial rollout, whose first token was made by `version`. Return False if another's had been
+    published before."""
     meta = {"run": run.read_id(), "version": version, "turns": partial.turns, "cut": partial.cut}
     return publish(
         run.partial_rollout(request_id, number), encode(request_id, with_experts(partial.groups), meta, compression)
@@ -41,7 +45,8 @@ def publish_part(
 
 
 def read(run: RunDir, request: Request, request_file: RequestFile) -> PartialRollout | None:
-    """What a claimed request has already; None where it is begun, or begun again."""
+    """Return a claimed request's partial rollout; None if it is generated from its beginning: none was kept, or it is
+    damaged."""
     if not request_file.aborts:
         return None
     try:
@@ -60,7 +65,8 @@ def read(run: RunDir, request: Request, request_file: RequestFile) -> PartialRol
 
 
 def remove(run: RunDir, outstanding: Collection[str], before: int) -> None:
-    """Remove the parts of requests that were released for batches before `before` and are no longer outstanding."""
+    """Remove the partial rollouts of requests that were released for batches before `before` and are no longer
+    outstanding."""
     for name in names(run.partial_rollouts):
         request_id = name.partition(".")[0]
         if request_id not in outstanding and request_id[1:7].isdigit() and int(request_id[1:7]) < before:

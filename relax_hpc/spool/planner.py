@@ -1,18 +1,19 @@
-"""Requests and the planner of them: which prompts are asked for, what is outstanding, what a step may take.
+"""Plan rollout requests: which prompts are asked for, which requests are outstanding, what a step may take.
 
     cursor ──release──► outstanding ──(a worker publishes)──► choose ──► ledger entry ──apply──► gone
 
-Pure: no file is touched here, and the planner after step s is a function of the recipe, the checkpoint it began from and the
-ledger entries since. That is what makes a restart find exactly what was outstanding.
+Pure: no file is touched here. The planner after step s is a function of the recipe, the checkpoint that it began from
+and the ledger entries since. So a restart finds exactly the requests that were outstanding.
 
-The bound, for a batch of n requests a step and deadlines d (version of the first token + max_staleness): step s takes the
-earliest deadlines first, and what is left must fit, that is, for every k >= 0 at most k * n requests are due by step s + k
-(Hall's condition for unit jobs with deadlines: then every later step can keep the bound too, whatever comes when).
+The bound, for a batch of n requests a step and deadlines d (version of the first token + max_staleness): step s takes
+the earliest deadlines first, and the rest must fit: for every k >= 0 at most k * n requests are due by step s + k. This
+is Hall's condition for unit jobs with deadlines: with it every later step can keep the bound too, whatever comes when.
 
-With `wanted` groups a step takes requests until that many groups pass the filters (dynamic sampling, arXiv 2503.14476): as soon as
-what is outstanding cannot fill every batch that is asked for, were all that is unknown to pass, further requests are released.
-So how many there are depends on what they turn out to be, not on which comes first. What is due now is taken even where the
-batch is full, so there is no condition on what is left: groups that pass and are not needed stay out of the loss.
+With `wanted` groups (dynamic sampling, arXiv 2503.14476), a step takes requests until that many groups pass the
+filters. Extra requests are released as soon as the outstanding ones could not fill every batch asked for, even if all
+groups not yet known were to pass. So their number depends on how the groups turn out, not on which comes first.
+Requests due now are taken even if the batch is full, so there is no condition on the rest; groups that pass and are not
+needed stay out of the loss.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from typing import Any, Protocol
 from relax_hpc.spool.request import OnStale, Request, replacement_id, request_name, request_seed
 
 MAX_DROPS = 2
-"""A prompt whose requests were dropped this often is waited for: dropping again would train on short answers only."""
+"""Drops after which a prompt is waited for: dropping again would train on short answers only."""
 
 
 class Weights(Protocol):
-    """Weights of the sources that follow what is solved (data.curriculum)."""
+    """Sampling weights of the sources that follow how many prompts were solved (data.curriculum)."""
 
     def at(self, step: int) -> Sequence[float]: ...
     def note(self, step: int, solved: Mapping[str, tuple[int, int]], forget_before: int) -> None: ...
@@ -47,16 +48,16 @@ class Cursor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What step s trains on, and what it gives up."""
+    """A step's choice: the requests that it trains on, and those that it gives up."""
 
     take: tuple[str, ...]
-    """Request ids, sorted: the batch's order does not depend on when they came."""
+    """Request ids, sorted, so that the batch's order does not depend on when they came."""
     drop: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
 class RequestPlanner:
-    """The trainer's account of what is asked for. `n` requests make a batch."""
+    """The trainer's account of requests: asked for, outstanding, taken. A batch has `n` requests."""
 
     n: int
     groups_per_request: int
@@ -66,28 +67,28 @@ class RequestPlanner:
     seed: int
     cursor: Cursor
     ahead: int
-    """Batches that may be outstanding besides the one that is trained next; max_staleness, or fewer."""
+    """Batches that may be outstanding besides the one that is trained next: max_staleness, or fewer."""
     batches: int
-    """Batches of the whole run: no more are asked for."""
+    """Batches of the whole run; no more are asked for."""
     wanted: int = 0
-    """Groups a step that pass the filters; 0: n requests, whatever passes."""
+    """Groups that must pass the filters in each step; 0: a step takes n requests, whatever passes."""
     extra_requests: int = 0
-    """Further requests that may be released for one step at most, in place of groups that do not pass."""
+    """Most extra requests that may be released for one step, in place of groups that do not pass."""
     oversample: float = 1.0
-    """Groups asked for at once, in times of what the batches want."""
+    """How many times the groups that the batches want are asked for at once."""
     weights: Weights | None = None
-    """Of the sources, where they change."""
+    """Sampling weights of the sources, where these change."""
     next_batch: int = 0
     extended: int = 0
-    """Further requests that were released for the step that is next."""
+    """Extra requests released for the next step."""
     outstanding: dict[str, Request] = field(default_factory=dict)
 
     def last_batch(self, step: int) -> int:
-        """The last batch that may be outstanding while `step` is the next to train."""
+        """Return the last batch that may be outstanding while `step` is the next to train."""
         return min(step + self.ahead, self.batches - 1)
 
     def release(self, upto: int) -> list[Request]:
-        """New requests for all batches up to `upto`; at most max_staleness + 1 batches are outstanding."""
+        """Release new requests for all batches up to `upto`; at most max_staleness + 1 batches are outstanding."""
         new = []
         while self.next_batch <= upto:
             for k in range(self.n):
@@ -97,7 +98,7 @@ class RequestPlanner:
         return new
 
     def _request(self, name: str, oldest: int, step: int) -> Request:
-        """step: the one before which it may be asked for at the earliest."""
+        """Make a request and count it as outstanding. step: the earliest step before which it may be released."""
         weights = () if self.weights is None else (self.weights.at(step),)
         prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_request, *weights))
         request = Request(name, prompts, self.samples_per_prompt, request_seed(self.seed, name), max(0, oldest))
@@ -105,9 +106,10 @@ class RequestPlanner:
         return request
 
     def extend(self, step: int, passing: Mapping[str, int]) -> list[Request]:
-        """Further requests for `step`, where what is outstanding cannot fill the batches, or is less than oversampling asks for.
+        """Release extra requests for `step` if the outstanding ones cannot fill the batches, or are fewer than
+        oversampling asks for.
 
-        passing: how many groups of each complete request pass the filters. At most n requests a call.
+        passing: complete request -> how many of its groups pass the filters. Returns at most n requests a call.
         """
         last = self.last_batch(step)
         if (
@@ -123,7 +125,7 @@ class RequestPlanner:
         return self.extend_upto(step, self.extended + min(math.ceil(missing / size), self.n, most - self.extended))
 
     def extend_upto(self, step: int, count: int) -> list[Request]:
-        """Release further requests for `step` until there were `count`."""
+        """Release extra requests for `step` until there were `count` of them."""
         numbers = range(self.n + self.extended, self.n + count)
         self.extended = max(self.extended, count)
         return [self._request(request_name(step, k), step + self.ahead - self.max_staleness, step) for k in numbers]
@@ -135,11 +137,12 @@ class RequestPlanner:
         started: Mapping[str, int],
         passing: Mapping[str, int] | None = None,
     ) -> Choice | None:
-        """What step `step` takes, or None while it must wait.
+        """Choose what step `step` takes; None while it must wait.
 
-        complete: first version of each published request; started: version that each request in progress was started with
-        (or the oldest version it may now start from, if that was raised). Both may know requests that are not outstanding.
-        passing: where groups are `wanted`, how many of each complete request pass the filters.
+        complete: published request -> its first version. started: request in progress -> the version that it was
+        started with (or the oldest version that it may now start from, if that was raised). Both may name requests that
+        are not outstanding.
+        passing: complete request -> how many of its groups pass the filters, where groups are `wanted`.
         """
         due = {
             i: complete.get(i, started.get(i, o.min_version)) + self.max_staleness for i, o in self.outstanding.items()
@@ -167,7 +170,8 @@ class RequestPlanner:
         complete: Mapping[str, int],
         passing: Mapping[str, int],
     ) -> Choice | None:
-        """The most urgent requests until enough groups pass, and whatever else is due now; all there is, where no more will come."""
+        """Choose the most urgent requests until enough groups pass, and all others due now; everything there is, if no
+        more will come."""
         take, left, groups, masks = list[str](), list[str](), 0, self.on_stale == "mask"
         for i in urgent:
             needed = groups < self.wanted or (due[i] == step and not masks)
@@ -184,12 +188,13 @@ class RequestPlanner:
         return Choice(tuple(sorted(take)), tuple(sorted(drop)))
 
     def _must_wait(self, step: int, drop: Iterable[str], due: Mapping[str, int]) -> bool:
-        """Whether something in `drop` could still be in time, and is to be waited for."""
+        """Return True if a request in `drop` could still be in time and is to be waited for."""
         late = [i for i in drop if due[i] >= step]
         return bool(late) and (self.on_stale == "wait" or any(self.outstanding[i].drops >= MAX_DROPS for i in late))
 
     def _surplus(self, step: int, left: Iterable[str], due: Mapping[str, int]) -> list[str]:
-        """Requests of `left` (most urgent first) that no later step can take in time: empty when Hall's condition holds."""
+        """Return the requests of `left` (most urgent first) that no later step can take in time; empty when Hall's
+        condition holds."""
         surplus, kept = [], 0
         for request_id in left:
             if kept + 1 > (due[request_id] - step) * self.n:
@@ -201,7 +206,7 @@ class RequestPlanner:
     def apply(
         self, step: int, take: Iterable[str], drop: Iterable[str], solved: Mapping[str, tuple[int, int]] | None = None
     ) -> list[Request]:
-        """Account for the ledger entry of `step`; the requests that replace what it dropped are released and returned."""
+        """Account for the ledger entry of `step`. Return the replacements of those it dropped, now released."""
         if self.weights is not None:
             self.weights.note(step, solved or {}, min(self.next_batch - self.ahead, step + 1))
         replacements = []

@@ -1,9 +1,9 @@
-"""Publishing beside the work: while shards go to the disk, their worker generates the next requests.
+"""Publish shards in the background: while they go to the disk, their worker generates the next requests.
 
-worker ──put──► THREADS threads, a shard each: write, flush, link, flush of the folder ──► `ended`, in the order of `put`
+    worker ──put──► THREADS threads, a shard each: write, flush, link, flush of the folder ──► `ended`, in the order of `put`
 
-A shard waits for its disk twice, and hardly needs the core: flushes that several threads ask for at once go to a file system's
-journal, or to its server, together.
+Publishing waits for the disk twice and hardly needs the core. Flushes that several threads ask for at once reach the
+file system's journal, or its server, together.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.queue import Claim, publish_shard
 
 THREADS = 4
-"""Shards on their way to the disk at once, at most: each is in memory as long."""
+"""Most shards on their way to the disk at once; each is in memory until it is there."""
 LARGE_BYTES = 64 << 20
-"""Of all shards on their way: from here on there are LARGE at most, which are enough, for the disk has work with what they hold."""
+"""Bytes of all shards on their way, from which on at most LARGE shards may be: they give the disk enough to do."""
 LARGE = 2
 
 
 @dataclass(slots=True)
 class Publication:
-    """A shard on its way."""
+    """A shard on its way to the disk."""
 
     claim: Claim
     image: Data
     bytes: int
     about: dict[str, Any]
     seconds: Future[float]
-    """What it took; or the error, such as a full disk."""
+    """Seconds that publishing took; or its error, such as a full disk."""
 
 
 class ShardPublisher:
-    """Publishes a worker's shards, several at once. Each one's claim stays until it is there: a kill loses nothing."""
+    """Publishes a worker's shards, several at once. A claim stays until its shard is there, so a kill loses nothing."""
 
     def __init__(self, run: RunDir, worker: str, node_cache: NodeCache) -> None:
         self._run, self._worker, self._node_cache = run, worker, node_cache
@@ -48,13 +48,13 @@ class ShardPublisher:
         self._on_the_way: deque[Publication] = deque()
 
     def put(self, claim: Claim, image: Data, about: dict[str, Any]) -> None:
-        """Begin to publish. `about`: whatever the caller wants to know when it ended."""
+        """Begin to publish a claim's shard. `about`: anything that the caller wants back when it ended."""
         size = len(image) if isinstance(image, bytes) else sum(map(len, image))
         seconds = self._threads.submit(self._publish, claim, image)
         self._on_the_way.append(Publication(claim, image, size, about, seconds))
 
     def ended(self) -> Iterator[Publication]:
-        """What ended since the last call, in order; waits until there is room for another."""
+        """Yield the publications that ended since the last call, in order; wait until there is room for another."""
         while self._on_the_way and (self._on_the_way[0].seconds.done() or self._is_full()):
             yield self._on_the_way.popleft()
 
@@ -63,7 +63,8 @@ class ShardPublisher:
         return len(self._on_the_way) >= (LARGE if large else THREADS)
 
     def finish(self, publication: Publication) -> float:
-        """Seconds that the publishing took. Raises OSError where there was no room; the next call tries again."""
+        """Return the seconds that publishing took. Raises OSError, such as for a full disk; the next call tries
+        again."""
         try:
             return publication.seconds.result()
         except OSError:
@@ -77,5 +78,5 @@ class ShardPublisher:
         return time.perf_counter() - began
 
     def close(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for all shards that are on their way."""
         self._threads.shutdown()

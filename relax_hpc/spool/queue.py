@@ -2,11 +2,12 @@
 
     open/REQUEST.aATTEMPT.vOLDEST ──claim──► claimed/WORKER/REQUEST.aATTEMPT.vSTARTED ──► SHARDS/REQUEST.h5, claim removed
               ▲                                     │
-              └────────────── give back ────────────┘   (the worker died: attempt + 1; it was drained: same attempt;
-                                                         it gave back what it had partly generated (spool.partial_rollouts): .pABORTS)
+              └──────────── give back ──────────────┘   the worker died: attempt + 1; it was drained: same attempt;
+                                                        it kept a partial rollout (spool.partial_rollouts): .pABORTS
 
-Names carry what a claim is decided on, so that deciding costs no read: the oldest version a request may start from, and
-how many workers died on it, and how often it was given back partly generated. Requests are not fsynced: what a power failure takes, the trainer's planner puts back.
+Names carry all that a claim is decided on, so deciding costs no read: the oldest version that a request may start from,
+how many workers died on it, and how often it was given back partly generated. Requests are not fsynced: what a power
+failure takes, the trainer's planner puts back.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from relax_hpc.files.watch import FolderWatch
 from relax_hpc.spool.request import Request
 
 LOOK_AT_STARTS_S = 0.1
-"""Between two calls of `in_progress`, which costs a folder a worker."""
+"""Least time between two calls of `in_progress`, which lists a folder for each worker."""
 KNOWN_CLAIMS = 1000
-"""A worker's latest claims, of which an old listing may speak still."""
+"""How many of its latest claims a worker remembers: an old listing may still name them."""
 _REQUEST_FILE = re.compile(r"(r\d{6}-\w+|e\d{6}(?:l\d+)?-\w+)\.a(\d+)\.v(\d+)(?:\.p(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFile:
-    """A request file's name, read."""
+    """A request file's name, parsed: REQUEST.aATTEMPT.vVERSION, with .pABORTS if it was given back partly generated."""
 
     request_id: str
     attempt: int
     version: int
-    """The oldest version it may start from while it is open; the version it was started with once it is claimed, or partly generated. An
-    evaluation's is always the one that it names."""
+    """Open: the oldest version that the request may start from. Claimed, or partly generated: the version that it was
+    started with. An evaluation's is always the version that it names."""
     aborts: int = 0
-    """How often it was given back partly generated."""
+    """How often the request was given back partly generated."""
 
     @property
     def keeps_version(self) -> bool:
-        """Whether it stays of its version whoever claims it: evaluations, and requests whose first tokens there are."""
+        """True if `version` stays whoever claims it: evaluations, and requests that have their first tokens."""
         return self.request_id.startswith("e") or self.aborts > 0
 
     @property
@@ -58,14 +59,14 @@ class RequestFile:
 
     @classmethod
     def parse(cls, name: str) -> RequestFile | None:
-        """What a name says; None where it is no request's: somebody else put it there."""
+        """Parse a file name; None if it is not a request's, but something that somebody else put there."""
         match = _REQUEST_FILE.fullmatch(name)
         return RequestFile(match[1], int(match[2]), int(match[3]), int(match[4] or 0)) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A request that this worker generates."""
+    """A request that this worker has claimed and generates."""
 
     request: Request
     request_file: RequestFile
@@ -76,25 +77,30 @@ class Queue:
     """The request files of a run."""
 
     def __init__(self, run: RunDir, workers: int = 1) -> None:
-        """workers: how many claim from it."""
+        """workers: how many workers claim from the queue."""
         self._run = run
         self._open = FolderWatch(run.open_requests, workers)
         self._names: frozenset[str] = frozenset()
         self._request_files: list[RequestFile] = []
-        """Those of `_names`, evaluations first."""
+        """Requests parsed from `_names`, evaluations first."""
         self._mine = deque[Path](maxlen=KNOWN_CLAIMS)
-        """What was claimed here, and not put back."""
+        """Paths of claims made here and not put back."""
 
     # the trainer's side
 
     def put(self, requests: Iterable[Request], oldest: int = 0, aborts: int = 0) -> None:
-        """Release requests; one that is open already stays as it is. `oldest` raises what they may start from; `aborts`: how often they were given back partly generated."""
+        """Release requests; one that is open already stays as it is.
+
+        oldest: raises the oldest version that they may start from. aborts: how often they were given back partly
+        generated.
+        """
         for request in requests:
             request_file = RequestFile(request.id, 0, max(request.min_version, oldest), aborts)
             publish(self._run.open_requests / request_file.name, to_json(request.to_json()), durable=False)
 
     def in_progress(self) -> dict[str, int]:
-        """Version of every request that is open (oldest it may start from) or claimed (started with)."""
+        """Return request id -> version, for every open request (the oldest it may start from) and claimed one (started
+        with)."""
         # Open ones twice: a request that is claimed or given back meanwhile is seen at least once.
         before = _request_files(self._run.open_requests)
         claimed = [request_file for worker in self._workers() for request_file in _request_files(worker)]
@@ -115,9 +121,10 @@ class Queue:
                     path.unlink(missing_ok=True)
 
     def raise_oldest(self, version: int) -> bool:
-        """Requests that nobody has started may not start from versions before `version` any more; True if any was raised.
+        """Raise to `version` the oldest version that open requests not yet started may start from. Return True if any
+        was raised.
 
-        Nothing was generated for them yet, so giving them a later deadline favors no answer.
+        Nothing was generated for them yet, so a later deadline favors no answer.
         """
         raised = False
         for request_file in _request_files(self._run.open_requests):
@@ -127,7 +134,7 @@ class Queue:
         return raised
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
-        """Remove requests that nobody needs any more, where they are still open."""
+        """Remove open requests that nobody needs any more."""
         gone = set(request_ids)
         for request_file in _request_files(self._run.open_requests):
             if request_file.request_id in gone:
@@ -136,7 +143,7 @@ class Queue:
     # a worker's side
 
     def has_open(self) -> bool:
-        """Whether there is a request that nobody has claimed; most often one stat."""
+        """Return True if some request is open; most often this costs one stat."""
         return bool(self._open_request_files())
 
     def _open_request_files(self) -> list[RequestFile]:
@@ -152,9 +159,11 @@ class Queue:
         return self._request_files
 
     def claim(self, worker: str, version: int) -> Claim | None:
-        """Claim the first request that may be started where `version` is the newest, evaluations first; None when there is none.
+        """Claim the first request that may be started when `version` is the newest, evaluations first; None if there is
+        none.
 
-        Raises FileNotFoundError when this worker counted as lost: its claim directory is gone, only a new one can claim.
+        Raises FileNotFoundError if this worker was given up for lost: its claim directory is gone, only a new one can
+        claim.
         """
         folder = self._run.claimed_requests / worker
         for request_file in self._open_request_files():
@@ -163,7 +172,7 @@ class Queue:
             mine = request_file if request_file.keeps_version else replace(request_file, version=version)
             path = folder / mine.name
             if path in self._mine and is_there(path):
-                continue  # a listing of before we took it; once our claim is gone, the request was released again
+                continue  # an old listing: we have claimed it since. Once our claim is gone, the request was released again
             if _moved(self._run.open_requests / request_file.name, path):
                 request = _read(path)
                 if request is None:  # torn; or given back to others since the rename: this worker counts as lost
@@ -178,10 +187,13 @@ class Queue:
         return None
 
     def put_back(self, claim: Claim, aborts: int | None = None) -> bool:
-        """Open a claim again: no worker died on it. `aborts`: how often it was given back partly generated by now. False when it is ours no more."""
+        """Open a claim again with the same attempt: no worker died on it. Return False if the claim is no longer ours.
+
+        aborts: how often the request was given back partly generated, this time included.
+        """
         again = claim.request_file if aborts is None else replace(claim.request_file, aborts=aborts)
         with contextlib.suppress(ValueError):
-            self._mine.remove(claim.path)  # it may be ours again
+            self._mine.remove(claim.path)  # we may claim it again
         return _moved(claim.path, self._run.open_requests / again.name)
 
     def open_claim_dir(self, worker: str) -> None:
@@ -190,14 +202,15 @@ class Queue:
     # the supervisor's side
 
     def give_back(self, worker: str, lost: bool) -> list[str]:
-        """Open a worker's claims again; `lost`: it died on them. Returns the request ids. Its folder is removed."""
+        """Open a worker's claims again and remove its claim directory. Return the request ids. lost: the worker died on
+        them."""
         folder = self._run.claimed_requests / worker
         self._mine = deque((path for path in self._mine if path.parent != folder), KNOWN_CLAIMS)
         given = []
-        while request_files := _request_files(folder):  # again while a worker that counts as lost goes on claiming
+        while request_files := _request_files(folder):  # repeated: a worker given up for lost may still be claiming
             given += [t.request_id for t in request_files if self._reopen(folder, t, lost)]
             with contextlib.suppress(OSError):
-                folder.rmdir()  # from here on it cannot claim
+                folder.rmdir()  # without the folder it cannot claim
         with contextlib.suppress(OSError):
             folder.rmdir()
         return given
@@ -214,7 +227,8 @@ class Queue:
 
 
 def publish_shard(run: RunDir, claim: Claim, image: Data, worker: str) -> bool:
-    """Publish a claim's shard and end the claim; False when another attempt came first (ours is quarantined)."""
+    """Publish a claim's shard and end the claim. Return False if another attempt came first; ours is then
+    quarantined."""
     final = run.shard(claim.request.id)
     if publish(final, image):
         end_claim(run, claim)
@@ -227,7 +241,7 @@ def publish_shard(run: RunDir, claim: Claim, image: Data, worker: str) -> bool:
 
 
 def move_to_quarantine(run: RunDir, shard: Path, reason: str) -> None:
-    """Take a published shard out of the run: it is kept, with the reason, and its request counts as never generated."""
+    """Move a published shard to quarantine, with the reason; its request then counts as never generated."""
     quarantine = run.quarantine / f"{shard.stem}.{uuid.uuid4().hex[:8]}.h5"
     _say_why(quarantine, reason)
     os.rename(shard, quarantine)
@@ -239,19 +253,19 @@ def _say_why(quarantine: Path, reason: str, **about: str) -> None:
 
 
 def end_claim(run: RunDir, claim: Claim) -> None:
-    """Remove a claim whose shard is there, and what it went on from."""
+    """Remove a claim whose shard is there, and the partial rollout that it went on from."""
     claim.path.unlink(missing_ok=True)
     if claim.request_file.aborts:
         run.partial_rollout(claim.request.id, claim.request_file.aborts).unlink(missing_ok=True)
 
 
 def _request_files(folder: Path) -> list[RequestFile]:
-    """The requests in a folder; a missing one has none."""
+    """Return the requests in a folder; none if the folder is missing."""
     return [request_file for name in names(folder) if (request_file := RequestFile.parse(name)) is not None]
 
 
 def _read(path: Path) -> Request | None:
-    """The request in a file; None where there is none, or a torn one."""
+    """Read the request in a file; None if there is no file, or a torn one."""
     try:
         content = read_json(path)
     except ValueError:
@@ -260,7 +274,8 @@ def _read(path: Path) -> Request | None:
 
 
 def _moved(source: Path, target: Path) -> bool:
-    """Rename, and say whether it was us. The reply to a rename that succeeded can be lost: look for the target."""
+    """Rename; return True if this call did it. The reply to a rename that succeeded can be lost, so the target is
+    looked for."""
     try:
         rename_once(source, target, lambda: is_there(target))
     except FileNotFoundError:

@@ -1,4 +1,6 @@
-"""Reading the shard of a request: of this run, whole, from the copy in this node's memory or else from where it was published."""
+"""Read a request's shard, checked to be of this run and whole: from the copy in this node's memory, or else the
+published file.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ T = TypeVar("T")
 
 
 class Shards(NodeCache):
-    """The published shards of one run, as they are read on this node. A copy that is damaged is removed, and the published file read."""
+    """The published shards of one run, read through this node's cache. A damaged copy is removed, and the published
+    file read instead."""
 
     def __init__(self, run: RunDir, folder: Path | None) -> None:
-        """folder: where the copies are (spool.node_cache)."""
+        """folder: where this node's copies are (spool.node_cache)."""
         super().__init__(run, folder)
         self._run_id = run.read_id()
 
     def read(self, request: str, use: Callable[[Shard], T]) -> T:
-        """What `use` makes of a request's shard, which is closed then. Raises DamagedShard; RunError where nothing is published."""
+        """Open a request's shard, return `use(shard)` and close it. Raises DamagedShard; RunError if nothing is
+        published."""
 
         def used(path: Path) -> T:
             with Shard(path) as shard:
@@ -34,7 +38,7 @@ class Shards(NodeCache):
         return self._first_good(request, used)
 
     def opened(self, request: str) -> Shard:
-        """A request's shard, compared whole with its checksums; to be closed. Raises like `read`."""
+        """Open a request's shard and compare all of it with its checksums; the caller closes it. Raises like `read`."""
 
         def opened(path: Path) -> Shard:
             shard = Shard(path)

@@ -4,8 +4,8 @@
                                                                      each row compared with its checksum as it is read
 
 Flat columns plus offsets, so that a file of a thousand samples is a dozen datasets, one write and one read. The file is
-laid out in memory and leaves in one write: a kill in mid-write leaves a temporary name, never a shard.
-HDF5's file locks are off on purpose: a published shard has no writer, and Lustre mounted without flock refuses locks.
+laid out in memory and leaves in one write: a kill in mid-write leaves a temporary name, never a shard. HDF5's file
+locks are off on purpose: a published shard has no writer, and Lustre mounted without flock refuses locks.
 docs/shard-format.md describes the format for readers that know nothing of this package.
 """
 
@@ -36,14 +36,15 @@ from relax_hpc.spool.layout import COLUMNS, EXTRA, GROUP, ROUTED, ROUTED_TYPES, 
 FORMAT = "relax_hpc.shard"
 SCHEMA = 3
 ATTRIBUTES = ("format", "schema", "meta_checksum")
-"""HDF5 keeps checksums of its own metadata, attributes included: what vouches for the rest stands there."""
+"""Root attributes. HDF5 keeps checksums of its own metadata, attributes included, so the checksum that vouches for the
+rest is one."""
 Compression = Literal["none", "lz4", "zstd"]
 
 INDEX = tuple(field.name for field in fields(Index))
 
 
 def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
-    """The flat columns of `groups` (see docs/shard-format.md)."""
+    """Return the flat columns of `groups` (see docs/shard-format.md)."""
     samples = [s for g in groups for s in g.samples]
     of_group = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g.samples) for g in groups])
     offsets = _offsets([len(s.tokens) for s in samples])
@@ -78,7 +79,8 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
 
 
 def encode(request: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> Data:
-    """The bytes of a shard, in pieces. `meta`: what else to say about the request, JSON-like (attempt, worker, versions, …)."""
+    """Return the bytes of a shard, in pieces. `meta`: more about the request, JSON-like (attempt, worker, versions,
+    …)."""
     flat = columns(groups)
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     details = {str(i): g.detail for i, g in enumerate(groups) if g.detail}
@@ -107,7 +109,7 @@ def encode(request: str, groups: Sequence[Group], meta: dict[str, Any], compress
 
 
 class DamagedShard(Damaged):
-    """A shard that is not as it was published."""
+    """A shard whose bytes are not those that were published."""
 
     def __init__(self, path: Path, what: object) -> None:
         super().__init__(f"'{path}': {what}: the file was damaged after it was written, or is not the one that was")
@@ -117,8 +119,8 @@ class DamagedShard(Damaged):
 class Shard:
     """A published shard, opened for reading. Use as a context manager, or `close()`.
 
-    Whatever is read is compared with its checksum. Raises DamagedShard, a RunError, naming file and column where it differs or
-    cannot be; RunError when the file is missing or of another schema.
+    Everything read is compared with its checksum. Raises DamagedShard, a RunError, naming file and column where that
+    differs or cannot be read; RunError if the file is missing or of another schema.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -153,7 +155,8 @@ class Shard:
 
     @contextmanager
     def _damage(self, of: str = "") -> Iterator[None]:
-        """What HDF5, or whoever looks at what it read, says of damage, as DamagedShard. of: the column."""
+        """Raise DamagedShard for an error inside the block, from HDF5 or from a check of the rows read. of: the
+        column."""
         try:
             yield
         except RunError:
@@ -165,18 +168,19 @@ class Shard:
         return column in self.column_names()
 
     def read(self, column: str, begin: int = 0, end: int | None = None) -> NDArray[Any]:
-        """A column, or the rows [begin, end) of it. Raises RunError naming the columns there are."""
+        """Read a column, or its rows [begin, end). Raises RunError, which lists the columns there are."""
         rows = self._dataset(column).rows
         return self._pieces(column, [(begin, rows if end is None else min(end, rows))])
 
     def _pieces(self, column: str, pieces: Sequence[Rows]) -> NDArray[Any]:
-        """These rows of a column, one piece after the other."""
+        """Read these ranges of a column's rows, joined in one array."""
         dataset = self._dataset(column)
         with self._damage(column):
             return dataset.read([piece for piece in pieces if piece[1] > piece[0]])
 
     def _dataset(self, column: str) -> Checked:
-        """A column to be read, when it has the type and as many rows as it must."""
+        """Open a column for reading. Raises RunError if there is none, DamagedShard if its type or number of rows is
+        wrong."""
         key = f"dataset {column}"
         if key not in self._cache:
             if not self._file.is_open:
@@ -194,7 +198,7 @@ class Shard:
         return cast(Checked, self._cache[key])
 
     def _small(self, column: str) -> NDArray[Any]:
-        """A column that is small beside the token columns, kept after the first read."""
+        """Read a column that is small beside the token columns; it is kept after the first read."""
         if column not in self._cache:
             self._cache[column] = self.read(column)
         return cast(NDArray[Any], self._cache[column])
@@ -220,12 +224,12 @@ class Shard:
 
     @property
     def checksum(self) -> int:
-        """Of `meta`, which has the checksums of all else."""
+        """Checksum of `meta`, which holds the checksums of all else."""
         return int(self._meta_checksum)
 
     @functools.cached_property
     def index(self) -> Index:
-        """The columns by which all others are found."""
+        """The small columns that locate all others."""
         with self._damage():
             index = Index.read(self.read)
             if len(self.meta["prompts"]) != len(index.groups):
@@ -234,17 +238,17 @@ class Shard:
 
     @functools.cached_property
     def _rows(self) -> Mapping[str, int]:
-        """Of the columns that the index says it of; all others have one a sample."""
+        """Rows of each column whose number the index gives; every other column has one row a sample."""
         return self.index.rows(self.meta.get(ROUTED))
 
     @property
     def samples(self) -> NDArray[Any]:
-        """[N] of SAMPLE."""
+        """Table of the samples: [N] of dtype SAMPLE."""
         return self.index.samples
 
     @property
     def groups(self) -> NDArray[Any]:
-        """[G] of GROUP."""
+        """Table of the groups: [G] of dtype GROUP."""
         return self.index.groups
 
     @property
@@ -259,12 +263,12 @@ class Shard:
 
     @property
     def first_version(self) -> int:
-        """The oldest version among the shard's tokens: what its deadline counts from."""
+        """The oldest version among the shard's tokens, from which its deadline counts."""
         spans = self.index.span_version
         return int(spans.min()) if len(spans) else int(self.meta["version"])
 
     def versions(self, begin: int, end: int) -> NDArray[np.int32]:
-        """[end - begin] the version that made each token of the flat range."""
+        """Return the version that made each token of the flat range: [end - begin]."""
         starts, versions = self.index.span_start, self.index.span_version
         edges = np.clip(np.append(starts, np.int64(self.offsets[-1])), begin, end)
         return cast("NDArray[np.int32]", np.repeat(versions, np.diff(edges)))
@@ -275,17 +279,18 @@ class Shard:
         routed: bool = False,
         columns: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
     ) -> Rollouts:
-        """The samples `which` (ascending indices; all by default), reading no others: memory peaks at what is returned.
+        """Read the samples `which` (ascending indices; all by default) and no others, so memory peaks at what is
+        returned.
 
         `routed`: with the experts that each token was routed to. Raises RunError where those were not kept.
-        `columns`: [T] numbers for each token of the shard, which go with the tokens.
+        `columns`: name -> [T] numbers for each token of the shard, returned for the samples' tokens.
         """
         picked = np.arange(len(self.samples)) if which is None else np.asarray(which, np.int64)
         runs = [r for r in np.split(picked, np.flatnonzero(np.diff(picked) > 1) + 1) if len(r)]
         pieces = [(int(self.offsets[r[0]]), int(self.offsets[r[-1] + 1])) for r in runs]
 
         def gather(rows: Callable[[int, int], NDArray[Any]]) -> NDArray[Any]:
-            """The pieces one after the other; each is copied into its place at once, so that no column is held twice."""
+            """Join the ranges. Each is copied into its place at once, so that no column is held twice."""
             if len(pieces) <= 1:
                 return rows(*pieces[0]) if pieces else rows(0, 0)
             array, done = np.empty(sum(end - begin for begin, end in pieces), rows(0, 0).dtype), 0
@@ -315,12 +320,12 @@ class Shard:
         )
 
     def raw_rewards(self) -> list[NDArray[np.float32]]:
-        """[samples] of each group that did not fail."""
+        """Return the raw rewards of each group that did not fail, [samples] each."""
         of_group, rewards = self.samples["group"], self.samples["raw_reward"]
         return [rewards[of_group == g] for g in np.flatnonzero(self.groups["failed"] == 0)]
 
     def _routed(self, picked: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]] | None:
-        """[sum of P + T - 1, layers, k] of the samples, one after the other."""
+        """Return the routed experts of the samples, joined: [sum of P + T - 1, layers, k]."""
         parts = [part for i in picked.tolist() if (part := self.routed_experts(i)) is not None]
         if len(parts) < len(picked):
             raise RunError(
@@ -330,7 +335,7 @@ class Shard:
         return np.concatenate(parts) if parts else None
 
     def group(self, index: int) -> Group:
-        """One group as a record, as its worker made it (the prompt's text is to be decoded)."""
+        """Return one group as a record, as its worker made it, but with an empty prompt text (decode its tokens)."""
         which = np.flatnonzero(self.samples["group"] == index)
         tokens = self.rollouts(which)
         rows, about, known = self.groups[index], self.meta["prompts"][index], {*COLUMNS, ROUTED}
@@ -359,12 +364,13 @@ class Shard:
         return Group(prompt, samples, *self.failure(index))
 
     def failure(self, group: int) -> tuple[str, str]:
-        """(reason, detail) of a group that failed; both empty where it did not."""
-        of_older_versions: dict[str, str] = {}  # which tell no details
+        """Return (reason, detail) of a group that failed; both are empty if it did not."""
+        of_older_versions: dict[str, str] = {}  # older shards hold no details
         return self.meta["reasons"].get(str(group), ""), self.meta.get("details", of_older_versions).get(str(group), "")
 
     def routed_experts(self, sample: int) -> NDArray[np.unsignedinteger[Any]] | None:
-        """[P + T - 1, layers, k] which experts each token of a sample was routed to; None where that was not kept."""
+        """Return the experts that each token of a sample was routed to, [P + T - 1, layers, k]; None if that was not
+        kept."""
         if ROUTED not in self.meta:
             return None
         layers, k = self.meta[ROUTED]
@@ -374,13 +380,14 @@ class Shard:
         return self.read(ROUTED, int(begin), int(end)).reshape(-1, layers, k)
 
     def check_owner(self, request: str, run: str | None) -> None:
-        """Raises DamagedShard for another request's shard, or another run's. run: its id, where that is known."""
+        """Raise DamagedShard if the shard is another request's, or another run's. run: the run's id, if known."""
         for what, expected, found in (("request", request, self.request), ("run", run, self.meta.get("run"))):
             if None not in (expected, found) and expected != found:
                 raise DamagedShard(self.path, f"it is of {what} '{found}', its name says '{expected}'")
 
     def validate(self) -> None:
-        """Compare every column with its checksum, in little memory, and offsets with lengths. Raises DamagedShard naming what differs."""
+        """Compare every column with its checksum, in little memory, and offsets with lengths. Raises DamagedShard,
+        which names the difference."""
         for name in self.meta["checksums"]:
             dataset = self._dataset(name)
             with self._damage(name):
@@ -388,7 +395,7 @@ class Shard:
 
 
 def _understood(meta: Any) -> dict[str, Any]:
-    """`meta`, when it has what every shard says. Raises ValueError, KeyError or TypeError."""
+    """Return `meta` if it has all that a shard must say. Raises ValueError, KeyError or TypeError."""
     if not isinstance(meta["reasons"], dict) or not isinstance(meta["checksums"], dict):
         raise TypeError("its reasons or checksums are no JSON objects")
     details = meta.get("details", {})  # shards of older versions have none
@@ -406,7 +413,7 @@ def _understood(meta: Any) -> dict[str, Any]:
 
 
 def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
-    """Rollouts of several shards as one; groups are numbered anew, in order. All have the same columns."""
+    """Join the rollouts of several shards. Groups are numbered anew, in order. All must have the same columns."""
     rollouts = list(parts)
     columns = rollouts[0].columns if rollouts else {}
     first_group, groups = 0, []
