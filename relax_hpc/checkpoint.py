@@ -6,7 +6,7 @@ CHECKPOINTS/step-00000100/
   state.json                                                  step, lineage, the request planner, the prompt cursor
   DONE                                                        checksums of all of these (see folder_checksums.py)
 
-Whoever takes a file of it compares it; where one is damaged, the next older checkpoint is taken.
+Every file is compared with its checksum as it is read; where one is damaged, the next older checkpoint is taken.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ T = TypeVar("T")
 
 
 def unfinished(commit_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written, in the incarnation's own folder."""
+    """The path in the incarnation's own folder where the checkpoint of `step` is written."""
     return commit_dir / f"checkpoint-{step}"
 
 
 def begin(commit_dir: Path, step: int) -> Path:
-    """An empty folder to write the checkpoint of `step` into. One process makes it; what others write comes after."""
+    """Make an empty folder to write the checkpoint of `step` into. One process makes it before the others write."""
     folder = unfinished(commit_dir, step)
     shutil.rmtree(folder, ignore_errors=True)  # what an attempt left that found the disk full
     folder.mkdir()
@@ -46,9 +46,9 @@ def begin(commit_dir: Path, step: int) -> Path:
 def commit(
     run: RunDir, folder: Path, step: int, state: dict[str, Any], checksums: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Make `folder` the checkpoint of `step`. One that is there already is kept. Raises FileNotFoundError if fenced.
+    """Make `folder` the checkpoint of `step`; one that exists already is kept. Raises FileNotFoundError if fenced.
 
-    checksums: of files in it that are known already, by name.
+    checksums: by file name, those that are known already; the other files are read back.
     """
     write_file(folder / "state.json", to_json({"step": step, **state}))
     for path in folder.iterdir():
@@ -66,7 +66,7 @@ def commit(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state in a checkpoint. Raises DamagedCheckpoint."""
+    """Read the state in a checkpoint. Raises DamagedCheckpoint."""
     path = folder / "state.json"
     try:
         text = path.read_bytes()
@@ -83,10 +83,11 @@ def restore(
     agree: Callable[[str], str],
     move_to_quarantine: Callable[[int, str], None],
 ) -> dict[str, Any] | None:
-    """`take` the newest checkpoint that is whole, and its state; None before the first. Raises RunError where none is whole.
+    """Load the newest checkpoint that is whole with `take`, and return its state; None before the first checkpoint.
 
-    Collective: agree is given what is damaged for this process, or nothing, and says what is for any. move_to_quarantine: what becomes of a
-    damaged one, by its step, with what it is.
+    Collective: all processes take the same checkpoint. `agree` is given the damage that this process found, or "", and
+    returns the damage that any process found. A damaged checkpoint is passed to `move_to_quarantine` (its step, the
+    damage) and the next older one is tried. Raises RunError where none is whole.
     """
     damage = []
     for step in reversed(run.checkpoint_steps()):
@@ -107,7 +108,7 @@ def restore(
 
 
 def _tried(read: Callable[[], T], agree: Callable[[str], str]) -> tuple[T | None, str]:
-    """What `read` makes, and what is damaged for any process."""
+    """Call `read`; returns its result (None if damaged) and the damage that any process found, "" for none."""
     found, said = None, ""
     try:
         found = read()
@@ -117,7 +118,8 @@ def _tried(read: Callable[[], T], agree: Callable[[str], str]) -> tuple[T | None
 
 
 def move_to_quarantine(run: RunDir, commit_dir: Path, quarantine: Path, step: int, damage: str) -> None:
-    """Move a damaged checkpoint away, by way of our own folder, so that another of this step can be made; a person may still mend it."""
+    """Move a damaged checkpoint to `quarantine` by way of the commit directory, so that its step can be checkpointed
+    again; a person may still mend it."""
     name = f"checkpoint-{step:08d}.{uuid.uuid4().hex[:6]}.damaged"
     os.rename(run.checkpoint(step), commit_dir / name)
     sync_folder(run.checkpoints)
@@ -129,14 +131,16 @@ def move_to_quarantine(run: RunDir, commit_dir: Path, quarantine: Path, step: in
 
 
 def begin_reading(run: RunDir, optimizer: str) -> None:
-    """Read this optimizer of the newest checkpoint in threads, for a process that is still importing what will load it."""
+    """Start reading an optimizer's files of the newest checkpoint in threads, for a process that is still importing the
+    code that loads them."""
     done = run.checkpoint_steps()
     if done:
         read_ahead.begin(list(run.checkpoint(done[-1]).glob(f"{optimizer}-*.safetensors")))
 
 
 def rotate(run: RunDir, commit_dir: Path, keep: int) -> int:
-    """Remove all but the newest `keep`; the step of the oldest that is left. Moved away first: half a checkpoint is none."""
+    """Remove all checkpoints but the newest `keep`; returns the step of the oldest left. Each is first moved away by a
+    rename, so that half a checkpoint is never seen."""
     done = run.checkpoint_steps()
     for step in done[:-keep]:
         gone = commit_dir / f"old-{step}"

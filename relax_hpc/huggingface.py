@@ -1,4 +1,5 @@
-"""Models of transformers as engines and trainers hold them: made without drawing weights that are to be replaced, experts one by one."""
+"""Models of transformers as engines and trainers hold them: made without drawing weights that are replaced anyway, and
+with experts named one by one."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 APART = {"qwen2_moe", "qwen3_moe"}
-"""Model types whose experts are one by one in files, [out, in] like any linear layer; transformers has one tensor for all of a layer."""
+"""Model types whose files hold each expert by itself, [out, in] like any linear layer; transformers holds one tensor
+for all experts of a layer."""
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def unfilled(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal model whose weights are whatever was in memory, tied where they are to be: for those who fill all of them."""
+    """Make a causal model whose weights are whatever was in memory, tied where they should be. The caller must fill all
+    of them."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -27,7 +30,8 @@ def unfilled(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """The same weights, by the names that the model's files use; each expert is a view of the tensor of all."""
+    """Rename a model's weights to the names that its files use; each expert is a view of the tensor that transformers
+    holds for all."""
     if model_type not in APART:
         return dict(tensors)
     named: dict[str, Tensor] = {}

@@ -1,4 +1,5 @@
-"""Children that must not outlive who started them: `start_child` here, `end_with` there; and such that multiprocessing starts."""
+"""Child processes that must not outlive their parent: the parent calls `start_child`, the child `end_with`. Also a
+multiprocessing context for light children."""
 
 from __future__ import annotations
 
@@ -21,12 +22,14 @@ _main_module = threading.Lock()
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """subprocess.Popen, by a thread that lives as long as this process: it is whose end the kernel looks at."""
+    """Start a process as subprocess.Popen does, from a thread that lives as long as this process. The kernel ends the
+    child when the thread that started it ends."""
     return _starter.submit(lambda: subprocess.Popen[bytes](command, **options)).result()
 
 
 def end_with(parent: int) -> None:
-    """From here on the kernel kills this process when the thread that started it ends, however it does. parent: its process."""
+    """Have the kernel kill this process when the thread that started it ends, however it does. parent: the id of that
+    thread's process."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this one, is gone")
@@ -49,6 +52,6 @@ class _LightProcess(SpawnProcess):
 
 
 class LightContext(SpawnContext):
-    """Starts them."""
+    """A multiprocessing context that starts light processes."""
 
     Process = _LightProcess

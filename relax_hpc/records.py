@@ -1,4 +1,4 @@
-"""The words of the data flow as records: Prompt -> Sample -> Group; every array says its shape and unit."""
+"""Records of the data flow: a Group holds Samples of one Prompt. Every array field says its shape and unit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Finish(IntEnum):
     STOP = 0
     """The end-of-sequence token or a stop string was generated, or the environment said done."""
     LENGTH = 1
-    """max_new_tokens or the context was reached."""
+    """max_new_tokens or the end of the model's context was reached."""
     FAILED = 2
-    """The sample could not be generated; its group says why."""
+    """The sample could not be generated; the reason stands in its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +26,15 @@ class Prompt:
     """A task: what the model sees, and what a reward needs to judge an answer."""
 
     source: int
-    """Which [[source]] of the recipe, by position."""
+    """Position of the prompt's [[source]] table in the recipe."""
     index: int
-    """Which item of the source."""
+    """Position of the item within its source."""
     text: str
-    """What was asked, as text (chat messages after the chat template)."""
+    """The prompt as text; chat messages are rendered with the chat template."""
     tokens: NDArray[np.int32]  # [P]
     answer: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Whatever else the source's row or item says; JSON-like."""
+    """Everything else that the source's row or item holds; JSON-like."""
 
 
 @dataclass(slots=True)
@@ -50,30 +50,31 @@ class Sample:
     """(start, version): from token `start` on, the weights were `version`; starts rise, the first is 0."""
     finish: Finish
     reward: float = 0.0
-    """What the algorithm trains on, after shaping."""
+    """The reward that the algorithm trains on, after shaping."""
     raw_reward: float = 0.0
-    """What the verifier said."""
+    """The reward as the verifier returned it."""
     turns: int = 1
     extra: dict[str, float] = field(default_factory=dict)
-    """Numbers that an environment or a reward adds; a column of the shard each."""
+    """Numbers that an environment or a reward adds; each becomes a column of the shard."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
-    """Which experts each token of prompt and answer was routed to, but the last, which no router saw."""
+    """Experts that each token was routed to, for prompt and answer alike. The last token has none, since no router saw
+    it."""
     seconds: float = 0.0
-    """That the engine took for its turns; not kept in the shard."""
+    """Seconds that the engine took for the sample's turns; not kept in the shard."""
 
     def text(self, tokenizer: Any) -> str:
-        """The model's own words."""
+        """Decode the model's own tokens; observations are left out."""
         return str(tokenizer.decode(self.tokens[self.loss_mask == 1].tolist(), skip_special_tokens=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a group could not be generated or scored."""
+    """The reason why a group could not be generated or scored."""
 
     reason: str
-    """Nothing in it is of one prompt alone, so that equal ones are counted together."""
+    """The reason in general: it mentions no single prompt, so that equal reasons are counted together."""
     detail: str
-    """Which source, prompt and sample, and what was said."""
+    """The reason in this case: source, prompt and sample, and the error's own text."""
 
 
 @dataclass(slots=True)
@@ -83,13 +84,14 @@ class Group:
     prompt: Prompt
     samples: list[Sample]
     reason: str = ""
-    """Why the group failed; empty when it did not."""
+    """The reason of a failed group; empty otherwise."""
     detail: str = ""
-    """The rest of a Failure."""
+    """The details of a failed group's reason (see Failure.detail)."""
 
 
 def failed_group(prompt: Prompt, samples_per_prompt: int, version: int, failure: Failure) -> Group:
-    """A group of which nothing could be generated: its samples have no tokens. version: that would have generated it."""
+    """Make the group of a prompt that could not be generated: its samples have no tokens. version: the weights that
+    would have generated it."""
     tokens, mask, logprobs = np.empty(0, np.int32), np.empty(0, np.uint8), np.empty(0, np.float32)
     samples = [
         Sample(tokens, mask, logprobs, [(0, version)], Finish.FAILED, turns=0) for _ in range(samples_per_prompt)
@@ -98,7 +100,8 @@ def failed_group(prompt: Prompt, samples_per_prompt: int, version: int, failure:
 
 
 def with_experts(groups: list[Group]) -> list[Group]:
-    """The groups. Experts, which a shard keeps for all of its samples or none, are zeros for those that have none yet, or failed."""
+    """Give every sample routed experts if any of `groups` has them: zeros for samples that have none yet, or failed. A
+    shard keeps experts for all of its samples or for none."""
     known = next((s.routed_experts for g in groups for s in g.samples if s.routed_experts is not None), None)
     if known is None:
         return groups
@@ -114,14 +117,15 @@ def with_experts(groups: list[Group]) -> list[Group]:
 
 @dataclass(frozen=True, slots=True)
 class PartialRollout:
-    """A partial rollouts: its samples so far, to be gone on with under newer weights."""
+    """The unfinished samples of a request that a worker gave back; another worker continues them, under newer weights."""
 
     groups: list[Group]
-    """A sample's `turns` are those that its environment has answered; all else of it holds for the tokens there are."""
+    """The groups with their samples so far. A sample's `turns` counts those that its environment has answered; all
+    other fields hold for the tokens there are."""
     turns: list[list[int]]
-    """Of each sample: the tokens at which its turns begin."""
+    """The tokens at which the turns of each sample begin."""
     cut: list[int]
-    """The samples whose last turn has not ended; what their `finish` says is to be ignored."""
+    """Indices of the samples whose last turn has not ended; their `finish` is to be ignored."""
 
     @property
     def samples(self) -> list[Sample]:
@@ -129,7 +133,7 @@ class PartialRollout:
 
     @property
     def tokens(self) -> int:
-        """After the prompts, observations too."""
+        """Tokens of all samples after their prompts, observations included."""
         return sum(len(sample.tokens) for sample in self.samples)
 
 
@@ -154,13 +158,13 @@ class Rollouts:
     versions: NDArray[np.int32]  # [T] of the weights that made each token
     finish: NDArray[np.uint8]  # [N]
     routed_experts: NDArray[np.integer[Any]] | None = None
-    """[S, layers, K] the experts that the behavior policy sent each token to, for all of a sample's tokens, the prompt's
-    too, but its last: S is the sum of lengths() - 1. The megatron trainer routes as they say."""
+    """[S, layers, K] the experts that the behavior policy sent each token to, prompt tokens included. The last token of
+    a sample has none, so S is the sum of lengths() - 1. The megatron trainer routes as they say."""
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """[T] each, of the tokens in the loss: other policies' logprobs by policy ("reference", "recomputed", "teacher"), a critic's
-    "values"."""
+    """Further numbers for the tokens in the loss, [T] each: logprobs of other policies by policy ("reference",
+    "recomputed", "teacher"), and a critic's "values"."""
     too_old: NDArray[np.uint8] | None = None
-    """[T] 1 on tokens that the model generated and that are out of the loss for their age alone."""
+    """[T] 1 on tokens that the model generated and that are kept out of the loss for their age alone."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -171,7 +175,7 @@ class Rollouts:
         return lengths
 
     def generated(self) -> NDArray[np.int64]:
-        """[N] tokens that the model generated, also those that are too old for the loss; observations are none."""
+        """[N] tokens that the model generated, those too old for the loss included; observations do not count."""
         own = self.loss_mask if self.too_old is None else self.loss_mask | self.too_old
         counted = np.concatenate([[0], np.cumsum(own, dtype=np.int64)])
         found: NDArray[np.int64] = counted[self.offsets[1:]] - counted[self.offsets[:-1]]
@@ -179,6 +183,6 @@ class Rollouts:
 
 
 def mask_old(rollouts: Rollouts, oldest: int) -> tuple[Rollouts, int]:
-    """`rollouts` without the tokens of versions before `oldest` in the loss, and how many those are."""
+    """Take tokens of versions before `oldest` out of the loss; returns the new rollouts and how many tokens that were."""
     out = (rollouts.versions < oldest) & (rollouts.loss_mask == 1)
     return replace(rollouts, loss_mask=rollouts.loss_mask * ~out, too_old=out.astype(np.uint8)), int(out.sum())

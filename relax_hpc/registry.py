@@ -1,4 +1,4 @@
-"""Names in recipes -> objects: built-ins by their short name, a user's own by MODULE:NAME or FILE.py:NAME."""
+"""Resolve names in recipes to objects: built-ins by their short name, a user's own by MODULE:NAME or FILE.py:NAME."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from typing import Any
 from relax_hpc.files.errors import RunError
 
 MEND = "mend it and go on with `relax-hpc run RUN_DIR --code new`, which takes the edited file into the run"
-"""How a run goes on whose user's code did something wrong."""
+"""Advice at the end of error messages about a user's code: how its run is continued."""
 ORIGINS = "origins.json"
-"""Stands beside a folder of copies of the user's files: nothing else lies in such a folder."""
+"""Name of the file that says where copies of a user's files came from. It lies beside their folder, since nothing else
+may lie in it."""
 SAID_CHARACTERS = 1000
-"""Kept of what an exception says."""
+"""Characters that are kept of an exception's message."""
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 
@@ -33,7 +34,7 @@ class RegistryError(Exception):
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
-    """The object called `name`: a built-in, or `MODULE:NAME`, or `FILE.py:NAME`.
+    """Find the object called `name`: a built-in, or `MODULE:NAME`, or `FILE.py:NAME`.
 
     Raises RegistryError naming the built-ins, or the module, file or attribute that is missing.
     """
@@ -69,8 +70,8 @@ def check_call(kind: str, name: str, function: Callable[..., Any], *args: str, *
 
 @contextlib.contextmanager
 def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[None]:
-    """Around a call of what `name` leads to: what it raises becomes a RunError that says where, for it would raise that again
-    however often it is started. `passed_on`: exceptions that stay what they are."""
+    """Turn errors of the user's code called `name` into a RunError that says where they arose. Starting the role again
+    would only raise them again. `passed_on`: exceptions that are raised unchanged."""
     try:
         yield
     except RunError:
@@ -83,7 +84,8 @@ def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[No
 
 
 def said(error: BaseException, behind: int) -> str:
-    """What an exception of a user's code says, and where in it: behind the `behind` frames of ours that called it."""
+    """Describe an exception of a user's code and where in that code it arose: past the first `behind` frames, which are
+    ours."""
     inside = traceback.extract_tb(error.__traceback__)[behind:]
     at = next((frame for frame in reversed(inside) if frame.filename == inside[0].filename), None)
     where = f" ({at.filename}:{at.lineno}, in {at.name})" if at else ""
@@ -92,11 +94,12 @@ def said(error: BaseException, behind: int) -> str:
 
 
 class WrongValue(ValueError):
-    """Something of a user's returned what it may not."""
+    """A user's code returned a value that is not allowed."""
 
 
 def finite_number(name: str, value: object) -> float:
-    """A number that a user's code returned as `name`. Raises WrongValue for anything else than a finite one of 32 bits."""
+    """Check a number that a user's code returned as `name`, and return it. Raises WrongValue unless it is finite in 32
+    bits."""
     if isinstance(value, Real):
         with contextlib.suppress(OverflowError):
             number = float(value)
@@ -106,7 +109,7 @@ def finite_number(name: str, value: object) -> float:
 
 
 def finite_numbers(values: Mapping[Any, object]) -> dict[str, float]:
-    """Numbers under the names of columns. Raises WrongValue."""
+    """Check numbers that become columns under their names, and return them. Raises WrongValue."""
     return {_column(name): finite_number(f"'{name}'", value) for name, value in values.items()}
 
 
@@ -118,7 +121,7 @@ def _column(name: object) -> str:
 
 
 def shown(value: object) -> str:
-    """`value` and its type in few words, whatever it is: for a message about what a user's function returned."""
+    """Describe `value` and its type briefly, whatever it is, for a message about what a user's function returned."""
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 

@@ -1,4 +1,5 @@
-"""What a role says about itself: a heartbeat (that it lives and how far it is), metrics, and a log for three in the morning.
+"""Files in which a role reports on itself: a heartbeat (it lives, and how far it is), metrics, and a log for a reader
+at three in the morning.
 
 One writer a file, so that nothing needs a lock: heartbeats/ROLE.json is replaced, metrics/ROLE.jsonl is appended to.
 Heartbeats are written by the role's own main thread at points of progress: a role that hangs falls silent.
@@ -20,15 +21,15 @@ from relax_hpc.files.publish import read_json, replace, to_json
 from relax_hpc.files.run_dir import RunDir
 
 HEARTBEAT_EVERY_S = 0.5
-"""Heartbeats come at most this often: a file operation each, on a shared file system."""
+"""Shortest time between two heartbeats of a role: each is a file operation on a shared file system."""
 
 
 class Orphaned(SystemExit):
-    """The supervisor that started this process is gone; whoever takes over starts its own roles."""
+    """The supervisor that started this process is gone; whichever supervisor takes over starts its own roles."""
 
 
 class Telemetry:
-    """One role's voice. `role` is a unique name such as 'trainer-0' or 'rollout-3'."""
+    """Heartbeat, metrics and log of one role. `role` is a unique name such as 'trainer-0' or 'rollout-3'."""
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class Telemetry:
         supervisor_pid: int | None = None,
         quiet_s: float = HEARTBEAT_EVERY_S,
     ) -> None:
-        """quiet_s: how long a heartbeat may be the last one while nothing that it says has changed."""
+        """quiet_s: longest time between two heartbeats while nothing in them changes."""
         self.role, self.attempt = role, attempt
         self.log = logging.getLogger(role)
         self._heartbeat_path = run.heartbeats / f"{role}.json"
@@ -78,16 +79,17 @@ class Telemetry:
 
     @property
     def state(self) -> str | None:
-        """What it said last that the role does."""
+        """The state in the role's last heartbeat; None before the first."""
         return self._last.get("state")
 
     def metrics(self, kind: str, **values: Any) -> None:
-        """Append one line of metrics, or an event. Numbers that are not finite become null and are named in `non_finite`."""
+        """Append one line of metrics, or an event. Numbers that are not finite become null and are named in
+        `non_finite`."""
         record = {"time": round(time.time(), 3), "attempt": self.attempt, "kind": kind, **values}
         self._append(self._metrics_path, record)
 
     def trained(self, step: int, incarnation: int, ids: Iterable[str]) -> None:
-        """Write down which samples entered the loss of a step, after it was made: what an audit counts."""
+        """Record which samples entered the loss of a step, once the step is made; an audit counts these records."""
         samples: dict[str, list[int]] = {}
         for name in ids:
             request, _, index = name.partition("/")
@@ -110,7 +112,8 @@ class Telemetry:
 
 
 def _json(record: dict[str, Any]) -> str:
-    """One line of JSON, which has no word for NaN and infinities: they are null, and `non_finite` says where they were."""
+    """Format `record` as one line of JSON. JSON has no NaN and no infinities: they become null, and `non_finite` names
+    where they were."""
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:
@@ -121,8 +124,8 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def read_heartbeat(run: RunDir, role: str) -> dict[str, Any] | None:
-    """A role's last heartbeat; None before its first, or where a loss of power left half of it: the next one replaces it. Nor where something else
-    has its name."""
+    """Read a role's last heartbeat. None before the first one, where a loss of power left half of it (the next one
+    replaces it), and where something else has its name."""
     try:
         heartbeat = read_json(run.heartbeats / f"{role}.json")
     except (ValueError, IsADirectoryError):
@@ -131,13 +134,15 @@ def read_heartbeat(run: RunDir, role: str) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Whole lines of a metrics file from byte `offset` on, and the offset to go on from. A torn last line waits."""
+    """Read the whole lines of a metrics file from byte `offset` on; returns them and the offset to continue from. A
+    last line that is still incomplete is left for the next call."""
     found = list(iter_metrics(path, offset))
     return [record for record, _ in found], found[-1][1] if found else offset
 
 
 def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """The same one by one, each with the offset behind it: long files are never in memory whole."""
+    """Iterate over the whole lines of a metrics file from byte `offset` on, each with the offset behind it, so that
+    long files are never in memory whole."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):
@@ -153,7 +158,7 @@ def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
 
 
 def set_up_logging(role: str) -> None:
-    """Logs of a role go to stderr, which its launcher points at logs/ROLE.ATTEMPT.log."""
+    """Send a role's log to stderr, which its launcher points at logs/ROLE.ATTEMPT.log."""
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.INFO,

@@ -13,7 +13,7 @@ __all__ = ["NEEDS", "ActorCritic", "Algorithm", "LossInputs", "Supervised", "Tot
 
 
 def make_algorithm(config: AnyAlgorithm) -> Algorithm:
-    """The recipe's algorithm. Raises RegistryError for one of the user's own that cannot fill the protocol."""
+    """Make the recipe's algorithm. Raises RegistryError for a user's own that does not fit the protocol."""
     if isinstance(config, Sft):
         return Supervised(config)
     if not isinstance(config, OwnAlgorithm):

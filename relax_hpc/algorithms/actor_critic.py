@@ -1,4 +1,5 @@
-"""PPO (arXiv 1707.06347): advantages and returns from a critic's values, the policy's clipped loss, the critic's own.
+"""PPO (arXiv 1707.06347): advantages and returns from a critic's values, the policy's clipped loss, the critic's own
+loss.
 
 rewards - overlong, less KL token by token ──► rewards of tokens ─┬─ values, λ of the policy ──► advantages (whitened)
                                                                   └─ values, λ of the critic ──► + values = returns
@@ -18,7 +19,8 @@ from relax_hpc.records import Rollouts
 
 
 class ActorCritic(PolicyAlgorithm):
-    """An algorithm with a critic; the trainer gives it `rollouts.columns["values"]`, of before the step's first update."""
+    """An algorithm with a critic. The trainer gives it `rollouts.columns["values"]`, the critic's values before the
+    step's first update."""
 
     config: Ppo
 
@@ -27,15 +29,16 @@ class ActorCritic(PolicyAlgorithm):
         self.needs |= {VALUES}
         of_reward = {"reference"} if config.kl_coef > 0 and config.kl_in == "reward" else set()
         self.returns_need = frozenset({VALUES} | of_reward)
-        """Columns, of those, that returns are made from."""
+        """Columns among the needs that returns are made from."""
 
     def returns(self, rollouts: Rollouts) -> Tensor:
-        """[T] float32: what the critic learns, 0 where the loss mask is 0."""
+        """[T] float32 returns, which the critic learns; 0 where the loss mask is 0."""
         values = torch.from_numpy(rollouts.columns[VALUES] * rollouts.loss_mask)
         return (self._gae(rollouts, self.config.value_lambda) + values).float()
 
     def value_loss(self, values: Tensor, old: Tensor, returns: Tensor) -> Said:
-        """([M] loss of the critic, metrics), of [M] values with gradient, those before the step, and returns."""
+        """The critic's loss: ([M] loss, metrics). values: [M] with gradient; old: [M] those before the step; returns:
+        [M]."""
         return clipped_value(values, old, returns, self.config.critic.clip)
 
     def _estimate(self, rollouts: Rollouts) -> Tensor:

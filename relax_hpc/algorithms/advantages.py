@@ -33,7 +33,7 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """([N] r - mean of its group, [G] sizes of the groups, [N] which of them), float64."""
+    """Subtract group means: ([N] r - mean of its group, [G] group sizes, [N] index of each one's group), float64."""
     _, member = torch.unique(group, return_inverse=True)
     values = rewards.double()
     count = torch.bincount(member).double()
@@ -42,7 +42,8 @@ def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def token_rewards(rewards: Tensor, penalties: Tensor, rollouts: Rollouts) -> Tensor:
-    """[T] float64: less the penalty at each token in the loss, and the sample's reward at its last one; 0 elsewhere.
+    """[T] float64 rewards of single tokens: minus the penalty at each token in the loss, plus the sample's reward at
+    its last one; 0 elsewhere.
 
     rewards: [N]; penalties: [T] float64, 0 where the loss mask is 0.
     """
@@ -89,7 +90,8 @@ def whiten(advantages: Tensor, mask: Tensor, eps: float = STD_EPS) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """1 - Var(R - V) / Var(R) over tokens with mask 1: 1 for a critic that knows, 0 for one that says a constant.
+    """Explained variance, 1 - Var(R - V) / Var(R), over tokens with mask 1: 1 for a perfect critic, 0 for one that
+    predicts a constant.
 
     0 where the returns are all alike, up to rounding.
     """
@@ -102,14 +104,14 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
 def overlong_penalty(rollouts: Rollouts, begin: int, end: int) -> Tensor:
     """[N] 0 up to `begin` tokens, rising to 1 at `end` (DAPO's soft overlong punishment, arXiv 2503.14476, eq. 13).
 
-    Tokens are those that the model generated: how long an environment's observations are is not its doing.
+    Only tokens that the model generated count: it is not answerable for the length of an environment's observations.
     """
     lengths = torch.from_numpy(rollouts.generated()).double()
     return ((lengths - begin) / (end - begin)).clamp(0, 1)
 
 
 def sample_sums(values: Tensor, rollouts: Rollouts) -> Tensor:
-    """[N] float64, of [T] values."""
+    """[N] float64 sums of [T] values over each sample's tokens."""
     running = np.concatenate([[0.0], np.cumsum(values.double().numpy())])
     return torch.from_numpy(running[rollouts.offsets[1:]] - running[rollouts.offsets[:-1]])
 

@@ -1,9 +1,9 @@
-"""What an algorithm is: two pure functions of tensors, and what they need besides.
+"""The interface of an algorithm: two pure functions of tensors, and the names of the further inputs that they need.
 
 rewards, groups ──advantages()──► one number a token
 logprobs now, logprobs then, advantages ──loss()──► one number a token, summed and divided by ONE global token count
 
-Another mean than that over tokens is a weight on each of them, so that every split makes the same sums.
+A mean other than that over tokens is a weight on each of them, so that every split makes the same sums.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from relax_hpc.records import Rollouts
 
 REFERENCE, RECOMPUTED = "reference", "recomputed"
 NEEDS = frozenset({REFERENCE, RECOMPUTED, "entropy"})
-"""What an algorithm may ask for: the reference's logprobs, the trainer's own of before the step's first update (or a scorer's, of a policy
-between the one that sampled and this one), entropies with gradient."""
+"""Inputs that any algorithm may ask for: the reference's logprobs; the trainer's own logprobs before the step's first
+update (or a scorer's, of a policy between the one that sampled and this one); entropies with gradient."""
 VALUES, TEACHER = "values", "teacher"
-"""What the built-in ones may need besides: a critic's values, each of what comes before the token; a teacher's logprobs."""
+"""Further inputs of built-in algorithms: a critic's values, each of the state before the token; a teacher's logprobs.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of all that one optimizer step trains on, whatever the micro-batch."""
+    """Totals over everything that one optimizer step trains on; the same in each of its micro-batches."""
 
     tokens: int
-    """In the loss: what the sum of the losses is divided by."""
+    """Tokens in the loss: the sum of the losses is divided by this."""
     samples: int
-    """With a token in the loss."""
+    """Samples with a token in the loss."""
     budget: int
-    """Tokens that the model may generate for a sample at most."""
+    """The most tokens that the model may generate for a sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """A micro-batch's tokens that enter the loss, flat: M tokens, all with loss mask 1, of S whole samples, one after another."""
+    """Tokens of a micro-batch that enter the loss, flat: M tokens, all with loss mask 1, of S whole samples, one after
+    another."""
 
     logprobs: Tensor  # [M] of the policy being trained, with gradient
     entropies: Tensor  # [M] of its distributions; with gradient when the algorithm's needs say "entropy"
@@ -51,11 +53,11 @@ class LossInputs:
 
 
 class Algorithm(Protocol):
-    """Fill this to add an algorithm."""
+    """The interface to fill to add an algorithm."""
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which of NEEDS. A plain attribute will do."""
+        """The names among NEEDS that `advantages` and `loss` use. A plain attribute will do."""
         ...
 
     def advantages(self, rollouts: Rollouts) -> Tensor:

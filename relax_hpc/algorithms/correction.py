@@ -1,6 +1,7 @@
-"""Off-policy correction: what the policy's loss of a token weighs, since another policy than the trainer's own sampled it.
+"""Off-policy correction: weights on the policy's loss of each token, since another policy than the trainer's own
+sampled it.
 
-A token's weight is w = exp(recomputed - behavior): the trainer's logprob of before the step's first update against the
+A token's weight is w = exp(recomputed - behavior): the trainer's logprob before the step's first update against the
 engine's, which sampled with other kernels and perhaps older weights. No gradient flows through it.
 """
 
@@ -15,15 +16,16 @@ from relax_hpc.algorithms.sequences import means, spread, sums
 from relax_hpc.recipe.tables.correction import Correction, Mis, Tis
 
 VANISHED = 0.01
-"""A token with less weight teaches next to nothing, though it is in bounds and in the mean: products over long answers come to that."""
+"""A token with less weight than this teaches next to nothing, although it is in bounds and in the mean; products over
+long answers come to that."""
 
 
 def importance_weights(config: Correction, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-    """([M] weights, metrics: the weights, the greatest before any bound, where they were below and above the bounds, with what became
-    of those, and where a weight that is used is next to nothing).
+    """([M] weights, metrics). The metrics are the weights, the greatest before any bound, the shares below and above
+    the bounds with what was done to them, and the share that is used but vanishes.
 
-    tis: w, truncated to the bounds. icepop: w, 0 outside of them. mis: the product, or the geometric mean, of a sample's w
-    at all of its tokens, 0 outside.
+    tis: w, truncated to the bounds. icepop: w, 0 outside of them. mis: the product, or the geometric mean, of a
+    sample's w at all of its tokens, 0 outside.
     """
     assert inputs.recomputed is not None
     log_weights = inputs.recomputed - inputs.old_logprobs

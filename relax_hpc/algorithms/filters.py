@@ -10,17 +10,18 @@ from relax_hpc.records import Group
 from relax_hpc.registry import MEND, check_call, resolve, shown, users_code
 
 Filter = Callable[[Group], str | None]
-"""filter(group) -> why the group is kept out of training, or None."""
+"""filter(group) -> the reason why the group is kept out of training, or None."""
 
 
 ZERO_STD = "zero_std"
 
 
 def zero_std(group: Group, column: str = "reward") -> str | None:
-    """Every sample has the same reward, so that every group-relative advantage is 0 (DAPO, arXiv 2503.14476, section 3.2).
+    """Filter out groups in which every sample has the same reward: every group-relative advantage is 0 (DAPO, arXiv
+    2503.14476, section 3.2).
 
-    column: `raw_reward`, or a number that rewards or the environment added, in the place of the whole reward; samples without it count for
-    nothing. Raises RunError where all are.
+    column: compare `raw_reward`, or a number that rewards or the environment added, in place of the whole reward;
+    samples without it are left out. Raises RunError where no sample has it.
     """
     numbers = [{**s.extra, "reward": s.reward, "raw_reward": s.raw_reward} for s in group.samples]
     values = {own[column] for own in numbers if column in own}
@@ -39,7 +40,7 @@ BUILTIN: dict[str, Filter] = {ZERO_STD: zero_std}
 
 
 def make_filters(names: Sequence[str]) -> list[Filter]:
-    """The recipe's filters, in its order. Raises RegistryError for one that is unknown or takes other arguments."""
+    """Load the recipe's filters, in its order. Raises RegistryError for one that is unknown or takes other arguments."""
     filters: list[Filter] = []
     for name in names:
         builtin, colon, column = name.partition(":")

@@ -1,7 +1,7 @@
 """Estimators of KL(current ‖ other) from the logprobs of tokens; J. Schulman, "Approximating KL Divergence" (2020).
 
-With d = log current - log other and tokens drawn from `current`, k1 and k3 are unbiased, k2 has the lower variance. What their gradients
-are, as losses and as rewards, is another question (arXiv 2510.01555): docs/algorithms.md has the answers.
+With d = log current - log other and tokens drawn from `current`, k1 and k3 are unbiased, k2 has the lower variance.
+Their gradients, as losses and as rewards, are another question (arXiv 2510.01555): docs/algorithms.md answers it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """[M] exp(-d) - 1 + d: unbiased and never negative; the one of GRPO (arXiv 2402.03300, eq. 4)."""
+    """[M] exp(-d) - 1 + d: unbiased and never negative; GRPO's estimator (arXiv 2402.03300, eq. 4)."""
     difference = (logprobs - other).clamp(-LIMIT, LIMIT)
     return torch.expm1(-difference) + difference
 
@@ -35,10 +35,11 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 
 def importance_weighted(estimator: str, logprobs: Tensor, other: Tensor, old_logprobs: Tensor) -> Tensor:
-    """[M] ρ·k, whose expected gradient over tokens drawn from `behavior` is that of KL(current ‖ other) (arXiv 2512.02556, eq. 7).
+    """[M] ρ·k, whose expected gradient over tokens drawn from the behavior policy is that of KL(current ‖ other) (arXiv
+    2512.02556, eq. 7).
 
-    ρ = current / behavior. For k1 and k3 it has a gradient: E[ρ·k] is the KL itself. k2 is not the KL in value, but is in gradient: there
-    ρ only weighs.
+    ρ = current / behavior. For k1 and k3 the gradient flows through ρ too: E[ρ·k] is the KL itself. k2 has the KL's
+    gradient but not its value, so there ρ is only a weight.
     """
     ratio = exp_ratio(logprobs - old_logprobs)
     return (ratio.detach() if estimator == "k2" else ratio) * ESTIMATORS[estimator](logprobs, other)

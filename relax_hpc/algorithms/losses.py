@@ -1,4 +1,5 @@
-"""Policy-gradient losses of single tokens, from log ρ, the log of how much likelier they have become, and advantages."""
+"""Policy-gradient losses of single tokens, from advantages and log ρ. ρ is the ratio of a token's probability now to
+that before."""
 
 from __future__ import annotations
 
@@ -12,16 +13,17 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def exp_ratio(log_ratio: Tensor) -> Tensor:
-    """[M] exp within limits."""
+    """[M] exp(log_ratio), with the log held within ± LOG_RATIO_LIMIT."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float, dual: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """([M] loss, metrics: where a clip is active, so that no gradient flows), all inputs [M].
+    """The clipped surrogate: ([M] loss, metrics: where a clip is active, so that no gradient flows). All inputs are
+    [M].
 
-    max(-ρA, -clip(ρ, 1 - low, 1 + high)·A): PPO (arXiv 1707.06347, eq. 7), with bounds of their own as in DAPO's
+    max(-ρA, -clip(ρ, 1 - low, 1 + high)·A): PPO (arXiv 1707.06347, eq. 7), with separate bounds as in DAPO's
     clip-higher (arXiv 2503.14476, eq. 10). `dual`: and at most -dual·A where A < 0 (arXiv 1912.09729, eq. 5).
     """
     ratio = exp_ratio(log_ratio)
@@ -42,7 +44,7 @@ def clipped_surrogate(
 def sequence_log_ratio(logprobs: Tensor, old: Tensor, lengths: Tensor, level: str) -> Tensor:
     """[M] GSPO's log ratio (arXiv 2507.18071): the mean over each sample's tokens, at all of them (eq. 7).
 
-    With level "token" (eq. 14) the same in value, but the gradient of each is that of its own token.
+    Level "token" (eq. 14) has the same value, but the gradient of each token is that of its own logprob.
     """
     if level == "sequence":
         return spread(means(logprobs - old, lengths), lengths)
@@ -53,7 +55,8 @@ def sequence_log_ratio(logprobs: Tensor, old: Tensor, lengths: Tensor, level: st
 def soft_gate(
     log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-(4 / τ)·σ(τ(ρ - 1))·A (SAPO, arXiv 2511.20347, eq. 6); the metric is how much of the gradient the gate lets pass."""
+    """SAPO's loss -(4 / τ)·σ(τ(ρ - 1))·A (arXiv 2511.20347, eq. 6); the metric is the share of the gradient that the
+    gate lets pass."""
     tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio)
     gate = torch.sigmoid(tau * (exp_ratio(log_ratio) - 1))
     return -4 / tau * gate * advantages, {"gate": (4 * gate * (1 - gate)).detach()}
@@ -62,7 +65,7 @@ def soft_gate(
 def weighted_logprobs(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, low: float, high: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-clip(ρ, 1 - low, 1 + high)·A·log π, the clipped ratio without gradient (CISPO, arXiv 2506.13585, eq. 4)."""
+    """CISPO's loss -clip(ρ, 1 - low, 1 + high)·A·log π, the clipped ratio without gradient (arXiv 2506.13585, eq. 4)."""
     ratio = exp_ratio(log_ratio.detach())
     below, above = ratio < 1 - low, ratio > 1 + high
     metrics = {"clip_fraction": below | above, "clip_low": below, "clip_high": above}
@@ -71,14 +74,15 @@ def weighted_logprobs(
 
 
 def policy_gradient(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A·log π: REINFORCE."""
+    """REINFORCE's loss -A·log π."""
     return -advantages * logprobs, {}
 
 
 def clipped_value(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """([M] loss of the critic, metrics), all inputs [M]: max((V - R)², (clip(V, V_old ± clip) - R)²) / 2.
+    """The critic's clipped loss: ([M] loss, metrics), all inputs [M]: max((V - R)², (clip(V, V_old ± clip) - R)²) / 2.
 
-    The value loss of PPO's own implementation, as in arXiv 2005.12729, section 3; where the clip is active no gradient flows.
+    The value loss of PPO's own implementation, as in arXiv 2005.12729, section 3; where the clip is active no gradient
+    flows.
     """
     free = (values - returns).square()
     bounded = (values.clamp(old - clip, old + clip) - returns).square()

@@ -1,4 +1,4 @@
-"""An algorithm of the user's own: checked before a run, and named where it fails in one."""
+"""A user's own algorithm: checked before a run, and named in the error where it fails during one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from relax_hpc.records import Rollouts
 from relax_hpc.registry import MEND, RegistryError, check_call, resolve, shown, users_code
 
 TRAINERS = frozenset({"loss", "tokens", "skipped", "grad_norm", "learning_rate"})
-"""Metrics that the trainer makes itself."""
+"""Metrics that the trainer makes itself; an algorithm's own may not have these names."""
 
 
 class Own:
-    """It, as relax_hpc.algorithms.base.Algorithm. Raises RegistryError for one that cannot fill the protocol."""
+    """A user's own algorithm, wrapped as relax_hpc.algorithms.base.Algorithm. Raises RegistryError for one that does
+    not fit the protocol."""
 
     def __init__(self, config: OwnAlgorithm) -> None:
         self._name = name = config.factory

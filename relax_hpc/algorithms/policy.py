@@ -1,7 +1,7 @@
 """The built-in algorithms: an estimate of advantages, a surrogate loss, and the terms that all of them may have.
 
 rewards - overlong - KL in the reward ──estimate──► advantages
-                                  less the reverse KL to a teacher, where there is one
+                 less the reverse KL to a teacher, where there is one
 log ρ, advantages ──surrogate──► × correction × opsm ──► + KL to the reference - entropy ──► × weight in the mean
 """
 
@@ -33,11 +33,11 @@ from relax_hpc.recipe.tables.algorithm import (
 from relax_hpc.records import Rollouts
 
 Said = tuple[Tensor, dict[str, Tensor]]
-"""([M] values, metrics)"""
+"""([M] values, metrics as [M] tensors)"""
 
 
 class PolicyAlgorithm:
-    """What a recipe's [algorithm] says; see relax_hpc.algorithms.base.Algorithm."""
+    """The algorithm that a recipe's [algorithm] table describes; see relax_hpc.algorithms.base.Algorithm."""
 
     def __init__(self, config: PolicyGradient) -> None:
         self.config = config
@@ -72,7 +72,8 @@ class PolicyAlgorithm:
         return loss if scale is None else loss * scale, metrics
 
     def reward_parts(self, rollouts: Rollouts) -> dict[str, float]:
-        """Means over samples of what `overlong` and the KL take from the reward, and of what is left; empty where neither does."""
+        """Means over samples: the parts of the reward that `overlong` and the KL take, and the rest; empty where
+        neither is used."""
         config = self.config
         if not len(rollouts) or (config.overlong is None and not (config.kl_coef > 0 and config.kl_in == "reward")):
             return {}
@@ -82,7 +83,7 @@ class PolicyAlgorithm:
         return {name: float(values.mean()) for name, values in parts.items()}
 
     def _estimate(self, rollouts: Rollouts) -> Tensor:
-        """[T] float32"""
+        """[T] float32 advantages from rewards alone, without the teacher's part."""
         config, rewards, penalties = self.config, self._rewards(rollouts), self._penalties(rollouts)
         mask, group = torch.from_numpy(rollouts.loss_mask), torch.from_numpy(rollouts.group)
         if isinstance(config, ReinforcePlusPlus):  # returns: advantages over values of 0
@@ -99,21 +100,22 @@ class PolicyAlgorithm:
         return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
 
     def _distance(self, rollouts: Rollouts) -> Tensor:
-        """[T] teacher_coef·(log π - log π_teacher), π the policy that sampled, at each token in the loss: its mean over samples
-        is the reverse KL, and as a negative advantage it has the policy gradient of the next token's reverse KL."""
+        """[T] teacher_coef·(log π - log π_teacher) at each token in the loss, π being the policy that sampled. Its mean
+        over samples is the reverse KL; as a negative advantage it has the policy gradient of the next token's reverse
+        KL."""
         old_logprobs, teacher = (torch.from_numpy(x) for x in (rollouts.logprobs, rollouts.columns[TEACHER]))
         kl = self.config.teacher_coef * k1(old_logprobs, teacher)
         return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
 
     def _rewards(self, rollouts: Rollouts) -> Tensor:
-        """[N] float64, less what `overlong` takes."""
+        """[N] float64 rewards, less the overlong penalty."""
         rewards = torch.from_numpy(rollouts.rewards).double()
         if self.config.overlong is None:
             return rewards
         return rewards - estimates.overlong_penalty(rollouts, *self.config.overlong)
 
     def _penalties(self, rollouts: Rollouts) -> Tensor:
-        """[T] float64: what the KL to the reference takes from the reward at each token in the loss."""
+        """[T] float64 penalty that the KL to the reference takes from the reward at each token in the loss."""
         config = self.config
         if not (config.kl_coef > 0 and config.kl_in == "reward"):
             return torch.zeros(len(rollouts.tokens), dtype=torch.float64)
@@ -124,7 +126,7 @@ class PolicyAlgorithm:
         return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
 
     def _surrogate(self, inputs: LossInputs, old: Tensor) -> Said:
-        """The policy's loss, and what its clip or gate did."""
+        """The policy's loss, and the metrics of its clip or gate."""
         config, logprobs, advantages = self.config, inputs.logprobs, inputs.advantages
         if isinstance(config, Rloo):
             return losses.policy_gradient(logprobs, advantages)
@@ -140,7 +142,7 @@ class PolicyAlgorithm:
         return losses.clipped_surrogate(log_ratio, advantages, *config.clip, config.dual_clip or None)
 
     def _corrected(self, loss: Tensor, inputs: LossInputs) -> Said:
-        """`loss` as far as it was the trainer's own policy that sampled."""
+        """Weight `loss` by the off-policy correction and sequence mask, where the recipe has them."""
         metrics: dict[str, Tensor] = {}
         if self.config.correction is not None:
             weight, metrics = importance_weights(self.config.correction, inputs)
@@ -151,7 +153,7 @@ class PolicyAlgorithm:
         return loss, metrics
 
     def _terms(self, inputs: LossInputs) -> Said:
-        """What is added to the policy's loss."""
+        """Terms that are added to the policy's loss: the KL to the reference and the entropy bonus."""
         config, metrics, terms = self.config, {}, torch.zeros_like(inputs.logprobs)
         if config.kl_coef > 0 and inputs.reference is not None:
             kl = ESTIMATORS[config.kl_estimator](inputs.logprobs, inputs.reference)

@@ -1,6 +1,7 @@
-"""Samples among flat tokens: sums and means over each one's tokens, and what a token weighs in the step's mean.
+"""Per-sample operations on flat tokens: sums and means over each sample's tokens, and each token's weight in the step's
+mean.
 
-Sums are by segments, not by scattered additions, whose order a GPU does not keep.
+Sums are by segments, not by scattered additions, whose order is not fixed on a GPU.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from relax_hpc.algorithms.base import LossInputs
 
 
 def sums(values: Tensor, lengths: Tensor) -> Tensor:
-    """[S] over each sample's tokens. values: [M], sample after sample; lengths: [S] int64, of sum M."""
+    """[S] sums over each sample's tokens. values: [M], sample after sample; lengths: [S] int64, of sum M."""
     if not len(lengths):
         return values  # of length 0 too: segment_reduce refuses it
     return torch.segment_reduce(values, "sum", lengths=lengths)
 
 
 def means(values: Tensor, lengths: Tensor) -> Tensor:
-    """[S] over each sample's tokens."""
+    """[S] means over each sample's tokens."""
     return sums(values, lengths) / lengths
 
 
@@ -29,9 +30,11 @@ def spread(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def weights(aggregate: str, inputs: LossInputs) -> Tensor | None:
-    """[M] times which the losses' sum over the step's token count is the mean wanted; None for `token`, where they are 1.
+    """[M] factors on the losses, with which their sum over the step's token count is the mean wanted; None for `token`,
+    where they are 1.
 
-    `sequence`: of samples' means over their tokens; `constant`: of samples' sums over the most tokens they may have.
+    `sequence`: the mean over samples of their means over tokens; `constant`: of their sums over the most tokens that
+    they may have.
     """
     totals = inputs.totals
     if aggregate == "token":

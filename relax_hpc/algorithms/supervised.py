@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as an algorithm: each token of the sources' own answers is as good as any other."""
+"""Supervised fine-tuning as an algorithm: every token of the sources' own answers has advantage 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from relax_hpc.records import Rollouts
 
 
 class Supervised:
-    """Cross-entropy; see relax_hpc.algorithms.base.Algorithm. Nobody sampled the tokens: there is no behavior policy."""
+    """Cross-entropy; see relax_hpc.algorithms.base.Algorithm. The tokens were not sampled, so there is no behavior
+    policy."""
 
     needs: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""Prompts: where they come from, in which order, which are held out. And samples packed into micro-batches.
+"""Prompts: where they come from, in which order, and which are held out.
 
 [[source]] ──► PromptSources ──(index ──► Prompt)──► rollout
                     ▲

@@ -1,8 +1,10 @@
-"""How the weights of the sources follow what is solved: a function of what the ledger says of the steps before.
+"""Source weights that follow how much of each source is solved: a function of what the ledger says of the steps before.
 
-entry s: how many samples of each source were solved ──► pass rates after s ──► the weights of all prompts asked for step s + 1 + ahead
+entry s: how many samples of each source were solved ──► pass rates after s ──► the weights of all prompts asked for
+step s + 1 + ahead
 
-Weights go by the step that they are for, not by when a request is released: that may be held back, and a restart must draw the same.
+Weights go by the step that they are for, not by when a request is released: a release may be held back, and a restart
+must draw the same.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from relax_hpc.recipe.tables.source import Curriculum
 
 @dataclass(slots=True)
 class SourceWeights:
-    """The weights of now, and those that batches which are still to be asked for go by."""
+    """The sources' weights after each step, kept as long as a batch may still be drawn with them."""
 
     recipe: Curriculum
     own: Sequence[float]
@@ -35,7 +37,8 @@ class SourceWeights:
         return self.after[max(step, 0)]
 
     def note(self, step: int, solved: Mapping[str, tuple[int, int]], forget_before: int) -> None:
-        """Account for `step`; weights of steps before `forget_before` are asked for no more."""
+        """Account for `step`, and forget the weights before step `forget_before`. solved: source -> (samples solved,
+        samples)."""
         share = 1 - math.exp(-1 / self.recipe.memory_steps)
         for source, (right, of) in solved.items():
             self.rates[int(source)] += share * (right / of - self.rates[int(source)])

@@ -1,9 +1,9 @@
-"""Which prompt comes next: an endless, seeded, shuffled stream of (source, index, epoch) that resumes exactly.
+"""The order of the prompts: an endless, seeded, shuffled stream of (source, index, epoch) that resumes exactly.
 
-    position ──next_source──► source ──request(seed, source, epoch)──► index ──held out, dropped? the next one──► PromptRef
+    position ──next_source──► source ──order(seed, source, epoch)──► index ──held out, dropped? the next one──► PromptRef
 
-The stream depends on the seed, the position and the weights that it was asked with. Its state is a few counters a source, so
-resuming costs the same wherever the stream stands.
+The stream depends on the seed, the position and the weights that it was asked with. Its state is a few counters a
+source, so resuming costs the same wherever the stream stands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from relax_hpc.files.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class PromptRef:
-    """A prompt by its name; `epoch` counts how often its source was gone through before."""
+    """The name of a prompt; `epoch` counts how often its source was gone through before."""
 
     source: int
     index: int
@@ -34,9 +34,9 @@ class PromptRef:
 
 
 class PromptCursor:
-    """A checkpointable stream of prompts. Held-out and dropped ones never come up.
+    """A checkpointable stream of prompts, without held-out and dropped ones.
 
-    `stream` names an order of its own for the same seed ("train", "sft_warm_start").
+    `stream` names a sequence of its own for the same seed ("train", "sft_warm_start").
     """
 
     def __init__(self, sources: PromptSources, seed: int, stream: str = "train") -> None:
@@ -55,7 +55,8 @@ class PromptCursor:
         return sum(self._sampler.taken)
 
     def take(self, count: int, weights: Sequence[float] | None = None) -> list[PromptRef]:
-        """The next `count` prompts; `weights` of the sources, where they are not those of the recipe for ever.
+        """Draw the next `count` prompts. weights: of the sources, for a curriculum; None means those of the recipe,
+        always.
 
         Raises RunError where a source holds all of its prompts out.
         """
@@ -63,18 +64,18 @@ class PromptCursor:
         return [next(self._refs) for _ in range(count)]
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-like; what `load_state_dict` of a cursor over the same sources and seed goes on from."""
+        """The state, JSON-like; `load_state_dict` continues from it, given the same sources and seed."""
         state: dict[str, Any] = self._loader.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the state was taken. Raises RunError for the state of another seed or of other sources."""
+        """Continue where the state was taken. Raises RunError for the state of another seed or of other sources."""
         self._loader.load_state_dict(state)
         self._refs = iter(self._loader)
 
 
 class _Names(Dataset[PromptRef]):
-    """The loader's data set: a reference stands for itself, prompts are tokenized where they are generated."""
+    """The loader's data set: returns each reference itself, since workers tokenize the prompts."""
 
     def __getitem__(self, ref: PromptRef) -> PromptRef:
         return ref
@@ -88,12 +89,12 @@ class _Stream(Sampler[PromptRef]):
         self.taken = [0] * len(sources.sizes)
         """Prompts given so far, by source."""
         self._drawn = [0] * len(sources.sizes)
-        """The same with those that were skipped: the position in the source's shuffled epochs."""
+        """Prompts drawn so far by source, skipped ones included: the position in the source's shuffled epochs."""
         self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
         self.weights: Sequence[float] | None = None
-        """Of the prompts that are drawn next."""
+        """Weights of the sources for the next prompts; None means those of the recipe."""
         self._due = [0.0] * len(sources.sizes)
-        """With weights that change: prompts that each source is behind its shares."""
+        """With weights that change: how many prompts each source is behind its share."""
 
     def __iter__(self) -> Iterator[PromptRef]:
         return self
@@ -105,7 +106,8 @@ class _Stream(Sampler[PromptRef]):
         return ref
 
     def _next_source(self) -> int:
-        """Whose turn it is. With weights that change it is not all that a source was given since the beginning that counts."""
+        """Choose the next prompt's source. With fixed weights all prompts since the beginning count; with weights that
+        change, how far each source is behind the shares of their time."""
         if self.weights is None:
             return next_source(self.taken, self._sources.weights, range(len(self.taken)))
         total = sum(self.weights)

@@ -1,4 +1,4 @@
-"""Prompts in files, a row each. Nothing is held whole: JSONL by an index of line offsets, Parquet by row groups."""
+"""Prompts in files, one a row. No file is held whole: JSONL is read by an index of line offsets, Parquet by row groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Rows(Protocol):
 
 
 class JsonLines:
-    """A .jsonl file: an object a line; blank lines do not count. Memory: 8 bytes a row."""
+    """A .jsonl file with one object a line; blank lines do not count. Memory: 8 bytes a row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -72,7 +72,7 @@ class JsonLines:
 
 
 class ParquetRows:
-    """A .parquet file, decoded by row groups, of which the last few used stay. Columns of bytes are left out."""
+    """A .parquet file, decoded by row groups; the last few used stay in memory. Columns of bytes are left out."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow
@@ -110,7 +110,7 @@ FORMATS: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".parquet": P
 
 
 class FileItems:
-    """A [[source]] with `prompts = FILE`: columns mapped to prompt and answer, all others are metadata."""
+    """Items of a [[source]] with `prompts = FILE`: columns mapped to prompt and answer, all others are metadata."""
 
     procedural = False
 
@@ -144,7 +144,8 @@ class FileItems:
         return Item(content, answer if answer is None else str(answer), metadata)
 
     def _split(self, content: Any, index: int) -> tuple[Any, Any]:
-        """A conversation that ends with what the assistant says, as (what comes before, that); else there is no answer."""
+        """Split a conversation that ends with an assistant's message into (messages before, that text); otherwise the
+        answer is None."""
         last = content[-1] if isinstance(content, list) and len(content) > 1 else None
         if not isinstance(last, dict) or last.get("role") != "assistant":
             return content, None

@@ -1,4 +1,4 @@
-"""What a source holds at an index, before a tokenizer has seen it."""
+"""Items of a source, as they are before a tokenizer has seen them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One task as its source says it."""
+    """One task as its source gives it."""
 
     content: Any
     """Text, or a list of chat messages."""
@@ -20,14 +20,14 @@ class Items(Protocol):
     """A map-style source of prompts; the same index is the same item in every process."""
 
     procedural: bool
-    """Items are made, not read: there is no file that could be checked whole before a run."""
+    """True where items are made, not read: there is no file to check before a run."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Item:
-        """Raises RunError for an item that cannot be used; the message says where it stands."""
+        """The item at `index`. Raises RunError for one that cannot be used, with its place."""
         ...
 
     def where(self, index: int) -> str:
-        """Where a person finds the item, such as 'prompts.jsonl:17'."""
+        """The place where a person finds the item, such as 'prompts.jsonl:17'."""
         ...

@@ -1,4 +1,4 @@
-"""Content ──chat template──► text ──tokenizer──► tokens."""
+"""Rendering of prompts: content ──chat template──► text ──tokenizer──► tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 
 class ContentError(Exception):
-    """A prompt's content cannot become text; the message says why, the caller where it stands."""
+    """A prompt's content cannot become text. The message says why; the caller adds where."""
 
 
 def render(content: Any, tokenizer: Any) -> tuple[str, bool]:
-    """(text, whether it went through the chat template and thus brings its own special tokens).
+    """Render a prompt's content as text; returns (text, is_chat). is_chat: the chat template made it, special tokens
+    included.
 
     Raises ContentError for content that is neither text nor chat messages of text, and where there is no chat template.
     """
@@ -28,10 +29,10 @@ def render(content: Any, tokenizer: Any) -> tuple[str, bool]:
 
 
 def render_answer(content: Any, answer: str, tokenizer: Any) -> tuple[str, bool]:
-    """(what follows the rendered `content` when `answer` is the answer to it, whether the chat template ended it).
+    """Render `answer` as it follows the rendered `content`; returns (text, True where the chat template ended it).
 
-    A template that goes on with its own generation prompt says how it ends a message, and what it puts before it (such as an
-    empty thought); else it is the answer alone. Raises ContentError as `render` does.
+    A template that continues its own generation prompt says how it ends a message, and what it puts before it (such as
+    an empty thought); otherwise the text is the answer alone. Raises ContentError as `render` does.
     """
     prompt, is_chat = render(content, tokenizer)
     if not is_chat:

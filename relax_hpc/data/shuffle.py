@@ -1,4 +1,4 @@
-"""A shuffled request that is a function of its name alone: the same on every machine and under every library version."""
+"""A shuffle that is a function of its name alone: the same on every machine and under every library version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 
 def order(size: int, *name: str | int) -> NDArray[np.int64]:
-    """[size] a permutation of range(size) drawn with `name` as the key.
+    """Shuffle range(size) with `name` as the key; returns the permutation, [size].
 
     Raw Philox words are sorted, not `Generator.permutation`: numpy keeps the streams of bit generators, and does not
     promise to keep those of its distributions (NEP 19).

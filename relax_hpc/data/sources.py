@@ -1,4 +1,4 @@
-"""The recipe's [[source]] and [[evaluation.source]] tables as prompts that are looked up by (source, index).
+"""Prompts of the recipe's [[source]] and [[evaluation.source]] tables, looked up by (source, index).
 
 item (file row or procedural) ──► text (chat template) ──► tokens ──► Prompt
                                     └──► in the held-out share, or asked by an evaluation source? then never trained on
@@ -26,22 +26,23 @@ from relax_hpc.recipe.tables.source import AnyEvaluationSource, AnySource, FileP
 from relax_hpc.records import Prompt
 
 MOST_FAULTS = 20
-"""Broken rows that are named at once."""
+"""Broken rows that one error names at most."""
 CHECKED_AT_ONCE = 512
 """Rows that `check` tokenizes in one call."""
 _TRAINED, _SHARE, _ELSEWHERE = 1, 2, 3
-"""What a training source's prompt is for: training; the held-out share; nothing, as an evaluation source asks it."""
+"""Use of a training source's prompt: it is trained on; it is in the held-out share; it is left out because an
+evaluation source has it."""
 _KEPT, _TOO_LONG, _NO_ANSWER = 1, 2, 3
-"""What becomes of a row of a source that drops some."""
+"""Outcome for a row of a source that drops some: kept, too long, or without an answer."""
 
 
 class PromptSources:
-    """All sources of a recipe. The same (source, index) is the same prompt in every process.
+    """All sources of a recipe. A (source, index) names the same prompt in every process.
 
     `tokenizer`: a Hugging Face tokenizer. `context`: the model's longest sequence in tokens. `holdout`: the share of
-    distinct texts of the training sources that is held out (0: none). `evaluation`: sources that are only evaluated; they
-    count on after those of training. `learns`: the answers of training sources are learned, so they need room too. Building it
-    reads no prompt; call `check` once before a run starts.
+    distinct texts of the training sources that is held out (0: none). `evaluation`: sources for evaluation only; their
+    numbers follow those of training. `learns`: answers of training sources are trained on, so they need room too. The
+    constructor reads no prompt; call `check` once before a run starts.
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class PromptSources:
         self._keys = keys_of(every)
         self._items: list[Items] = [FileItems(s) if isinstance(s, FilePrompts) else TaskItems(s) for s in every]
         self._side: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
-        """What `_side_of` found, by index."""
+        """Results of `_side_of` by index; 0 where not known yet."""
         self._status: list[NDArray[np.int8]] = [np.zeros(len(items), np.int8) for items in self._items]
-        """What `_status_of` found, by index."""
+        """Results of `_status_of` by index; 0 where not known yet."""
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: Any, context: int) -> PromptSources:
-        """Those of `recipe`."""
+        """The prompt sources of `recipe`."""
         asked = recipe.evaluation
         learns = recipe.supervised or recipe.sft_warm_start is not None
         return cls(
@@ -74,12 +75,12 @@ class PromptSources:
 
     @property
     def sizes(self) -> list[int]:
-        """Items of each training source."""
+        """Number of items of each training source."""
         return [len(items) for items in self._items[: len(self._sources)]]
 
     @property
     def weights(self) -> list[float]:
-        """How much of the prompts each training source gives, against the others."""
+        """Weight of each training source: its share of the prompts, relative to the others."""
         return [source.weight for source in self._sources]
 
     def prompt(self, source: int, index: int) -> Prompt:
@@ -91,7 +92,8 @@ class PromptSources:
         return Prompt(source, index, text, np.asarray(tokens, np.int32), item.answer, item.metadata)
 
     def example(self, source: int, index: int) -> tuple[Prompt, NDArray[np.int32]]:
-        """The prompt, and its source's own answer with the token that ends it. Raises RunError where there is none, or no room for it."""
+        """The prompt, and its source's own answer as tokens with the one that ends it. Raises RunError where there is
+        no answer, or no room for it."""
         prompt = self.prompt(source, index)
         answer = self._answers(source, [index])[0]
         self._check_example(source, index, len(prompt.tokens), len(answer))
@@ -102,30 +104,32 @@ class PromptSources:
         return self._render(source, index, self._items[source][index])[0]
 
     def _tokens(self, source: int, index: int, item: Item) -> tuple[str, list[int]]:
-        """The prompt's text, and all of its tokens."""
+        """Render and tokenize the prompt; returns its text and all of its tokens."""
         text, is_chat = self._render(source, index, item)
         return text, self._tokenizer.encode(text, add_special_tokens=not is_chat)
 
     def _cut(self, source: int, tokens: list[int]) -> list[int]:
-        """The tokens, without what the source has cut off at the beginning."""
+        """Cut tokens off the beginning where the source has too long prompts truncated."""
         own = self._every[source]
         if isinstance(own, FilePrompts) and own.too_long == "truncate" and own.max_prompt_tokens is not None:
             return tokens[-own.max_prompt_tokens :]
         return tokens
 
     def _longest(self, source: int) -> int:
-        """Tokens that a prompt may have."""
+        """The most tokens that a prompt of this source may have."""
         own = self._every[source]
         return min(
             self._context - 1, (own.max_prompt_tokens if isinstance(own, FilePrompts) else None) or self._context
         )
 
     def is_dropped(self, source: int, index: int) -> bool:
-        """Whether the source leaves this row out: it is too long, or lacks an answer. Raises RunError for a broken row."""
+        """Return True if the source leaves this row out: it is too long, or lacks an answer. Raises RunError for a
+        broken row."""
         return self._status_of(source, index) != _KEPT
 
     def _status_of(self, source: int, index: int) -> int:
-        """_KEPT, _TOO_LONG or _NO_ANSWER. Found once, then remembered; it depends on the row, the tokenizer and the recipe alone."""
+        """Look up _KEPT, _TOO_LONG or _NO_ANSWER for a row. Found once, then remembered; it depends on the row, the
+        tokenizer and the recipe alone."""
         own, status = self._every[source], self._status[source]
         if not isinstance(own, FilePrompts) or not own.drops:
             return _KEPT
@@ -149,11 +153,13 @@ class PromptSources:
         return _KEPT
 
     def check(self, *, answers: bool = False) -> dict[str, dict[str, int]]:
-        """Look at every row of the file sources, and at the first item of the others. Raises RunError, which names up to MOST_FAULTS.
+        """Check every row of the file sources, and the first item of the others. Raises RunError, which names up to
+        MOST_FAULTS faults.
 
-        Columns, chat messages, and the length in tokens; the cost is about one tokenization of the files, two of those that drop
-        rows. `answers`: those of training sources are looked at too, as they will be learned. Returns, by the keys of the sources that
-        drop or cut rows, how many there are ("rows"), are left out ("too_long", "no_answer") and cut ("cut").
+        Columns, chat messages, and the length in tokens are checked; the cost is about one tokenization of the files,
+        two for those that drop rows. `answers`: check those of training sources too, because they will be trained on.
+        Returns, by the keys of the sources that drop or cut rows, how many there are ("rows"), are left out
+        ("too_long", "no_answer") and cut ("cut").
         """
         self._number_cut = [0] * len(self._every)
         faults: list[str] = []
@@ -187,7 +193,7 @@ class PromptSources:
         return found
 
     def _faults(self, source: int, rows: range, answers: bool) -> list[str]:
-        """What is wrong with these rows; they are looked at one by one only where something is."""
+        """Find the faults of these rows; rows are looked at one by one only where there is a fault."""
         try:
             self._check_rows(source, rows, answers)
         except RunError as error:
@@ -198,15 +204,16 @@ class PromptSources:
         return []
 
     def is_held_out(self, source: int, index: int) -> bool:
-        """Whether a training source's prompt is for evaluation alone: by the hash of its text, or as an evaluation source has it."""
+        """Return True if a training source's prompt is for evaluation alone: by the hash of its text, or because an
+        evaluation source has it."""
         return self._side_of(source, index) != _TRAINED
 
     def is_trained(self, source: int, index: int) -> bool:
-        """Whether a training source's prompt is one to train on: neither held out nor dropped."""
+        """Return True if a training source's prompt is trained on: neither held out nor dropped."""
         return not self.is_held_out(source, index) and not self.is_dropped(source, index)
 
     def _side_of(self, source: int, index: int) -> int:
-        """_TRAINED, _SHARE or _ELSEWHERE. Found once, then remembered."""
+        """Look up _TRAINED, _SHARE or _ELSEWHERE for a prompt. Found once, then remembered."""
         if not self._holdout and not self._evaluation:
             return _TRAINED
         side = self._side[source]
@@ -223,7 +230,8 @@ class PromptSources:
         return frozenset(fingerprint(self.text(n, i)) for n in numbers for i in range(len(self._items[n])))
 
     def evaluated(self, count: int) -> list[tuple[int, int]]:
-        """(source, index) of all that is evaluated: `count` of the held-out share, then each evaluation source's own.
+        """(source, index) of all prompts that are evaluated: `count` of the held-out share, then each evaluation
+        source's own.
 
         They depend on the sources alone, not on the run's seed. Raises RunError where nothing is held out.
         """
@@ -274,7 +282,7 @@ class PromptSources:
             raise RunError(f"{self._where(source, index)}: {error}") from None
 
     def _answers(self, source: int, rows: Sequence[int]) -> list[list[int]]:
-        """The answers of these rows as tokens, each ended as the model ends what it says."""
+        """Tokenize the answers of these rows, each ended as the model ends its own."""
         texts: list[str] = []
         ended: list[bool] = []
         for index in rows:
@@ -345,7 +353,7 @@ class PromptSources:
 
 
 def next_source(taken: Sequence[int], weights: Sequence[float], among: Iterable[int]) -> int:
-    """Whose turn it is after `taken` prompts of each: the source that is furthest behind its share.
+    """Choose the next source after `taken` prompts of each: the one that is furthest behind its share.
 
     The highest-averages method of Webster: every prefix of the stream follows the weights, and no random state is kept.
     """

@@ -12,7 +12,7 @@ from relax_hpc.recipe.tables.source import TaskPrompts
 
 
 def load_task(source: TaskPrompts) -> Any:
-    """The reasoning_gym dataset that a source names. Raises RunError for a task or options that it does not have."""
+    """Load the reasoning_gym dataset that a source names. Raises RunError for a task or options that do not exist."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -35,7 +35,7 @@ def load_task(source: TaskPrompts) -> Any:
 
 
 class TaskItems:
-    """A [[source]] with `task = NAME`. An item's metadata is the task's entry, for its verifier."""
+    """Items of a [[source]] with `task = NAME`. An item's metadata is the task's entry, for its verifier."""
 
     procedural = True
 

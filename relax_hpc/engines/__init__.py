@@ -1,4 +1,4 @@
-"""Engines: prompts in, tokens with logprobs out."""
+"""Engines generate: prompts in, tokens with logprobs out."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ ENGINES: dict[str, Callable[[Recipe, Path], Engine]] = {"sglang": SglangEngine, 
 
 
 def make_engine(recipe: Recipe, model_dir: Path) -> Engine:
-    """The recipe's engine, without weights: `load` brings them."""
+    """Make the recipe's engine, still without weights: `load` brings them."""
     return ENGINES[recipe.rollout.engine](recipe, model_dir)

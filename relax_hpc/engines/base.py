@@ -1,4 +1,5 @@
-"""What an engine is: token sequences in, tokens with logprobs and versions out, under weights it was given."""
+"""The interface of an engine: token sequences in, tokens with logprobs and versions out, under the weights it was
+given."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from relax_hpc.records import Finish
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are drawn."""
+    """The settings by which tokens are drawn."""
 
     temperature: float = 1.0
-    """0 takes the likeliest token; its logprobs are of the distribution at temperature 1."""
+    """0 takes the likeliest token; its logprobs are then of the distribution at temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
     max_new_tokens: int = 256
@@ -28,42 +29,43 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one sequence went on with."""
+    """The tokens that an engine generated after one prompt."""
 
     tokens: NDArray[np.int32]  # [T] the end-of-sequence token, where one was drawn, is the last
     logprobs: NDArray[np.float32]  # [T] of the tempered distribution before top-p and top-k
     spans: list[tuple[int, int]]  # (start, version), the first start is 0; none where there are no tokens
     finish: Finish | None
-    """None: `progress` raised Abort before its end."""
+    """The reason why it ended; None where `progress` raised Abort before its end."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None  # [P + T - 1, layers, k]
-    """Which experts each token of prompt and answer was routed to, where the recipe asks for it."""
+    """Experts that each token of prompt and answer was routed to, where the recipe asks for them."""
     seconds: float = 0.0
-    """From the request to its last token."""
+    """Seconds from the request to its last token."""
 
 
 class Abort(Exception):
-    """Raised by `progress`: `generate` ends where it is, and returns what there is."""
+    """Raised by `progress` to make `generate` stop where it is, and return what there is."""
 
 
 class EngineError(Exception):
-    """The engine cannot go on by itself: its worker ends, and others generate its requests."""
+    """The engine cannot recover by itself: its worker ends, and other workers generate its requests."""
 
 
 class EngineRestarted(EngineError):
-    """The engine was lost and is there again, without weights: load them, and ask again."""
+    """The engine was lost and started again, without weights: load them, and generate again."""
 
 
 class Engine(Protocol):
-    """Fill this to add an engine; the contract suite in tests/contract/test_engines.py runs over all of them."""
+    """The interface to fill to add an engine; the contract suite in tests/contract/test_engines.py runs over all of
+    them."""
 
     version: int
-    """The weights it generates with; -1 before the first."""
+    """The version of the weights that it generates with; -1 before the first."""
     context: int
-    """Tokens that a sequence may have, prompt and answer together."""
+    """The most tokens that a sequence may have, prompt and answer together."""
     swaps: bool
-    """Whether `load` may be called from within `progress`: tokens from there on are of the new version."""
+    """True where `load` may be called from within `progress`: tokens from there on are of the new version."""
     seeded: bool
-    """Whether a seed gives the same completions again, bit for bit, on the same machine."""
+    """True where a seed gives the same completions again, bit for bit, on the same machine."""
 
     def load(
         self,
@@ -72,11 +74,11 @@ class Engine(Protocol):
         progress: Callable[[], None] = lambda: None,
         files: Sequence[Path] = (),
     ) -> None:
-        """Take a whole version, verified by the caller; Hugging Face names. Raises ValueError for names or shapes that differ,
-        EngineRestarted, EngineError.
+        """Load a whole version, verified by the caller, under Hugging Face names. Raises ValueError for names or shapes
+        that differ, EngineRestarted, EngineError.
 
-        `files`: safetensors files with just these tensors, for an engine that reads such itself.
-        `progress` is called in what lasts longer than the loading itself, such as starting again an engine that was lost.
+        `files`: safetensors files with exactly these tensors, for an engine that reads files itself. `progress` is
+        called during anything that lasts longer than the loading itself, such as starting a lost engine again.
         """
         ...
 
@@ -89,14 +91,15 @@ class Engine(Protocol):
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[NDArray[np.int32]] = (),
     ) -> list[Completion]:
-        """Generate `samples_per_prompt` completions of every prompt, as one batch: prompt-major.
+        """Generate `samples_per_prompt` completions of every prompt, as one batch: prompt-major, len(prompts) *
+        samples_per_prompt completions.
 
-        Where the engine is `seeded`, the same prompts, samples per prompt, sampling, seed and weights give the same completions.
-        `progress` is called with the number of tokens generated so far (an engine may count completions when they end), at
-        least once a second (it is the heartbeat). Where it raises Abort, what has not ended has no `finish`.
-        `begun`: what each prompt's answer has already, under whatever weights (`samples_per_prompt` is 1 then). It counts for
-        `max_new_tokens` and stop strings, and is not part of the completion.
-        Raises ValueError when a prompt leaves no room in the context, EngineRestarted, EngineError.
+        Where the engine is `seeded`, the same prompts, samples_per_prompt, sampling, seed and weights give the same
+        completions. `progress` is called with the number of tokens generated so far (an engine may count completions
+        when they end), at least once a second (it is the heartbeat). Where it raises Abort, completions that have not
+        ended have no `finish`. `begun`: tokens that each prompt's answer has already, under whatever weights
+        (`samples_per_prompt` is 1 then). They count for `max_new_tokens` and stop strings, and are not part of the
+        completion. Raises ValueError when a prompt leaves no room in the context, EngineRestarted, EngineError.
         """
         ...
 
@@ -105,9 +108,10 @@ class Engine(Protocol):
         ...
 
     def onload(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Go on after `offload`, without weights: `load` brings them. `progress`: as in `load`."""
+        """Take the device's memory again after `offload`, without weights: `load` brings them. `progress`: as in
+        `load`."""
         ...
 
     def close(self) -> None:
-        """End what the engine has running."""
+        """End everything that the engine has running."""
         ...

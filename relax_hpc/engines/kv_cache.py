@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 GROUPED = "relax_hpc_grouped"
 ROOM = 256
-"""Tokens of room beyond what is there, at first; doubled whenever it is used up."""
+"""Tokens of room beyond the filled ones, at first; doubled whenever it is used up."""
 
 
 class InPlaceLayer(CacheLayerMixin):
@@ -28,11 +28,11 @@ class InPlaceLayer(CacheLayerMixin):
     values: Tensor
 
     def __init__(self, rows: int, limit: int) -> None:
-        """`limit`: tokens that a row will ever hold."""
+        """`limit`: the most tokens that a row will ever hold."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.limit, self.length = rows, limit, 0
         self.writing = slice(0, rows)
-        """The rows that the next update is about: a long prefill goes through the batch in parts."""
+        """The rows that the next update writes: a long prefill goes through the batch in parts."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         room = min(self.limit, key_states.shape[2] + ROOM)
@@ -42,7 +42,8 @@ class InPlaceLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new positions of the rows in `writing`; views of all their positions, the new ones included."""
+        """Write the new positions of the rows in `writing`; returns views of all their positions, the new ones
+        included."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
@@ -75,14 +76,14 @@ class InPlaceLayer(CacheLayerMixin):
 
 
 class InPlaceCache(Cache):
-    """InPlaceLayer for every layer of a model."""
+    """A cache with an InPlaceLayer for every layer of a model."""
 
     def __init__(self, layers: int, rows: int, limit: int) -> None:
         self.in_place = [InPlaceLayer(rows, limit) for _ in range(layers)]
         super().__init__(layers=list(self.in_place))
 
     def write_to(self, rows: slice) -> None:
-        """The next forward is about these rows; parts go up, and the last one ends with the last row."""
+        """Choose the rows that the next forward writes; parts go up, and the last one ends with the last row."""
         for layer in self.in_place:
             layer.writing = rows
 
@@ -94,7 +95,8 @@ class InPlaceCache(Cache):
 def grouped_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """SDPA; for one query position the heads that share a key/value head are its queries, so nothing is repeated.
+    """Attention by SDPA. For one query position, the heads that share a key/value head become its queries, so nothing
+    is repeated.
 
     query: [B, heads, L, D]; key, value: [B, kv heads, S, D]; mask: [B, 1, L, S]. Returns [B, L, heads, D].
     """

@@ -1,4 +1,5 @@
-"""What every engine reads from the run's model folder: the context, the tokens that end an answer, the weights there must be."""
+"""Facts that every engine reads from the run's model folder: the context, the tokens that end an answer, the weights
+there must be."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from relax_hpc.huggingface import one_by_one
 
 SHOWN = 3
-"""Differences that an error names."""
+"""Differences that one error names at most."""
 
 
 def context_of(config: PreTrainedConfig) -> int:
-    """Tokens that a sequence may have. Within its window, sliding attention is full attention; beyond it, packing and masks would be wrong."""
+    """The most tokens that a sequence may have. Within its window, sliding attention is full attention; beyond it,
+    packing and masks would be wrong."""
     text = config.get_text_config()
     longest = int(text.max_position_embeddings)
     return min(longest, getattr(text, "sliding_window", None) or longest)
@@ -27,7 +29,8 @@ def context_of(config: PreTrainedConfig) -> int:
 def room_for(
     prompts: Sequence[NDArray[np.int32]], context: int, max_new_tokens: int, begun: Sequence[NDArray[np.int32]] = ()
 ) -> list[int]:
-    """Tokens that each prompt may go on with, after what is begun. Raises ValueError where there is none."""
+    """The number of tokens by which each prompt may be continued, after those already begun. Raises ValueError where
+    there is no room."""
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(
@@ -55,12 +58,12 @@ def end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's tensors by the names that files use; changing one changes the model."""
+    """The model's tensors by the names that its files use; changing one changes the model."""
     return one_by_one(model.state_dict(), model.config.get_text_config().model_type)
 
 
 def aliases(model: PreTrainedModel) -> set[str]:
-    """Names in the state that are another tensor's, such as a tied output layer's: they may be given, or not."""
+    """Names in the state that stand for another tensor, such as a tied output layer's: a version may hold them, or not."""
     real = dict(model.named_parameters()) | dict(model.named_buffers())
     return weights_of(model).keys() - one_by_one(real, model.config.get_text_config().model_type).keys()
 

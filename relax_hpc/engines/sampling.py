@@ -1,4 +1,4 @@
-"""Logits -> tokens and their logprobs."""
+"""Sampling: logits -> tokens and their logprobs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from relax_hpc.engines.base import Sampling
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """([B] int64 tokens, [B] float32 logprobs under softmax(logits / temperature), before top-p and top-k).
+    """Draw a token a row: ([B] int64 tokens, [B] float32 logprobs under softmax(logits / temperature), before top-p and
+    top-k).
 
     logits: [B, V]. Temperature 0 takes the likeliest token, the first of equals.
     """
@@ -25,7 +26,8 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tupl
 
 
 def _truncate(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Probabilities, not normalized, of the k likeliest tokens and among them the smallest set that holds top_p of the whole."""
+    """Keep the k likeliest tokens, and among them the smallest set that holds top_p of the whole; returns their
+    probabilities, not normalized."""
     if top_p >= 1 and not 0 < top_k < probabilities.shape[1]:
         return probabilities
     count = top_k if 0 < top_k < probabilities.shape[1] else probabilities.shape[1]
@@ -37,7 +39,7 @@ def _truncate(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
 
 
 def _sample(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """[B, 1] one token a row, with probability proportional to its weight."""
+    """[B, 1] one token a row, drawn with probability proportional to its weight."""
     if weights.is_cuda:  # its cumulative sums differ from run to run; its multinomial does not
         return torch.multinomial(weights, 1, generator=generator)
     # One uniform number a row. multinomial draws an exponential one for every token of the vocabulary: a fifth of a step.

@@ -1,4 +1,4 @@
-"""Stop strings: found in the text, with the text made only where a stop could have ended."""
+"""Stop strings, searched in the text; a row's text is made only when its last token could end one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 UNKNOWN = "\ufffd"
-"""What a token that is only part of a character decodes to."""
+"""The character that a token decodes to when it is only part of a character."""
 
 
 class StopStrings:
-    """Tells which rows have just completed one of the stop strings."""
+    """Finds the rows that have just completed one of the stop strings."""
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...], device: torch.device) -> None:
         self.tokenizer, self.stops = tokenizer, stops
@@ -26,7 +26,8 @@ class StopStrings:
         self.candidates = torch.tensor(candidates, device=device)
 
     def ended(self, tokens: Tensor, drawn: Tensor, begun: Sequence[Sequence[int]] = ()) -> Tensor:
-        """[B] bool. tokens: [B, T] what each row has generated; drawn: [B] the last of them; begun: what was before them."""
+        """[B] bool: True for rows that end here. tokens: [B, T] generated so far; drawn: [B] the last of them; begun:
+        tokens before them."""
         ended = self.candidates[drawn.clamp(max=len(self.candidates) - 1)]
         for row in ended.nonzero().flatten().tolist():
             last = tokens[row, -self.window :].tolist()
@@ -38,12 +39,13 @@ class StopStrings:
 
 
 def window(stops: Sequence[str]) -> int:
-    """Tokens that hold any stop: a token of text has at least a byte, and one before it may lead with a space."""
+    """The number of last tokens that surely contains any stop string: a token of text has at least a byte, and one
+    before it may lead with a space."""
     return max(len(stop.encode()) for stop in stops) + 1
 
 
 def straddling(tokenizer: Any, stops: Sequence[str], begun: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """How many of `tokens` make a stop string whole that began in `begun`; None where they do not."""
+    """The number of `tokens` that complete a stop string begun in `begun`; None where none is completed."""
     if not stops or not begun:
         return None
     size = window(stops)

@@ -1,10 +1,10 @@
 """The torch engine: batched generation with transformers, in the worker's own process.
 
-    prompts ──each distinct one once──► prefill ──cache rows repeated──► samples
-    samples ──forward one position, draw──► tokens ──ended?──► the cache is compacted to the rows that go on
+  prompts ──each distinct one once──► prefill ──cache rows repeated──► samples_per_prompt rows each
+  rows ──forward one position, draw──► tokens ──ended?──► the cache is compacted to the rows that continue
 
-Prompts, with what their answers have already, are padded on the left, so that all rows write the same position of the cache,
-and one call does for all of them.
+Prompts, with the tokens that their answers have already, are padded on the left, so that all rows write the same
+position of the cache, and one call does for all of them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from relax_hpc.records import Finish
 PREFILL_TOKENS = 16384
 """Tokens of prompts, padding included, in one forward."""
 COMPACT_AT = 0.75
-"""When no more than this share of the batch's rows goes on, the others leave it."""
+"""The batch is compacted when no more than this share of its rows still continues."""
 LOOK_EVERY = {"cpu": 1, "cuda": 16}
-"""Steps between two looks at how many rows go on; on a GPU each one waits for all that was queued."""
+"""Steps between two checks how many rows continue; on a GPU each check waits for all that was queued."""
 PROGRESS_EVERY_S = 0.2
 
 
@@ -56,7 +56,7 @@ class _Batch:
 
 @dataclass(slots=True)
 class _Output:
-    """What N completions have so far."""
+    """The tokens that N completions have so far."""
 
     tokens: Tensor  # [N, T] int64
     logprobs: Tensor  # [N, T] float32
@@ -88,7 +88,7 @@ class TorchEngine:
         self.ends[end_tokens(model_dir, config, self.tokenizer)] = True
         self.version = -1
         self._resting = [(tensor, tensor.untyped_storage().nbytes()) for tensor in weights_of(self.model).values()]
-        """What `load` fills, and how many bytes it takes."""
+        """Tensors that `load` fills, and the bytes that each takes."""
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     def load(
@@ -156,7 +156,7 @@ class TorchEngine:
         self, cache: InPlaceCache, logits: Tensor, batch: _Batch, out: _Output, steps: int, sampling: Sampling, seed: int,
         progress: Callable[[int], None], begun: Sequence[NDArray[np.int32]],
     ) -> None:  # fmt: skip
-        """Draw, look who ended, feed what was drawn; until nobody goes on."""
+        """Draw, check which rows ended, feed the drawn tokens; until no row continues."""
         generator = torch.Generator(self.device).manual_seed(seed)
         stops = self._stop_strings(sampling.stop)
         tails = [answer[-stops.window :].tolist() for answer in begun] if stops else []
@@ -212,7 +212,7 @@ class TorchEngine:
         room: list[int],
         progress: Callable[[int], None],
     ) -> tuple[InPlaceCache, Tensor, _Batch]:
-        """Run each distinct prompt once, then repeat its cache row, its last logits and its padding for every copy."""
+        """Run each distinct prompt once, then repeat its cache row, its last logits and its padding for every sample."""
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         place = {key: i for i, key in enumerate(distinct)}
         of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=self.device).repeat_interleave(
@@ -244,7 +244,8 @@ class TorchEngine:
         return cache, torch.cat(logits)[of], batch
 
     def _prefill_part(self, cache: InPlaceCache, tokens: Tensor, real: Tensor) -> Tensor:
-        """tokens: [B, L]; real: [B, L] bool, False on padding. Padding sees itself alone: a query must see something."""
+        """Fill the cache with some prompts; returns the logits of their last positions. tokens: [B, L]; real: [B, L]
+        bool, False on padding. Padding attends to itself alone: a query must see something."""
         width = tokens.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         mask = (causal & real[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)

@@ -1,4 +1,5 @@
-"""Environments: what a sample's turns are generated against. Nothing here imports torch; a user's own run in light processes."""
+"""Environments, which answer the model's turns in an episode. Nothing here imports torch; a user's own run in light
+processes."""
 
 from relax_hpc.environments.base import Environment, Turn
 from relax_hpc.environments.host import Environments, Seat

@@ -1,4 +1,4 @@
-"""What an environment is: it answers the model's turns until it says done. One instance generates one sample."""
+"""The interface of an environment: it answers the model's turns until it says done. One instance serves one sample."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from relax_hpc.records import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the environment says to a turn of the model."""
+    """The environment's answer to a turn of the model."""
 
     done: bool
     observation: str = ""
     """Text the model reads next; its tokens get loss mask 0."""
     reward: float | None = None
-    """A reward of the environment's own; it takes the place of the source's reward function when it is given with `done`."""
+    """A reward of the environment's own, given with `done`; it takes the place of the source's reward function."""
     extra: dict[str, float] = field(default_factory=dict)
-    """Numbers for columns of the shard, with `done`."""
+    """Numbers for columns of the shard, given with `done`."""
 
 
 class Environment(Protocol):
-    """Fill this to add an environment.
+    """The interface to fill to add an environment.
 
-    It lives in a process of its own kind, with a time limit for each call; it may raise: the group is then kept as failed, with the
-    reason. Where another environment's hang costs it its process, a new one is shown the same prompt and answers once more.
+    It lives in a process apart, which it may share with others, with a time limit for each call; it may raise: the
+    group is then kept as failed, with the reason. When another environment hangs and the shared process is killed, a
+    new instance is shown the same prompt and answers once more.
     """
 
     def reset(self, prompt: Prompt) -> None:
-        """Begin with this prompt (the model has seen its tokens)."""
+        """Begin with this prompt, whose tokens the model has seen."""
         ...
 
     def step(self, answer: str) -> Turn:
-        """The model said `answer`."""
+        """Answer the model's turn `answer`."""
         ...
 
     def close(self) -> None:
-        """Free what it holds; called whatever happened."""
+        """Free what the environment holds; called in any case, also after errors."""
         ...

@@ -1,4 +1,4 @@
-"""A process in which environments of a user's own live: whatever they do, it is killed and replaced, and nothing else is hurt."""
+"""A process for a user's own environments: whatever they do, it is killed and replaced, and nothing else is hurt."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, finite_number, finite_numbers, said, shown
 
 Wrong = tuple[str, str]
-"""What went wrong, in general and in this case: text, because an exception of the user's own may not unpickle."""
+"""The error as (in general, in this case). It is text, because an exception of the user's own may not unpickle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What to do with the environment of one sample."""
+    """One call to the environment of a sample: reset, steps or close."""
 
     seat: int
-    """The sample, by a number that no other has."""
+    """A number that identifies the sample, used by no other."""
     prompt: Prompt | None
-    """To begin with; None where it has begun."""
+    """The prompt to reset the environment with; None where it has begun."""
     answers: tuple[str, ...]
-    """To show to it."""
+    """Answers of the model to show to the environment, in order."""
     closes: bool = False
 
 
 def serve(connection: Connection, sources: Sequence[AnyPrompts], parent: int) -> None:
-    """Do one call after the other, until nobody asks any more. Says None first: that the users' code is imported."""
+    """Serve one call after the other, until the connection ends. Sends None first, once the users' code is imported."""
     end_with(parent)
     os.setpgid(0, 0)  # Ctrl-C at a terminal is not for us, and what the users' code starts ends with us
     make, here = make_environments(sources), dict[int, Environment]()
@@ -48,7 +48,7 @@ def serve(connection: Connection, sources: Sequence[AnyPrompts], parent: int) ->
 def _do(
     call: Call, here: dict[int, Environment], make: Sequence[Callable[[], Environment]]
 ) -> tuple[Turn, ...] | Wrong:
-    """A turn for each answer, or what went wrong."""
+    """Do a call; returns a turn for each answer, or the error."""
     doing, turns = "reset", []
     try:
         if call.prompt is not None:
@@ -68,7 +68,8 @@ def _do(
 
 
 def checked(turn: object) -> Turn:
-    """What `step` returned, as plain values. Raises WrongValue for what is no Turn, or has other values than a Turn may have."""
+    """Check the return value of `step`, and copy it as plain values. Raises WrongValue unless it is a Turn with allowed
+    values."""
     if not isinstance(turn, Turn):
         raise WrongValue(f"returned {shown(turn)}, expected a relax_hpc.environments.Turn")
     if not isinstance(turn.done, bool):

@@ -1,8 +1,9 @@
-"""Where environments live: built-in ones here, a user's own in processes that may be killed (see child.py).
+"""Hosts of environments: built-in ones live in this process, a user's own in processes that may be killed (see
+child.py).
 
-Environments ──seats, spread──► Host ──one call at a time──► child: reset, step, close ──► Turns, or what went wrong
-                                 └── no answer in time, or it died: that seat fails; the others that lived there begin anew in
-                                     a new child and are shown the answers that they had, which must lead to the same observations
+Environments ──seats, spread──► Host ──one call at a time──► child: reset, step, close ──► Turns, or the error
+                └── no answer in time, or it died: that seat fails; the others that lived there begin anew in
+                    a new child and are shown the answers that they had, which must lead to the same observations
 """
 
 from __future__ import annotations
@@ -28,29 +29,29 @@ from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.records import Failure, Prompt
 
 LEAST_PROCESSES = 2
-"""One environment that hangs must not hold up all others."""
+"""Least number of environment processes: one environment that hangs must not hold up all others."""
 START_S = 120.0
-"""Within which a process must have imported the users' code."""
+"""Seconds within which a process must have imported the users' code."""
 CLOSE_S = 5.0
-"""At most, for a close: its sample is over, or was given up."""
+"""Time limit in seconds of a close: its sample is over, or was given up."""
 _HEARTBEAT_S = 0.5
-"""How often `progress` is called while environments are at work."""
+"""Seconds between two calls of `progress` while environments are at work."""
 Progress = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """The environment of one sample, wherever it lives."""
+    """The environment of one sample, in whichever process it lives."""
 
     number: int
     group: int
     prompt: Prompt
     here: Environment | None
-    """A built-in one, which generates in this process."""
+    """A built-in environment, which lives in this process; None for a user's own."""
     answers: list[str] = field(default_factory=list)
-    """All that it was shown, or is to be shown next."""
+    """All answers of the model that it was shown, or is to be shown next."""
     turns: list[Turn] = field(default_factory=list)
-    """What it said to each."""
+    """Its turn for each answer."""
     failure: Failure | None = None
 
 
@@ -65,23 +66,25 @@ class Environments:
         self._numbers = itertools.count()
 
     def begin(self, prompts: Sequence[tuple[int, Prompt]], progress: Progress) -> list[Seat]:
-        """A new environment for each (group, prompt), reset; one that cannot be has a failure, which ends its whole group."""
+        """Make and reset an environment for each (group, prompt). A seat whose reset fails has a failure, which ends
+        its whole group."""
         seats = [Seat(next(self._numbers), group, prompt, self._built_in(prompt)) for group, prompt in prompts]
         self._run(seats, progress)
         return seats
 
     def step(self, said: Sequence[tuple[Seat, str]], progress: Progress) -> None:
-        """Show each its model's answer: it has one turn more afterwards, or one of its group has a failure."""
+        """Show each environment its model's answer: afterwards it has one turn more, or a seat of its group has a
+        failure."""
         for seat, answer in said:
             seat.answers.append(answer)
         self._run([seat for seat, _ in said], progress)
 
     def leave(self, seats: Sequence[Seat], progress: Progress = lambda: None) -> None:
-        """Close them, those that are still there; one that cannot be has a failure."""
+        """Close the environments that are still there; a seat whose close fails has a failure."""
         self._run(seats, progress, closes=True)
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """End all processes, whatever they are doing."""
         for host in self._hosts:
             host.close()
 
@@ -93,7 +96,7 @@ class Environments:
         return environment
 
     def _run(self, seats: Sequence[Seat], progress: Progress, closes: bool = False) -> None:
-        """Do what there is to do for each seat, side by side. `progress` is called at least twice a second."""
+        """Make the outstanding calls of all seats, side by side. `progress` is called at least twice a second."""
         for seat in seats:
             if seat.here is None:
                 self._hosts[seat.number % len(self._hosts)].queue.append(seat)
@@ -112,7 +115,7 @@ class Environments:
                 if not ended:
                     multiprocessing.connection.wait([h.connection for h in busy if h.connection], _HEARTBEAT_S)
                 progress()
-        except BaseException:  # asked to stop: nobody waits for what is under way
+        except BaseException:  # asked to stop: calls under way are not waited for
             for host in self._hosts:
                 host.abandon()
             raise
@@ -136,28 +139,30 @@ class Environments:
 
 
 class Host:
-    """The asking side of one process, which is started when it is needed, and again after it was lost."""
+    """The asking side of one child process, which is started when it is needed, and again after it was lost."""
 
     def __init__(self, sources: Sequence[AnyPrompts], limit_s: float) -> None:
-        """limit_s: of each reset, step and close."""
+        """limit_s: time limit of each reset, step and close."""
         self._sources, self._limit_s = sources, limit_s
         self.queue: deque[Seat] = deque()
         self.connection: Connection | None = None
         self._process: BaseProcess | None = None
         self._ready, self._until = False, 0.0
-        """Whether the child has imported the users' code; when it is given up, of time.monotonic()."""
+        """`_ready`: True once the child has imported the users' code; `_until`: when it is given up, by
+        time.monotonic()."""
         self._there: set[int] = set()
-        """Seats whose environments live in the child."""
+        """Numbers of the seats whose environments live in the child."""
         self._now: Seat | None = None
         self._doing = ""
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to be done."""
+        """True while a call is under way or queued."""
         return bool(self._now or self.queue)
 
     def advance(self, closes: bool) -> tuple[Seat, list[Turn] | Wrong] | None:
-        """A seat that is done with since the last call, with all of its turns or what went wrong; what is next is begun."""
+        """Return a seat that was finished since the last call, with all of its turns or the error, and begin the next
+        call; None where nothing was finished."""
         ended = self._look() if self._process is not None else None
         while self._now is None and self.queue and (self._ready or self._process is None):
             seat = self.queue[0]
@@ -170,17 +175,17 @@ class Host:
         return ended
 
     def leave_out(self, group: int) -> None:
-        """Begin nothing more of a group that failed."""
+        """Drop the queued calls of a group that failed."""
         self.queue = deque(seat for seat in self.queue if seat.group != group)
 
     def abandon(self) -> None:
-        """Forget what is to be done; a process that is in the middle of it ends."""
+        """Drop all queued calls; a process in the middle of a call is ended."""
         self.queue.clear()
         if self._now is not None:
             self.close()
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, whatever it is doing."""
         if self._process is not None and self._process.pid and self.connection is not None:
             with contextlib.suppress(ProcessLookupError):  # with all that it started; it may not have its group yet
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -215,7 +220,7 @@ class Host:
             self._there.discard(seat.number)
 
     def _look(self) -> tuple[Seat, list[Turn] | Wrong] | None:
-        """What the process has said, if it has."""
+        """Read the child's reply, if there is one. A late or dead child counts as lost."""
         assert self.connection is not None and self._process is not None
         try:
             if not self.connection.poll():
@@ -236,7 +241,7 @@ class Host:
         return seat, seat.turns + turns if len(turns) < len(seat.answers) else turns
 
     def _lost(self, what: str) -> tuple[Seat, Wrong] | None:
-        """The process is no more: what it was doing fails, all else that lived in it begins anew."""
+        """Account for a lost process: its current call fails, all other environments in it begin anew."""
         seat = self._now or (self.queue.popleft() if self.queue and not self._ready else None)
         self.close()
         return (seat, (what, "")) if seat is not None else None

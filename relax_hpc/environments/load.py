@@ -1,4 +1,5 @@
-"""From a recipe's `environment = NAME` to something that makes environments, checked before anything starts."""
+"""Loading of environments: from a recipe's `environment = NAME` to a function that makes them, checked before anything
+starts."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ METHODS: dict[str, tuple[str, ...]] = {"reset": ("prompt",), "step": ("answer",)
 
 
 def make_environments(sources: Sequence[AnyPrompts]) -> list[Callable[[], Environment]]:
-    """For every source a function that makes an environment; each generates one sample.
+    """Return for every source a function that makes an environment; each instance serves one sample.
 
     Raises RegistryError for a class that does not load, lacks a method, or takes other arguments.
     """

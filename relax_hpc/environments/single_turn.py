@@ -1,4 +1,4 @@
-"""The environment of a plain question: one answer, and it is over. The source's reward judges it."""
+"""The environment of a plain question: it is done after one answer, which the source's reward scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from relax_hpc.records import Prompt
 
 
 class SingleTurn:
-    """Done after one answer."""
+    """An environment that is done after one answer."""
 
     def reset(self, prompt: Prompt) -> None: ...
 

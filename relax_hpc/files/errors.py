@@ -9,7 +9,8 @@ import shutil
 
 
 class RunError(Exception):
-    """Something about a run that a person must know: names the thing, the value, what was expected, the fix."""
+    """A problem with a run that a person must know of: the message names the thing, the value, what was expected, the
+    fix."""
 
 
 class Damaged(RunError):
@@ -17,7 +18,7 @@ class Damaged(RunError):
 
 
 class DamagedFile(RunError, ValueError):
-    """A published JSON file that is none any more."""
+    """A published JSON file that no longer is valid JSON."""
 
 
 _FIXES = {
@@ -29,13 +30,13 @@ _FIXES = {
 }
 
 _HIDDEN = re.compile(r"(?:^|(?<=/))\.(?P<final>[^/]+?)\.(?:[0-9a-f]{32}|[0-9a-f]{8}\.new)(?=/|$)")
-"""Names that files and runs have until they are published: nobody has seen them."""
+"""Matches the hidden names that files and runs have until they are published; no user has seen them."""
 
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 def explain_os(error: OSError) -> str:
-    """An error of the file system in words: which file, what the system says, what a person can do."""
+    """Explain an error of the file system: which file, what the system says, what a person can do."""
     error = _first_of(error) if isinstance(error, shutil.Error) else error
     where = f"'{_HIDDEN.sub(lambda name: name['final'], str(error.filename))}': " if error.filename is not None else ""
     fix = _FIXES.get(error.errno or 0)
@@ -43,7 +44,8 @@ def explain_os(error: OSError) -> str:
 
 
 def _first_of(error: shutil.Error) -> OSError:
-    """Of a folder that was copied, which has an entry (source, target, error as text) for each of maybe hundreds of files."""
+    """Return the first error of a copied folder. shutil.Error has an entry (source, target, error as text) for each of
+    maybe hundreds of files."""
     source, target, said = error.args[0][0]
     number = _ERRNO.match(said)
     if number is None:

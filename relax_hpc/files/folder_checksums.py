@@ -19,7 +19,7 @@ from relax_hpc.files.publish import sync_folder, to_json, write_file
 
 SEAL = "DONE"
 READ_BYTES = 1 << 20
-"""At a time: it is in a core's cache still when it is hashed."""
+"""Bytes that are read and hashed at a time: few enough to be in the core's cache still when they are hashed."""
 THREADS = 4
 
 
@@ -28,7 +28,7 @@ class DamagedCheckpoint(Damaged):
 
 
 def of_pieces(pieces: Iterable[bytes | memoryview]) -> str:
-    """The checksum of a file with these pieces, one after the other."""
+    """Hash the pieces of a file, one after the other, as XXH3-128."""
     digest = xxhash.xxh3_128()
     for piece in pieces:
         digest.update(piece)
@@ -36,7 +36,7 @@ def of_pieces(pieces: Iterable[bytes | memoryview]) -> str:
 
 
 def of_file(path: Path) -> str:
-    """The checksum of what is in a file."""
+    """Hash the content of a file as XXH3-128."""
     digest, memory = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(memory):
@@ -54,7 +54,8 @@ def write(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def expected(folder: Path) -> dict[str, str]:
-    """Checksums by name; none of a folder of an older version, or without a seal. Raises DamagedCheckpoint."""
+    """Read the checksums in a folder's seal, by file name; empty for a folder of an older version, or without a seal.
+    Raises DamagedCheckpoint."""
     try:
         text = (folder / SEAL).read_bytes()
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""A second copy of shards in the memory of this node, in front of the shared file system.
+"""Second copies of shards in the memory of this node, in front of the shared file system.
 
-Only what is published counts: a copy is made by the worker that won the publishing, after it, under the run's own folder.
-Readers on the same node take it, others do not see it; where memory is full there is none, and nothing else changes.
+Only the published shard counts: its copy is made afterwards, by the worker that published it, in a folder of the run's
+own. Readers on this node use the copy, readers elsewhere do not see it. Where memory is full no copy is made, and
+nothing else changes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from relax_hpc.files.run_dir import RunDir
 
 
 def of_run(run: RunDir, folder: Path) -> Path:
-    """The run's own folder in `folder`, which several runs of a node may share."""
+    """The run's own folder below `folder`, which several runs of a node may share."""
     return folder / f"relax_hpc-{run.read_id()}"
 
 
 class NodeCache:
-    """The copies of one run on this node; without a folder there are none."""
+    """Copies of one run's shards on this node. Where `folder` is None nothing is kept."""
 
     def __init__(self, run: RunDir, folder: Path | None, most: int | None = None) -> None:
         """most: copies that `put` leaves, the newest: as many as readers may still want. None keeps all."""
@@ -46,7 +47,8 @@ class NodeCache:
             Path(path).unlink(missing_ok=True)
 
     def copy(self, request_id: str) -> Path | None:
-        """The copy of a published shard; None where there is none here, or one of another file that had this name before."""
+        """The path of a published shard's copy. None where this node has none, or only one of an earlier file of that
+        name."""
         if self._folder is None:
             return None
         try:
@@ -56,16 +58,17 @@ class NodeCache:
         return copy if copy.exists() else None
 
     def _path(self, folder: Path, request_id: str) -> Path:
-        """Named by the published file's inode: a request that is generated again, its shard quarantined, has another one."""
+        """The path of a copy, named by the published file's inode: a request that is generated again, its shard
+        quarantined, has another one."""
         return folder / f"{request_id}.{os.stat(self.run.shard(request_id)).st_ino}.h5"
 
     def remove(self, request_id: str) -> None:
-        """The shard was consumed."""
+        """Remove a shard's copies, once it was consumed."""
         if self._folder is not None:
             for copy in self._folder.glob(f"{request_id}.*.h5"):
                 copy.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """The run ended on this node."""
+        """Remove all copies, once the run ended on this node."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)

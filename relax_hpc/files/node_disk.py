@@ -20,9 +20,11 @@ from relax_hpc.files.run_dir import RunDir
 
 
 def node_disk() -> Path:
-    """Our folder: below SLURM_TMPDIR, which some sites give and empty after the job, else TMPDIR or /tmp.
+    """Return our folder, made if need be: below SLURM_TMPDIR, which some sites give and empty after the job, else below
+    TMPDIR or /tmp.
 
-    Code runs from there, and /tmp is everybody's. Raises RunError when somebody else made it, or may write into it.
+    Code runs from there, and everybody may write to /tmp. Raises RunError if somebody else made the folder, or may
+    write into it.
     """
     folder = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir()) / f"relax_hpc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -36,12 +38,13 @@ def node_disk() -> Path:
 
 
 def lock_file(run: RunDir, what: str) -> Path:
-    """The file of a lock of the run's processes on this node: locks of shared file systems may be off, or outlive a node."""
+    """The lock file `what` of the run's processes on this node. It lies on the node's disk: locks of shared file
+    systems may be off, or outlive a node."""
     return node_disk() / f"{what}-{read_json(run.identity)['id']}-{os.uname().nodename}.lock"
 
 
 def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Have `fill` make what is in `folder`, whole or not at all, unless a process of this node did; the others wait."""
+    """Fill `folder` with `fill`, whole or not at all, unless a process of this node has done so; the others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

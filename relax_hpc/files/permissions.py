@@ -7,16 +7,18 @@ import stat
 from pathlib import Path
 
 UMASKS = {"none": 0o077, "read": 0o027}
-"""What run.group_access takes from the modes of new files and folders."""
+"""run.group_access -> the umask, which takes these modes from new files and folders."""
 
 
 def keep_private(group_access: str) -> None:
-    """Have what this process and its children make from now on be their user's alone, or the group's to read, whatever the shell's umask is."""
+    """Set the umask of this process and its children: new files are readable by the user alone, or by the group too,
+    whatever the shell's umask was."""
     os.umask(UMASKS[group_access])
 
 
 def make_private(folder: Path, group_access: str) -> None:
-    """The same for what is there: files that were copied brought their modes with them."""
+    """Take from the files in `folder` the modes that `group_access` does not allow: copied files bring their modes
+    along."""
     taken = UMASKS[group_access]
     for path in (folder, *folder.rglob("*")):
         mode = path.lstat().st_mode

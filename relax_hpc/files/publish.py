@@ -24,7 +24,7 @@ SMALL_BYTES = 1 << 16
 
 
 def names(folder: Path) -> list[str]:
-    """The published names in a folder, those without a leading dot, in order; a missing folder has none."""
+    """List the published names in a folder, those without a leading dot, sorted; a missing folder has none."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except FileNotFoundError:
@@ -32,7 +32,8 @@ def names(folder: Path) -> list[str]:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a name exists. Raises OSError where the file system cannot say; Path.exists takes that for a no on some Pythons."""
+    """Return True if a name exists. Raises OSError where the file system cannot say; some Pythons' Path.exists says no
+    there."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -59,10 +60,11 @@ def sync_folder(folder: Path) -> None:
 
 
 Data = bytes | Sequence[bytes | memoryview]
-"""What a file shall hold: its bytes, or pieces of them in order."""
+"""The content of a file: its bytes, or pieces of them in order."""
 
 PIECES_A_WRITE = os.sysconf("SC_IOV_MAX")
-"""Some megabytes of a shard's arrays: large writes make large pages in the cache, which readers like."""
+"""Pieces in one write: some megabytes of a shard's arrays. Large writes make large pages in the cache, which are quick
+to read."""
 
 _begin_writing_back = ctypes.CDLL(None).sync_file_range
 
@@ -72,7 +74,7 @@ SYNC_FILE_RANGE_WRITE = 2
 
 
 def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
-    """Create `path` (which must not exist) with `data`."""
+    """Create `path`, which must not exist, with `data`."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         _write_all(handle, [data] if isinstance(data, bytes) else data, durable)
@@ -83,7 +85,8 @@ def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
 
 
 def _write_all(handle: int, pieces: Sequence[bytes | memoryview], durable: bool) -> None:
-    """Write the pieces one after the other. `durable`: the disk begins with the first ones while the last are copied."""
+    """Write the pieces one after the other. `durable`: the disk starts on the first ones while the last are still
+    copied."""
     rest = [memoryview(piece) for piece in pieces]
     while rest:
         written, done = os.writev(handle, rest[:PIECES_A_WRITE]), 0  # the system may take less than it is given
@@ -117,7 +120,8 @@ def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> boo
 
 
 def publish(final: Path, data: Data, *, commit_dir: Path | None = None, durable: bool = True) -> bool:
-    """Publish `data` under a name that nobody has; False when somebody has it. `commit_dir`: the folder of the temporary name."""
+    """Publish `data` under a new name; False if the name is taken. `commit_dir`: the folder of the temporary name, by
+    default that of `final`."""
     temporary = (commit_dir or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
     written = False
     try:
@@ -156,7 +160,7 @@ def replace(final: Path, data: Data, *, commit_dir: Path | None = None, durable:
 
 
 def read_json(path: Path) -> Any:
-    """A published JSON file; None when there is none. Raises DamagedFile for one that is no JSON."""
+    """Read a published JSON file; None if there is none. Raises DamagedFile for one that is not valid JSON."""
     for _ in range(STALE_TRIES):
         try:
             return json.loads(_read_small(path))
@@ -174,7 +178,7 @@ def read_json(path: Path) -> Any:
 
 
 def _read_small(path: Path) -> bytes:
-    """All of a file, mostly in three calls to the file system; path.read_bytes() needs eight."""
+    """Read all of a small file, mostly in three calls to the file system; path.read_bytes() needs eight."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         parts = [os.read(handle, SMALL_BYTES)]

@@ -1,6 +1,7 @@
-"""Files that threads read into memory while Python imports what will take them: at a restart both take seconds.
+"""Files that threads read into memory while Python still imports the code that loads them: at a restart both take
+seconds.
 
-begin(paths) ──threads──► memory ──contents(path)──► whoever loads a checkpoint, and keeps what it takes
+begin(paths) ──threads──► memory ──contents(path)──► the loader of a checkpoint, which then owns the memory
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ import xxhash
 from relax_hpc.files.folder_checksums import READ_BYTES
 
 NICE = 10
-"""What imports goes first."""
+"""Nice value of the reading threads, so that imports go first."""
 
 Contents = tuple[mmap.mmap, str]
-"""What is in a file, and the checksum of what was read (see seals.py)."""
+"""A file's content, and the checksum of what was read (see folder_checksums.py)."""
 
 _ahead: dict[Path, Future[Contents]] = {}
 
 
 def begin(paths: Collection[Path]) -> None:
-    """Read these few files, each in a thread; nothing else that was begun is kept."""
+    """Start reading these few files, each in a thread; files of an earlier call are dropped."""
     _ahead.clear()
     if not paths:
         return
@@ -35,7 +36,8 @@ def begin(paths: Collection[Path]) -> None:
 
 
 def contents(path: Path) -> Contents:
-    """What is in `path`, in memory that is the caller's own: of what was read ahead, given once. Raises OSError."""
+    """The content of `path`, in memory that is the caller's own. A file that was read ahead is handed out once. Raises
+    OSError."""
     begun = _ahead.pop(path, None)
     if begun is None:
         _ahead.clear()  # another checkpoint became the newest meanwhile

@@ -5,14 +5,15 @@
       snapshot/                             code, versions and git state at submission; snapshot/user/v0/ the user's own files
       model/                                config and tokenizer (weights are versions)
       lease/000002/                         the holder; lease/000002/i000007/ is an incarnation of the trainer
-      requests/open/  requests/claimed/WORKER/  requests, moved by rename
-      requests/partial/REQUEST.p1.h5              what was generated of requests that were given back partly generated
-      shards/0000/REQUEST.h5   evals/         what was generated; complete or absent
-      columns/0000/REQUEST.NAME.h5            what a scorer's models, or a critic, say of the same tokens
-      reference/                            the weights of before step 0, where a scorer holds them or a critic begins as them
-      critic/                               of a critic in processes of its own: its attempts' folders, its checkpoints
-      scorer/                               of scorers that work as one group: their attempts' folders
-      quarantine/                                shards that lost a race, or were made once more, each with its reason
+      requests/open/                        requests that no worker has claimed; all of them move by rename
+      requests/claimed/WORKER/              requests that a worker generates
+      requests/partial/REQUEST.p1.h5        partial rollouts of requests that were given back
+      shards/0000/REQUEST.h5   evals/       what was generated; complete or absent
+      columns/0000/REQUEST.NAME.h5          numbers of a scorer's models, or of a critic, for the same tokens
+      reference/                            the weights before step 0, where a scorer holds them or a critic starts from them
+      critic/                               a critic in processes of its own: its attempts' folders, its checkpoints
+      scorer/                               scorers that work as one group: their attempts' folders
+      quarantine/                           shards that lost a race, or were made once more, each with its reason
       ledger/0000/00000123.json             what each step trains on
       weights/v00000012.l0.i3/              a version's tensors; weights/v00000012.l0.json makes it exist
       checkpoints/
@@ -44,18 +45,18 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import is_there, names, read_json, rename_once, sync_folder
 
 STEPS_PER_SHARD_FOLDER = 64
-"""Training steps whose shards share a folder: hundreds of entries a directory, not tens of thousands."""
+"""Training steps whose shards share a folder, so that a directory has hundreds of entries, not tens of thousands."""
 
 STEPS_PER_FOLDER = 1000
 
 OPTIMIZERS = {"trainer": "optimizer", "critic": "critic_optimizer"}
-"""What roles that learn call theirs in a checkpoint."""
+"""Role -> the name of its optimizer's files in a checkpoint."""
 
 _CHECKPOINT = re.compile(r"step-(\d{8,})")
 
 
 class RunDir:
-    """Paths of one run; knows names, not meanings."""
+    """Paths of one run. It knows names, not meanings."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
@@ -99,11 +100,11 @@ class RunDir:
         return is_there(self.identity)
 
     def read_id(self) -> str | None:
-        """What shards name this run by; None where there is no run.json, or one of an old version."""
+        """The run's id, which its shards name; None where there is no run.json, or one of an old version."""
         return (read_json(self.identity) or {}).get("id")
 
     def create(self) -> None:
-        """Make the folders (those that are there already stay)."""
+        """Make the folders; existing ones stay."""
         for folder in (
             self.open_requests, self.claimed_requests, self.partial_rollouts, self.shards, self.evals, self.columns, self.quarantine, self.ledger, self.lease,
             self.weights, self.checkpoints, self.heartbeats, self.metrics, self.logs,
@@ -111,17 +112,17 @@ class RunDir:
             folder.mkdir(parents=True, exist_ok=True)
 
     def shard(self, request_id: str) -> Path:
-        """Where a request's shard is, or will be."""
+        """The path of a request's shard, published or to be."""
         if request_id.startswith("e"):
             return self.evals / f"{request_id}.h5"
         return self.shards / f"{int(request_id[1:7]) // STEPS_PER_SHARD_FOLDER:04d}" / f"{request_id}.h5"
 
     def column(self, request_id: str, name: str) -> Path:
-        """Where a column of a request's shard is, or will be."""
+        """The path of a column of a request's shard, published or to be."""
         return self.columns / self.shard(request_id).parent.name / f"{request_id}.{name}.h5"
 
     def partial_rollout(self, request_id: str, number: int) -> Path:
-        """What a request had when it was given back partly generated for the number-th time."""
+        """The path of a request's partial rollout, the number-th that was given back."""
         return self.partial_rollouts / f"{request_id}.p{number}.h5"
 
     def checkpoint_steps(self) -> list[int]:
@@ -138,7 +139,8 @@ class RunDir:
 
 @contextlib.contextmanager
 def drafted(final: Path) -> Iterator[RunDir]:
-    """A new run directory under a hidden name: `final` appears whole when the block ends well, else nothing is left."""
+    """Make a new run directory under a hidden name: `final` appears whole when the block ends well, else nothing is
+    left."""
     draft = RunDir(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.new"))
     try:
         draft.create()
@@ -150,7 +152,7 @@ def drafted(final: Path) -> Iterator[RunDir]:
 
 
 def open_existing(path: str | os.PathLike[str]) -> RunDir:
-    """The run at `path`. Raises RunError when there is none."""
+    """Open the run at `path`. Raises RunError when there is none."""
     run = RunDir(path)
     if not run.exists:
         raise RunError(f"'{path}' is not a run directory: it has no run.json; runs are made by `relax-hpc run RECIPE`")

@@ -17,31 +17,31 @@ from torch import Tensor
 from relax_hpc.files.publish import write_file
 
 ALIGNMENT = 8
-"""Of the data in such a file, by the format's specification."""
+"""Alignment in bytes of the data in a safetensors file, by the format's specification."""
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32, "BOOL": torch.bool,
 }  # fmt: skip
-"""By the names that safetensors gives them."""
+"""Name of a type in safetensors -> the type in torch."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The tensor's bytes, without a copy where it is contiguous and on the CPU."""
+    """View the tensor's bytes, without a copy where it is contiguous and on the CPU."""
     flat: NDArray[np.uint8] = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return flat
 
 
 def write(path: Path, tensors: Iterable[tuple[str, Tensor]], *, durable: bool) -> int:
-    """Write the file, which must not exist; its bytes."""
+    """Write a safetensors file, which must not exist; returns its size in bytes."""
     data = pieces(tensors)
     write_file(path, data, durable=durable)
     return sum(map(len, data))
 
 
 def pieces(tensors: Iterable[tuple[str, Tensor]]) -> list[bytes | memoryview]:
-    """Such a file, in pieces: what is before the tensors, and their memory."""
+    """Lay out a safetensors file as pieces: its header, then each tensor's memory."""
     # Wide types first: every tensor is aligned to its own width then.
     arranged = sorted(tensors, key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
@@ -56,7 +56,8 @@ def pieces(tensors: Iterable[tuple[str, Tensor]]) -> list[bytes | memoryview]:
 
 
 def views(data: Tensor) -> dict[str, Tensor]:
-    """[bytes] uint8: the tensors of such a file, where they lie. Raises ValueError when it is none, or not whole."""
+    """View the tensors of a safetensors file where they lie in `data`, [bytes] uint8. Raises ValueError if it is no
+    such file, or not whole."""
     found = {}
     try:
         (length,) = struct.unpack("<Q", bytes(data[:8].tolist()))
@@ -73,7 +74,7 @@ def views(data: Tensor) -> dict[str, Tensor]:
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors in order, in lists of at most `bucket_bytes`, or of one tensor that is larger."""
+    """Split the tensors, in order, into lists of at most `bucket_bytes`; a larger tensor is a list of its own."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in tensors:

@@ -1,9 +1,10 @@
-"""Learning of new names in folders by one stat a poll, not by listing them.
+"""Watch folders for new names by one stat a poll, not by listing them.
 
 A folder's modification time changes when a name appears in it; only then is it listed. Two names within one tick of the
-clock can leave it unchanged: a folder is listed again until its time has been the same for longer than a tick, which is a second where
-times are whole seconds. All of this by our own clock: those of file servers differ. Clients of NFS and its like may show
-an old time for a while: every folder is listed once in a while whatever its time says, and once a second where that found something.
+file system's clock can leave that time unchanged. So a folder is listed again until its time has been the same for
+longer than a tick, which is a second where times are whole seconds. All intervals are taken on our own clock: those of
+file servers differ. Clients of NFS and similar file systems may show an old time for a while: every folder is listed
+once in a while whatever its time says, and once a second where that found something.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RECENT_S, COARSE_RECENT_S = 0.1, 1.5
-"""A folder's time that we have not known for longer may hide a further change; the second one where times are whole seconds."""
+"""A folder's time may hide a further change until we have known it for this long; the second value holds where times
+are whole seconds."""
 COARSE_PAUSE_S = 0.1
-"""Between two listings of such a folder while that may be."""
+"""Pause between two listings of a folder with times in whole seconds, while its time may hide a change."""
 RELIST_S = 2.0
-"""Every folder is listed this often even if its time did not change."""
+"""A single watcher lists every folder this often even if its time did not change."""
 LONGEST_RELIST_S = 30.0
 CACHED_RELIST_S = 1.0
-"""The same once a folder was seen to have changed without its time: opening it asks the server."""
+"""How often a folder is listed once its time was seen to miss a change; opening a folder asks the server."""
 LOOKS = 12
-"""Polls in a wait that takes as long as the one before."""
+"""Polls during a wait that takes as long as the one before."""
 SHARED_PAUSE_S = 0.05
-"""Longest pause between two polls of all who wait for the same."""
+"""Longest pause between two polls, taken over all processes that wait for the same thing."""
 LONGEST_PAUSE_S = 1.0
 
 
@@ -33,16 +35,17 @@ class FolderWatch:
     """The published names (those without a leading dot) in a folder."""
 
     def __init__(self, folder: Path, watchers: int = 1) -> None:
-        """watchers: how many look at it; each lists it again the more rarely, so that all together do it as often as one."""
+        """watchers: how many processes watch the folder. Each lists it less often, so that all together do so as often
+        as one would."""
         self.folder = folder
         self._relist_s = min(RELIST_S * watchers, LONGEST_RELIST_S)
         self._names: frozenset[str] = frozenset()
         self._mtime, self._changed_at = -1, float("-inf")
-        """The folder's time, and when we saw it first."""
+        """`_mtime`: the folder's time; `_changed_at`: when we first saw it."""
         self._listed_at = float("-inf")
 
     def names(self) -> frozenset[str]:
-        """The names now; a missing folder has none. The same object as long as they are not looked at anew."""
+        """The names now; empty for a missing folder. Returns the identical object until the folder is listed again."""
         try:
             mtime = self._time()
         except (FileNotFoundError, NotADirectoryError):
@@ -61,7 +64,7 @@ class FolderWatch:
         return self._names
 
     def _may_hide_more(self, now: float) -> bool:
-        """Whether a name may have come since the last listing without another tick of the clock."""
+        """Return True if a name may have appeared since the last listing without another tick of the clock."""
         coarse = self._mtime % 10**9 == 0
         unsettled = self._listed_at - self._changed_at < (COARSE_RECENT_S if coarse else RECENT_S)
         return unsettled and now - self._listed_at >= (COARSE_PAUSE_S if coarse else 0.0)
@@ -75,11 +78,12 @@ class FolderWatch:
 
 
 def backoff(first_s: float = 0.002, last_s: float = 0.02, watchers: int = 1, usual_s: float = 0.0) -> Iterator[float]:
-    """Waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing comes.
+    """Yield the waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing
+    comes.
 
-    watchers: how many wait for the same; each polls the more rarely in the end, so that all together do it as often as few,
-    and one of them sees what comes as soon. usual_s: how long it took the last time; until then it is looked for `LOOKS`
-    times, however long that is. Nobody sleeps for much more than a tenth of the time that it waits.
+    watchers: how many processes wait for the same thing. In the end each polls less often, so that all together poll as
+    often as a few, and one of them sees what comes as soon. usual_s: how long the wait took last time; until then there
+    are `LOOKS` polls, however long that is. Nobody sleeps for much more than a tenth of the time waited so far.
     """
     longest_s = last_s if watchers == 1 else max(last_s, min(SHARED_PAUSE_S * watchers, LONGEST_PAUSE_S))
     wait_s, waited_s = min(max(first_s, usual_s / LOOKS), longest_s), 0.0

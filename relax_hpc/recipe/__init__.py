@@ -1,4 +1,4 @@
-"""The recipe: one TOML file that says all of a run. `schema` is what it may say, `load` reads and writes it."""
+"""The recipe: one TOML file that says all of a run. `schema` holds its models, `load` reads and writes it."""
 
 from relax_hpc.recipe.load import (
     Change,

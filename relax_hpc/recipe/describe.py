@@ -1,4 +1,4 @@
-"""The schema in words: which keys a table has, of what type, by default what. For errors and docs."""
+"""Description of the schema in words, for errors and docs: a table's keys, their types and defaults."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _BOUNDS = {annotated_types.Gt: ">", annotated_types.Ge: ">=", annotated_types.Lt
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """One key of a table, as text."""
+    """One key of a table, described as text."""
 
     name: str
     type: str
     default: str | None
-    """In TOML; None: the key must be given; empty: it may be absent."""
+    """The default in TOML. None: the key must be given; empty: it may be absent."""
     resume: bool
     help: str
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a recipe a pydantic error points to."""
+    """The place in a recipe that a pydantic error points to."""
 
     key: str
     """Dotted, as `--set` takes it; empty for the whole recipe."""
@@ -50,17 +50,17 @@ def keys(table: type[Table]) -> list[KeyInfo]:
 
 
 def alias(name: str, field: FieldInfo) -> str:
-    """A field's name in TOML ("async" for async_)."""
+    """Translate a field's name to the one in TOML ("async" for async_)."""
     return field.alias or name
 
 
 def mark(field: FieldInfo, name: str) -> bool:
-    """A mark that schema.Key puts on a field: "resume" or "looked_up"."""
+    """Return True if schema.Key put the mark `name` on the field: "resume" or "looked_up"."""
     return isinstance(field.json_schema_extra, dict) and bool(field.json_schema_extra.get(name))
 
 
 def tables(annotation: Any) -> list[type[Table]]:
-    """The tables that an annotation allows: one, the members of a union, or none."""
+    """List the tables that an annotation allows: one, the members of a union, or none."""
     if isinstance(annotation, type) and issubclass(annotation, Table):
         return [annotation]
     if get_origin(annotation) is Annotated:
@@ -71,12 +71,12 @@ def tables(annotation: Any) -> list[type[Table]]:
 
 
 def member_key(table: type[Table]) -> str:
-    """The key that tells this member of a union from the others; "name" for a table that is no member."""
+    """The key that tells this member of a union from the others; "name" for a table that is not a member."""
     return next((key for key in TAGS if key in table.model_fields), TAGS[0])
 
 
 def member_name(table: type[Table]) -> str:
-    """What that key says for this member; empty for a table that is no member."""
+    """The value of that key for this member; empty for a table that is not a member."""
     field = table.model_fields.get(member_key(table))
     return str(field.default) if field and get_origin(field.annotation) is Literal else ""
 
@@ -101,13 +101,13 @@ def locate(loc: Sequence[int | str]) -> Place:
 
 
 def closest(word: str, words: Sequence[str]) -> str:
-    """The text '; did you mean WORD?' for the nearest of `words`; empty when none is near."""
+    """Suggest the nearest of `words`, as the text '; did you mean WORD?'; empty when none is near."""
     near = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def toml(value: Any) -> str:
-    """A value as TOML text; a table becomes an inline one."""
+    """Format a value as TOML text; a table becomes an inline one."""
     if value is None:
         return "(absent)"
     if isinstance(value, dict):
@@ -119,7 +119,7 @@ def toml(value: Any) -> str:
 
 
 def type_text(annotation: Any, constraints: Sequence[Any] = ()) -> str:
-    """A type for a person: "integer > 0", "'wait' or 'drop'", "list of text"."""
+    """Describe a type for a person: "integer > 0", "'wait' or 'drop'", "list of text"."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(arguments[0], [*arguments[1:], *constraints])
@@ -156,7 +156,7 @@ def _key_info(name: str, field: FieldInfo) -> KeyInfo:
 
 
 def overview(table: type[Table]) -> str:
-    """The valid keys of a table with their defaults, in one line."""
+    """Describe a table in one line: its valid keys with their defaults."""
     texts = []
     for name, field in table.model_fields.items():
         inner = tables(field.annotation)

@@ -1,13 +1,15 @@
-"""Recipes in and out: a TOML file and `--set a.b=c` become a checked Recipe, and a Recipe becomes TOML again.
+"""Reading and writing of recipes: a TOML file and `--set a.b=c` become a checked Recipe, and a Recipe becomes TOML
+again.
 
-    TOML file ──► + overrides ──► strict models ──► paths made absolute ──► Recipe ──► dump_recipe ──► RUN/recipe.toml
+  TOML file ──► + overrides ──► strict models ──► paths made absolute ──► Recipe ──► dump_recipe ──► RUN/recipe.toml
 
-A run is resumed from anywhere, so no relative path is kept. What must be there already (prompt files, model.path,
-FILE.py:NAME) is looked up in the recipe's folder first, then in the working directory; a value from `--set` the other
-way round. What the run makes (run.root, spool.node_cache) is seen from the working directory. `~` is the home directory.
+A run may be resumed from anywhere, so no relative path is kept. Things that must exist already (prompt files,
+model.path, FILE.py:NAME) are looked up in the recipe's folder first, then in the working directory; a value from
+`--set` the other way round. Things that the run makes (run.root, spool.node_cache) are relative to the working
+directory. `~` is the home directory.
 
-A site profile is a TOML file with what is the same for all recipes at a site (account, partition, modules). It is laid
-under the recipe: the recipe wins, and --set wins over both. It is read where a run is made, never where one goes on.
+A site profile is a TOML file with the keys that all recipes at a site share (account, partition, modules). It is laid
+under the recipe: the recipe wins, and --set wins over both. It is read where a run is made, never where one is resumed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from relax_hpc.recipe.schema import NAME_PATTERN, Recipe
 from relax_hpc.recipe.tables.table import Table
 
 USER_FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>\w+)$")
-"""A reference to code in a file of the user's."""
+"""Matches a reference to code in a file of the user's."""
 Where = Literal["default", "site", "file", "--set"]
 SITE_VARIABLE = "RELAX_HPC_SITE"
 SITE_FILE = Path("~/.config/relax_hpc/site.toml")
@@ -40,7 +42,7 @@ class Row(NamedTuple):
 
     key: str
     value: str
-    """In TOML; "(absent)" for a key or table that is not there."""
+    """The value in TOML; "(absent)" for a key or table that is not there."""
     where: Where
 
 
@@ -53,7 +55,8 @@ class Change(NamedTuple):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), site: Path | None = None) -> Recipe:
-    """The recipe in the TOML file at `path` over the profile at `site`, with overrides "a.b=c". Raises RecipeError."""
+    """Load the recipe in the TOML file at `path` over the profile at `site`, with overrides "a.b=c". Raises
+    RecipeError."""
     data = _over(_read(site) if site else {}, _read(Path(path)))
     _where_it_is(data, Path(path).absolute().parent)
     given = _override(data, overrides)
@@ -62,7 +65,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), site: Path | No
 
 
 def _where_it_is(data: dict[str, Any], folder: Path) -> None:
-    """A run's own recipe is that of the directory which it lies in now: the run may have been moved, or copied."""
+    """Set name and root of a run's own recipe by the directory that it lies in now: the run may have been moved, or
+    copied."""
     if (folder / "run.json").is_file():
         data["run"] = {**data.get("run", {}), "root": str(folder.parent)}
         if re.match(NAME_PATTERN, folder.name):
@@ -70,7 +74,8 @@ def _where_it_is(data: dict[str, Any], folder: Path) -> None:
 
 
 def site_file(given: str | Path | None = None) -> Path | None:
-    """The site profile in force: the given one, $RELAX_HPC_SITE, or the one in ~/.config; None where there is none."""
+    """Find the site profile in force: the given one, $RELAX_HPC_SITE, or the one in ~/.config; None where there is
+    none."""
     named = str(given) if given is not None else os.environ.get(SITE_VARIABLE, "")
     if not named:
         path = SITE_FILE.expanduser()
@@ -85,12 +90,13 @@ def site_file(given: str | Path | None = None) -> Path | None:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """TOML text that loads back to an equal recipe."""
+    """Write a recipe as TOML text that loads back to an equal recipe."""
     return tomli_w.dumps(recipe.model_dump(mode="json", by_alias=True, exclude_none=True))
 
 
 def sources(recipe: Recipe, path: str | Path, overrides: Sequence[str] = (), site: Path | None = None) -> list[Row]:
-    """Every key of a recipe that `load_recipe` loaded from the same: its value, and where that comes from."""
+    """List every key of a recipe, loaded with `load_recipe` from the same arguments: its value, and where that comes
+    from."""
     data, profile = _read(Path(path)), _read(site) if site else {}
     in_site, own = dict(_leaves(profile)), dict(_leaves(data))
     whole = _over(profile, data)
@@ -108,15 +114,16 @@ def sources(recipe: Recipe, path: str | Path, overrides: Sequence[str] = (), sit
 
 
 def differences(old: Recipe, new: Recipe) -> list[Change]:
-    """The keys in which two recipes differ."""
+    """List the keys in which two recipes differ."""
     before, after = dict(_leaves(_plain(old))), dict(_leaves(_plain(new)))
     return [Change(k, before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)]
 
 
 def change_on_resume(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """A run's recipe with what a person changes when resuming it. Repeating a value that is in force changes nothing.
+    """Apply the changes that a person makes when resuming a run to its recipe. Repeating a value that is in force
+    changes nothing.
 
-    Raises RecipeError for a change of a key that makes another run of it; the message names the keys that may change.
+    Raises RecipeError for a change of a key that would make it another run; the message names the keys that may change.
     """
     data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
     given = _override(data, overrides)
@@ -134,17 +141,17 @@ def change_on_resume(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
 
 
 def resumable(recipe: Recipe) -> list[str]:
-    """The keys of this recipe that a resumed run may change."""
+    """List the keys of this recipe that a resumed run may change."""
     return [key for key, field_is_resumable in _marked(recipe, "") if field_is_resumable]
 
 
 def _within(key: str, allowed: list[str]) -> bool:
-    """Whether `key` is one of `allowed`, or lies in one that is a table."""
+    """Return True if `key` is one of `allowed`, or lies in one that is a table."""
     return any(key == other or key.startswith(f"{other}.") for other in allowed)
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` laid over `below`, table by table."""
+    """Lay `above` over `below`, table by table."""
     both = {
         k: _over(below[k], v) if isinstance(v, dict) and isinstance(below.get(k), dict) else v for k, v in above.items()
     }
@@ -165,7 +172,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _check(data: dict[str, Any], where: str, folder: Path, given: set[str]) -> Recipe:
-    """The strict models, through JSON: no number is made from text, no integer from `true`."""
+    """Check data with the strict models, through JSON: no number is made from text, no integer from `true`."""
     try:
         recipe = Recipe.model_validate_json(json.dumps(data, default=str), strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
@@ -177,7 +184,7 @@ def _check(data: dict[str, Any], where: str, folder: Path, given: set[str]) -> R
 
 
 def _override(data: dict[str, Any], overrides: Sequence[str]) -> set[str]:
-    """Apply "a.b=c" to `data` in place; the keys that were given so."""
+    """Apply "a.b=c" to `data` in place; returns the keys that were given so."""
     given: set[str] = set()
     for text in overrides:
         key, equals, value_text = text.partition("=")
@@ -191,7 +198,7 @@ def _override(data: dict[str, Any], overrides: Sequence[str]) -> set[str]:
 
 
 def _value(text: str) -> Any:
-    """A TOML value, else the text itself."""
+    """Parse a TOML value; text that is none stays text."""
     try:
         parsed = tomllib.loads(f"v = {text}")
     except tomllib.TOMLDecodeError:
@@ -228,7 +235,7 @@ def _plain(recipe: Recipe) -> dict[str, Any]:
 
 
 def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is not a table; an empty table is a value."""
+    """Yield (dotted key, value) of everything that is not a table; an empty table is a value."""
     for name, value in data.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{name}.")
@@ -252,7 +259,7 @@ def _marked(table: Table, prefix: str) -> Iterator[tuple[str, bool]]:
 
 
 def with_files(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
-    """`recipe` with the file of each FILE.py:NAME that it looks up renamed; options of functions stay as they are."""
+    """Rename the file of each FILE.py:NAME that `recipe` looks up; options of functions stay as they are."""
 
     def change(value: Any, key: str, looked_up: bool) -> Any:
         if isinstance(value, list):
@@ -266,7 +273,8 @@ def with_files(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
 
 
 def without_folders(value: Any) -> Any:
-    """A value of a recipe with FOLDER/FILE.py:NAME as FILE.py:NAME: a run's recipe names its own copies of the user's files."""
+    """Shorten FOLDER/FILE.py:NAME in a value of a recipe to FILE.py:NAME: a run's recipe names its own copies of the
+    user's files."""
     if isinstance(value, list):
         return [without_folders(item) for item in value]
     match = USER_FILE.match(value) if isinstance(value, str) else None
@@ -274,7 +282,7 @@ def without_folders(value: Any) -> Any:
 
 
 def _absolute(recipe: Recipe, folder: Path, given: set[str]) -> Recipe:
-    """`recipe` with absolute paths."""
+    """Make the paths in `recipe` absolute."""
 
     def change(value: Any, key: str, looked_up: bool) -> Any:
         if value is not None and looked_up:
@@ -287,7 +295,8 @@ def _absolute(recipe: Recipe, folder: Path, given: set[str]) -> Recipe:
 
 
 def _changed(table: Table, prefix: str, change: Callable[[Any, str, bool], Any]) -> Table:
-    """`table` with every value, in its tables too, as `change` (of the value, its key, and whether it is looked up) says."""
+    """Change every value of `table`, in its tables too, by `change` (called with value, key, and True where the key is
+    looked up)."""
     update: dict[str, Any] = {}
     for name, field in type(table).model_fields.items():
         value, key = getattr(table, name), prefix + alias(name, field)
@@ -310,7 +319,7 @@ def _looked_up(value: Any, folders: list[Path]) -> Any:
 
 
 def _find(path: Path, folders: list[Path]) -> Path:
-    """The absolute path in the first folder that has it; in the working directory where none has."""
+    """Find the absolute path in the first folder that has it; in the working directory where none has."""
     path = path.expanduser()
     found = next((folder / path for folder in folders if (folder / path).exists()), Path.cwd() / path)
     return Path(found.absolute())

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, said for the person who wrote it."""
+"""Messages about the problems of a recipe, for the person who wrote it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ _RENAMED = {
     "front": "node_cache",
     "agent_silent_s": "node_agent_silent_s",
 }
-"""Keys of recipes from before version 0.2, and their names now: an error says the new name, none is taken."""
+"""Key of a recipe from before version 0.2 -> its name now. An error says the new name; old names are not accepted."""
 
 
 class RecipeError(Exception):
-    """A recipe that cannot be used; the message names the key, the value, what was expected and the fix."""
+    """A recipe cannot be used; the message names the key, the value, what was expected and the fix."""
 
 
 def explain(error: ValidationError, where: str) -> RecipeError:
-    """All problems of a recipe in one error; with more than one, a line each."""
+    """Put all problems of a recipe in one error; with more than one, a line each."""
     lines = list(dict.fromkeys(_line(dict(problem)) for problem in error.errors(include_url=False)))
     if len(lines) == 1:
         return RecipeError(f"{where}: {lines[0]}")
@@ -115,6 +115,6 @@ def _header(owner: str) -> str:
 
 
 def _least(table: type[Table]) -> str:
-    """The least that a table of this kind says."""
+    """The shortest line that makes a table of this kind."""
     required = next((alias(n, f) for n, f in table.model_fields.items() if f.is_required()), None)
     return f"{required} = …" if required else f"{member_key(table)} = '{member_name(table)}'"

@@ -1,4 +1,4 @@
-"""Rewards: what an answer is worth. Nothing here imports torch; rewards run in light processes."""
+"""Rewards: functions that score answers. Nothing here imports torch; rewards run in light processes."""
 
 from relax_hpc.rewards.base import Reward, parts
 from relax_hpc.rewards.load import LoadedReward, make_rewards

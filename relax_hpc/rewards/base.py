@@ -1,4 +1,4 @@
-"""What a reward is: a function of a prompt and an answer's text."""
+"""The interface of a reward: a function of a prompt and an answer's text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, finite_number, finite_numbers, shown
 
 BATCH = "batch"
-"""Attribute of a reward's function: True where it takes all answers of a group at once, and returns a list."""
+"""Attribute of a reward function: True where it takes all answers of a group at once, and returns a list."""
 Reward = Callable[..., Any]
 """reward(prompt, answer, **options) -> a number, or {"reward": …, other names: numbers} (they become `extra` columns).
 
-It may be `async def`. One whose attribute `batch` is True is called as (prompt, answers, **options), and returns a list of such values.
-
-`prompt`: relax_hpc.records.Prompt; `answer`: the model's text. `options` are the recipe's `reward_options`.
-It runs in a process of its own, with a time limit; it may raise: the group is then kept as failed, with the reason.
+It may be `async def`. If its attribute `batch` is True it is called as (prompt, answers, **options), and returns a list
+of such values. `prompt`: relax_hpc.records.Prompt; `answer`: the model's text. `options` are the recipe's
+`reward_options`. It runs in a process of its own, with a time limit; it may raise: the group is then kept as failed,
+with the reason.
 """
 
 
 def parts(value: object) -> tuple[float, dict[str, float]]:
-    """(reward, extras) of what a reward returned. Raises WrongValue for anything else than finite numbers under names of columns."""
+    """Split a reward's return value into (reward, extras). Raises WrongValue unless these are finite numbers, the
+    extras under names that columns may have."""
     if not isinstance(value, dict):
         return finite_number("the reward", value), {}
     if "reward" not in value:
@@ -31,5 +32,5 @@ def parts(value: object) -> tuple[float, dict[str, float]]:
 
 
 def example(prompt: Prompt, answer: str, **options: object) -> float:
-    """The shape of a reward: 1.0 when the answer is the reference, to the letter."""
+    """An example of a reward: 1.0 when the answer equals the reference, to the letter."""
     return float(answer == prompt.answer)

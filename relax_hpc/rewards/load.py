@@ -1,4 +1,4 @@
-"""From a recipe's `reward = NAME` to a function, checked before anything starts."""
+"""Loading of rewards: from a recipe's `reward = NAME` to a function, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ class LoadedReward:
     function: Reward
     options: dict[str, Any]
     is_quick: bool
-    """Pure and quick, whatever the answer: it needs no process of its own."""
+    """True for a reward that is pure and quick, whatever the answer: it needs no process of its own."""
 
     @property
     def is_batch(self) -> bool:
-        """Whether it takes the answers of a group at once."""
+        """True where the reward takes the answers of a group at once."""
         return getattr(self.function, BATCH, False) is True
 
     def __call__(self, prompt: Prompt, answers: Sequence[str]) -> list[tuple[float, dict[str, float]]]:
-        """(reward, extras) of each answer. Raises what the reward raises, and WrongValue for a result that is not a finite number."""
+        """Score the answers; returns (reward, extras) for each. Raises what the reward raises, and WrongValue for a
+        result that is not a finite number."""
         if not self.is_batch:
             return [parts(self._call(prompt, answer)) for answer in answers]
         values = self._call(prompt, list(answers))
@@ -52,12 +53,12 @@ class LoadedReward:
 
 @functools.cache
 def _runner() -> asyncio.Runner:
-    """One event loop for all calls in this process: what a reward keeps, such as connections, belongs to a loop."""
+    """The event loop for all calls in this process: things that a reward keeps, such as connections, belong to a loop."""
     return asyncio.Runner()
 
 
 def make_rewards(sources: Sequence[AnyPrompts]) -> list[LoadedReward]:
-    """The reward of every source. Raises RunError or RegistryError for one that cannot be used."""
+    """Load the reward of every source. Raises RunError or RegistryError for one that cannot be used."""
     return [_load(key, source) for key, source in zip(keys_of(sources), sources, strict=True)]
 
 

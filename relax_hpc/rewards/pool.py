@@ -1,6 +1,6 @@
-"""Processes in which rewards run that may raise, hang or crash: a pebble pool of light children.
+"""Processes for rewards, which may raise, hang or crash: a pebble pool of light children.
 
-RewardRunner ──(source, prompt, answer)──► child: reward(prompt, answer) ──► (reward, extras) or what went wrong, as text
+RewardRunner ──(source, prompt, answer)──► child: reward(prompt, answer) ──► (reward, extras), or the error as text
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from relax_hpc.registry import WrongValue, said
 from relax_hpc.rewards.load import LoadedReward, make_rewards
 
 Outcome = tuple[float, dict[str, float]] | tuple[str, str]
-"""(reward, extras), or what went wrong, in general and in this case: text, because an exception of the user's own may not unpickle."""
+"""(reward, extras), or the error as (in general, in this case). It is text, because an exception of the user's own may
+not unpickle."""
 _CALLERS = (__file__, load.__file__, str(Path(asyncio.__file__).parent))
-"""Files through which a reward is called."""
+"""Files through which a reward is called: their frames are not the user's."""
 _rewards: list[LoadedReward] = []
-"""In a child: the rewards of all sources."""
+"""In a child process: the rewards of all sources."""
 
 
 def make_pool(sources: Sequence[AnyPrompts], processes: int) -> ProcessPool:
-    """A pool whose children have the sources' rewards loaded; run `score_in_child` in it."""
+    """Make a pool whose children have the sources' rewards loaded; run `score_in_child` in it."""
     return ProcessPool(
         processes, initializer=_begin_child, initargs=(list(sources), os.getpid()), context=LightContext()
     )
 
 
 def score_in_child(source: int, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
-    """`call_reward` with the child's own copy of the source's reward."""
+    """Run `call_reward` with the child's own copy of the source's reward."""
     return call_reward(_rewards[source], prompt, answers)
 
 
 def call_reward(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) -> list[Outcome]:
-    """Call a reward, whatever it does: what came of each answer, or what went wrong with all of them."""
+    """Call a reward, whatever it does; returns the outcome of each answer. An error counts for all of them."""
     try:
         return [*reward(prompt, answers)]
     except WrongValue as error:
@@ -52,7 +53,7 @@ def call_reward(reward: LoadedReward, prompt: Prompt, answers: Sequence[str]) ->
 
 
 def _behind(error: Exception) -> int:
-    """The frames between `call_reward` and the reward's own; an event loop has some too."""
+    """Count the frames between `call_reward` and the reward's own; an event loop adds some."""
     frames = traceback.extract_tb(error.__traceback__)
     return sum(1 for _ in itertools.takewhile(lambda frame: frame.filename.startswith(_CALLERS), frames))
 

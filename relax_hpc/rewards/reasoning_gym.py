@@ -1,4 +1,4 @@
-"""The verifiers that reasoning-gym's tasks bring along (arXiv 2505.24760)."""
+"""Verifiers that reasoning-gym's tasks bring along (arXiv 2505.24760), as rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Verifier:
         self._task: Any = load_task(source)
         inherited = type(self._task).score_answer is ProceduralDataset.score_answer
         self.is_quick = inherited or source.task in QUICK_VERIFIERS
-        """It compares text or decimals; others evaluate what the model wrote and may never return."""
+        """True where the verifier compares text or decimals; others evaluate the model's text and may never return."""
         entry = self._task[0]
         try:
             self._task.score_answer(entry["answer"], entry)

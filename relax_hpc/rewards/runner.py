@@ -1,4 +1,5 @@
-"""Scores many samples: quick rewards here, all others in a pool of processes with a time limit for each call."""
+"""Scoring of many samples: quick rewards in this process, all others in a pool of processes with a time limit for each
+call."""
 
 from __future__ import annotations
 
@@ -21,21 +22,21 @@ from relax_hpc.rewards.pool import Outcome, call_reward, make_pool, score_in_chi
 
 BROKE = ("broke the pool of its processes", "")
 LEAST_PROCESSES = 2
-"""One reward that hangs must not hold up all others."""
+"""Least number of reward processes: one reward that hangs must not hold up all others."""
 _HEARTBEAT_S = 0.5
-"""How often `progress` is called while rewards run."""
+"""Seconds between two calls of `progress` while rewards run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward said about a sample."""
+    """A reward function's result for one sample."""
 
     reward: float
     extra: dict[str, float]
 
 
 class RewardRunner:
-    """The rewards of a recipe's sources.
+    """Runs the rewards of a recipe's sources.
 
     Raises RunError or RegistryError at construction for a reward that does not load or does not fit its signature.
     """
@@ -46,7 +47,7 @@ class RewardRunner:
         self._rewards = make_rewards(recipe.sources)
         self._pool: ProcessPool | None = None
         self.seconds = 0.0
-        """What all calls of `score` took."""
+        """Seconds that all calls of `score` took."""
 
     def score(
         self,
@@ -54,10 +55,11 @@ class RewardRunner:
         progress: Callable[[], None] = lambda: None,
         groups: Sequence[int] = (),
     ) -> list[Score | Failure]:
-        """A score or a failure for every (prompt, answer), in their order.
+        """Score every (prompt, answer); returns a score or a failure for each, in their order.
 
-        groups: which group each sample is of; as soon as one of them fails its group is scored no further, and all of it has
-        that failure. By default each sample is a group. `progress` is called at least twice a second, however long the rewards take.
+        groups: the group of each sample. As soon as a sample fails, its group is scored no further, and all of the
+        group has that failure. By default each sample is a group. `progress` is called at least twice a second, however
+        long the rewards take.
         """
         began = time.perf_counter()
         batch = _Batch(list(groups) or [*range(len(samples))])
@@ -80,7 +82,7 @@ class RewardRunner:
         return batch.verdicts()
 
     def close(self) -> None:
-        """Stop the processes, also those in the middle of a reward."""
+        """Stop the processes, also in the middle of a reward."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
@@ -89,7 +91,7 @@ class RewardRunner:
     def _in_pool(
         self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch, progress: Callable[[], None]
     ) -> None:
-        """Score `left` side by side; what the pool broke before stays open."""
+        """Score the samples `left` side by side; those that were under way when the pool broke stay open."""
         if not left:
             return
         if self._pool is not None and not self._pool.active:
@@ -126,7 +128,8 @@ class RewardRunner:
                 futures[other].cancel()  # one that runs is killed
 
     def _calls(self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch) -> dict[int, list[int]]:
-        """The samples of each call, by its first: one, or those of a group where the reward takes a group at once."""
+        """Group samples into calls; returns first sample -> samples of its call. A call has one sample, or those of a
+        group where the reward takes a group at once."""
         calls: dict[int, list[int]] = {}
         firsts: dict[int, int] = {}
         for i in left:
@@ -135,7 +138,7 @@ class RewardRunner:
         return calls
 
     def _outcomes(self, future: Future[list[Outcome]], count: int) -> list[Outcome]:
-        """What came of each sample of a call; nothing where the pool broke."""
+        """The outcome of each sample of a call; empty where the pool broke."""
         error = future.exception()
         if error is None:
             return future.result()
@@ -161,7 +164,7 @@ class RewardRunner:
 
 
 class _Batch:
-    """Samples that are judged together, and what came of them."""
+    """Samples that are scored together, and their verdicts."""
 
     def __init__(self, groups: list[int]) -> None:
         self._groups = groups
@@ -169,7 +172,8 @@ class _Batch:
         self._failed: dict[int, Failure] = {}
 
     def fairly(self) -> list[int]:
-        """The samples in turns, one of each group: a group whose rewards hang holds up no other."""
+        """The order in which samples are scored: one of each group in turn, so that a group whose rewards hang holds up
+        no other."""
         seen = Counter[int]()
         turns = []
         for i, group in enumerate(self._groups):
@@ -181,7 +185,7 @@ class _Batch:
         return self._groups[i]
 
     def open(self, i: int) -> bool:
-        """Whether a sample is still to be judged."""
+        """Return True if a sample is still to be scored."""
         return i not in self._verdicts and self._groups[i] not in self._failed
 
     def settle(self, i: int, verdict: Score | Failure) -> None:

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from relax_hpc.spool.shard import Shard
 
 Z = 1.959963984540054
-"""The normal distribution's 97.5% point."""
+"""The 97.5% point of the normal distribution."""
 RESAMPLES = 1000
 SEED = 0
-"""Of the resamples: the same answers have the same interval, whoever counts."""
+"""Seed of the resamples: equal answers have equal intervals, whoever computes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What came of one prompt."""
+    """The rewards and lengths of one prompt's answers."""
 
     source: int
     rewards: NDArray[np.float32]  # [n] what the verifier said; 0 for all of a group that failed
@@ -38,7 +38,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class SourceScore:
-    """The score of one source's prompts; of all of them together where `source` is None."""
+    """The score of one source's prompts, or of all prompts together where `source` is None."""
 
     source: int | None
     name: str
@@ -47,11 +47,11 @@ class SourceScore:
     failed: int
     """Prompts whose group could not be generated or scored; each counts as not solved."""
     score: float
-    """Mean reward: of each prompt over its answers, then over prompts."""
+    """Mean reward: over each prompt's answers, then over prompts."""
     low: float
     high: float
     interval: Literal["wilson", "bootstrap"]
-    """How the 95% interval [low, high] was made."""
+    """The method behind the 95% interval [low, high]."""
     pass_at: dict[str, float]
     """k -> the chance that at least one of k answers is solved; a JSON object, so k is text."""
     length_mean: float
@@ -63,7 +63,7 @@ class SourceScore:
 
 
 def answers(shards: Iterable[Shard]) -> list[Answers]:
-    """The answers in evaluation shards, a record a prompt."""
+    """Read the answers in evaluation shards, one record a prompt."""
     found = []
     for shard in shards:
         of_group, lengths = shard.samples["group"], np.diff(shard.offsets)
@@ -80,7 +80,7 @@ def answers(shards: Iterable[Shard]) -> list[Answers]:
 
 
 def score(found: Sequence[Answers], names: Sequence[str], solved_at: float) -> tuple[SourceScore, list[SourceScore]]:
-    """The score of all prompts together, and that of each source; `names` are the sources', by number."""
+    """Score all prompts together, and each source; `names` are the sources', by number."""
     every = sorted({a.source for a in found})
     sources = [_score([a for a in found if a.source == s], s, names[s], solved_at) for s in every]
     return _score(found, None, "all", solved_at), sources
@@ -110,7 +110,7 @@ def _score(found: Sequence[Answers], source: int | None, name: str, solved_at: f
 
 
 def pass_at(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of the chance that one of k answers is solved, from c solved ones of n (arXiv 2107.03374)."""
+    """Estimate, without bias, the chance that one of k answers is solved, from c solved ones of n (arXiv 2107.03374)."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
@@ -120,7 +120,8 @@ def powers_of_two(upto: int) -> list[int]:
 
 
 def wilson(solved: int, prompts: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share: single answers that are right or wrong. It has a width at 0 and at 1 too."""
+    """Wilson's 95% interval of a share, for single answers that are right or wrong. Its width is not 0 at shares of 0
+    and 1."""
     share, weight = solved / prompts, Z**2 / prompts
     middle = (share + weight / 2) / (1 + weight)
     half = Z * math.sqrt(share * (1 - share) / prompts + Z**2 / (4 * prompts**2)) / (1 + weight)
@@ -128,7 +129,7 @@ def wilson(solved: int, prompts: int) -> tuple[float, float]:
 
 
 def bootstrap(means: NDArray[np.float64]) -> tuple[float, float]:
-    """The 95% percentile interval of the mean over resampled prompts: answers to one prompt are no independent draws."""
+    """The 95% percentile interval of the mean, by resampling prompts: answers to one prompt are no independent draws."""
     generator = np.random.default_rng(SEED)
     size = len(means)
     resampled = [means[generator.integers(0, size, size)].mean() for _ in range(RESAMPLES)]

@@ -1,4 +1,4 @@
-"""Trainer backends: one optimizer step from a step's rollouts, the same under any number of processes."""
+"""Trainer backends make optimizer steps from a step's rollouts, the same ones under any number of processes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from relax_hpc.trainers.base import CriticTrainer, Scoring, Trainer
 __all__ = ["BACKENDS", "CriticTrainer", "Scoring", "Trainer", "make_critic", "make_scoring", "make_trainer"]
 
 BACKENDS = {"torch": "torch.Torch", "megatron": "megatron.Megatron"}
-"""Where their classes are below this package, less what they end with: a backend is imported when it is used, for some need more than is installed."""
+"""Backend -> its module below this package and the beginning of its classes' names. A backend is imported only when it
+is used, since some need more than is installed."""
 
 
 def make_trainer(recipe: Recipe, model_dir: Path, rank: int, world: int) -> Trainer:
-    """This process's trainer. With world > 1 the default process group of torch.distributed is there already."""
+    """Make this process's trainer. With world > 1 the default process group of torch.distributed exists already."""
     made: Trainer = _class(recipe, "Trainer")(recipe, model_dir, rank, world)
     return made
 
 
 def make_critic(recipe: Recipe, folder: Path, rank: int, world: int) -> CriticTrainer:
-    """The same of a critic in processes of its own. folder: of the model that its body begins as."""
+    """Make this process's critic, for a critic in processes of its own. folder: the model that its body starts from.
+    With world > 1 the default process group exists already."""
     made: CriticTrainer = _class(recipe, "Critic")(recipe, folder, rank, world)
     return made
 
 
 def make_scoring(recipe: Recipe, model_dir: Path, rank: int, world: int) -> Scoring:
-    """The same of a scorer's models. model_dir: the policy's."""
+    """Make this process's part of a scorer's models. model_dir: the policy's. With world > 1 the default process group
+    exists already."""
     made: Scoring = _class(recipe, "Scoring")(recipe, model_dir, rank, world)
     return made
 

@@ -1,4 +1,5 @@
-"""What a trainer backend is: it holds the policy and its optimizer, and makes its updates from a step's rollouts; the same of a critic."""
+"""The interfaces of a trainer backend: it holds the policy and its optimizer, and makes updates from a step's rollouts.
+A critic and a scorer's models have interfaces of their own."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ from relax_hpc.records import Rollouts
 
 
 class Saving(Protocol):
-    """A checkpoint on its way to the disk."""
+    """A checkpoint that is being written to the disk."""
 
     checksums: Mapping[str, str]
-    """Once it is finished: of files that this process knows, by name (see relax_hpc.files.folder_checksums)."""
+    """Checksums of files that this process knows, by name, once it is finished (see relax_hpc.files.folder_checksums).
+    """
 
     def done(self) -> bool:
-        """Whether this process has written its part."""
+        """Return True if this process has written its part."""
         ...
 
     def finish(self) -> None:
-        """Wait for it; collective. Raises OSError, on every process, where one had no room."""
+        """Wait until all is written; collective. Raises OSError, on every process, where one had no room."""
         ...
 
 
@@ -43,34 +45,39 @@ class Saved:
 
 
 class Trainer(Protocol):
-    """Fill this to add a backend; the contract suite in tests/contract/test_trainers.py runs over all of them.
+    """The interface to fill to add a backend; the contract suite in tests/contract/test_trainers.py runs over all of
+    them.
 
     Every process of the trainer holds one and calls the same methods in the same order; all of them are collective.
     """
 
     seconds: Mapping[str, float]
-    """What the parts of the last step took here: columns_s, forward_backward_s (with the gradients' norm), optimize_s."""
+    """Seconds that the parts of the last step took in this process: columns_s, forward_backward_s (with the gradients'
+    norm), optimize_s."""
 
     def step(
         self, rollouts: Rollouts, algorithm: Algorithm, step: int, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """One optimizer step on all of `rollouts` (every process is given all of them and works on its share).
+        """Make one optimizer step on all of `rollouts` (every process is given all of them and works on its share).
 
-        Or trainer.updates_per_step of them, each on its share of the groups. The loss is the sum over tokens divided by
-        one global token count: the same under any number of processes and micro-batches. Returns metrics, equal on every
-        process: loss, grad_norm, learning_rate, tokens, skipped (updates, for loss or gradient were not finite), kl
-        (behavior to current), entropy, and what the algorithm adds; engine_diff where `step` is the version that made every token. While only a critic learns, neither kl nor entropy.
+        With trainer.updates_per_step > 1 that many steps are made, each on its share of the groups. The loss is the sum
+        over tokens divided by one global token count: the same under any number of processes and micro-batches. Returns
+        metrics, equal on every process: loss, grad_norm, learning_rate, tokens, skipped (updates whose loss or gradient
+        was not finite), kl (behavior to current), entropy, and those that the algorithm adds; engine_diff where `step`
+        is the version that made every token. While only a critic learns, neither kl nor entropy is there.
         """
         ...
 
     def supervised_step(
         self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
     ) -> float:
-        """One warm-up step: cross-entropy of the answers (their end token included); the mean loss over answer tokens."""
+        """Make one step of the SFT warm start: cross-entropy of the answers (their end token included). Returns the
+        mean loss over answer tokens."""
         ...
 
     def begin_training(self) -> None:
-        """After the SFT warm start: a fresh optimizer; the weights of now are the reference, and what a critic's body begins as."""
+        """Begin training after the SFT warm start: with a fresh optimizer; the current weights become the reference,
+        and a critic's body starts from them."""
         ...
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -81,72 +88,79 @@ class Trainer(Protocol):
         ...
 
     def save(self, folder: Path) -> Mapping[str, str]:
-        """Write weights, optimizer and random state into `folder`, an empty one, and onto the disk; all call.
+        """Write weights, optimizer and random state into `folder`, an empty one, and onto the disk; all processes call.
 
-        Returns checksums of files that rank 0 knows, by name (see relax_hpc.files.folder_checksums). No pickle but what load() refuses when it is more than data. Raises OSError on rank 0 where the disk is full.
+        Returns checksums of files that rank 0 knows, by name (see relax_hpc.files.folder_checksums). A pickle is
+        written only where load() refuses one that is more than data. Raises OSError on rank 0 where the disk is full.
         """
         ...
 
     def begin_save(self, folder: Path) -> Saving:
-        """The same, but training may go on before it is finished: what is written is the state of now."""
+        """Begin to write a checkpoint as `save` does, of the current state; training may continue before it is
+        finished."""
         ...
 
     def offload(self) -> None:
-        """Give the device's memory back: all state waits in host memory for `wake`, and nothing else is called before it."""
+        """Give the device's memory back: all state waits in host memory for `onload`, and nothing else is called before
+        it."""
         ...
 
     def onload(self) -> None:
-        """Go on after `rest`, with the same bits."""
+        """Take the device's memory again after `offload`, with the same bits."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Take back what `save` wrote, to the bit. Raises RunError for a checkpoint of another model, DamagedCheckpoint where a file is
-        not as it was written: on this process, or on all.
+        """Load what `save` wrote, to the bit. Raises RunError for a checkpoint of another model, DamagedCheckpoint
+        where a file is not as it was written: on this process, or on all.
 
-        Where the run that wrote it had no reference or critic, and this one has, they may begin as when training begins.
+        Where the run that wrote it had no reference or critic, and this one has, they may begin as when training
+        begins.
         """
         ...
 
 
 class CriticTrainer(Protocol):
-    """The same for a critic in processes of its own."""
+    """The interface of a critic in processes of its own. All processes call the same methods in the same order."""
 
     def values(self, rollouts: Rollouts, progress: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
-        """[T] of what is before each token in the loss, 0 elsewhere; on every process."""
+        """[T] the value of the state before each token in the loss, 0 elsewhere; on every process."""
         ...
 
     def learn(
         self, rollouts: Rollouts, algorithm: ActorCritic, step: int, progress: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """The updates of a step, from rollouts whose columns have the values (and the reference's logprobs, where returns need them).
+        """Make the updates of a step, from rollouts whose columns have the values (and the reference's logprobs, where
+        returns need them).
 
-        Returns metrics, equal on every process: value_loss, critic_grad_norm, critic_learning_rate, explained_variance, tokens,
-        skipped, and what the algorithm adds.
+        Returns metrics, equal on every process: value_loss, critic_grad_norm, critic_learning_rate, explained_variance,
+        tokens, skipped, and those that the algorithm adds.
         """
         ...
 
     def save(self, folder: Path) -> Mapping[str, str]:
-        """As a Trainer's."""
+        """Write a checkpoint, as Trainer.save does."""
         ...
 
     def load(self, folder: Path) -> None:
-        """As a Trainer's."""
+        """Load a checkpoint, as Trainer.load does."""
         ...
 
 
 class Scoring(Protocol):
-    """Models that learn nothing here and say logprobs of tokens: a scorer's. Every process of its group calls the same methods."""
+    """A scorer's models, which compute logprobs of tokens and learn nothing. Every process of its group calls the same
+    methods."""
 
     def hold(self, name: str, folder: Path) -> None:
-        """Have a model of its own, that in `folder`."""
+        """Load a model of its own under `name`, from `folder`."""
         ...
 
     def take(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
-        """Have the policy with these weights, which `where` has; again with those of another version."""
+        """Load the policy with these weights under `name`; called again for another version. where: the place of the
+        weights, for errors."""
         ...
 
     def logprobs(
         self, name: str, rollouts: Rollouts, progress: Callable[[], None] = lambda: None
     ) -> NDArray[np.float32]:
-        """[T] of the tokens in the loss, 0 elsewhere; on every process."""
+        """[T] logprobs of the tokens in the loss by the model `name`, 0 elsewhere; on every process."""
         ...

@@ -1,4 +1,4 @@
-"""The run's model folder: config and tokenizer for every role; weights where the model is made here."""
+"""Making of the run's model folder: config and tokenizer for every role, and the weights of a model that is made here."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from relax_hpc.recipe.tables.model import PathModel, TinyModel
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Each of these is enough for a tokenizer."""
+"""Files each of which is enough for a tokenizer."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-"""Layers that packed rows and left-padded batches are right for; sliding ones within their window."""
+"""Types of layers that packed rows and left-padded batches are right for; sliding ones within their window."""
 
 
 def materialise(model: PathModel | TinyModel, folder: Path, seed: int) -> None:
@@ -49,12 +49,12 @@ def materialise(model: PathModel | TinyModel, folder: Path, seed: int) -> None:
 
 
 def weights_folder(model: PathModel | TinyModel, folder: Path) -> Path:
-    """Where the weights of version 0 are."""
+    """The folder that has the weights of version 0."""
     return folder if isinstance(model, TinyModel) else model.path
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Which file has a tensor."""
+    """Name of each tensor in `folder` -> the file that has it."""
     index = read_json(folder / "model.safetensors.index.json")
     if index is not None:
         return {name: folder / file for name, file in index["weight_map"].items()}
@@ -66,7 +66,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 
 def dtype_of(folder: Path) -> torch.dtype:
-    """Of a model's weights; those of one model have one."""
+    """The type of a model's weights, read off one of them: all have the same."""
     name, path = next(iter(files_of(folder).items()))
     with safe_open(path, framework="pt") as file:
         dtype: torch.dtype = file.get_tensor(name).dtype
@@ -74,7 +74,7 @@ def dtype_of(folder: Path) -> torch.dtype:
 
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the safetensors in `folder`, one after the other."""
+    """Read the tensors of the safetensors in `folder`, one after the other."""
     files = files_of(folder)
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
@@ -84,7 +84,8 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_beside(recipe: Recipe, folder: Path) -> None:
-    """Raises RunError where a model that the trainer is to hold beside the run's, in `folder`, has another vocabulary."""
+    """Raise RunError where a model that the trainer is to hold beside the run's has another vocabulary than the one in
+    `folder`."""
     for key, path in recipe.models_beside.items():
         _check_files(key, path)
         _check_content(key, path)
@@ -100,7 +101,8 @@ def check_beside(recipe: Recipe, folder: Path) -> None:
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token a character of `alphabet`; every other character is <unk>. Decoding is the exact inverse."""
+    """Make a tokenizer with one token a character of `alphabet`; every other character is <unk>. Decoding is the exact
+    inverse."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines out
@@ -145,7 +147,7 @@ def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
 
 
 def _check_files(key: str, path: Path) -> None:
-    """Raises RunError where `path`, the value of `key`, is no directory of a model."""
+    """Raise RunError where `path`, the value of `key`, is no directory of a model."""
     if not path.is_dir():
         raise RunError(f"{key} = '{path}' is not a directory: give one that `from_pretrained` loads")
     if not (path / "config.json").is_file():
@@ -159,7 +161,7 @@ def _check_files(key: str, path: Path) -> None:
 
 
 def _check_content(key: str, path: Path) -> None:
-    """Raises RunError for a JSON file that is none, and for weights that are cut short: a copy or download that did not end."""
+    """Raise RunError for a damaged JSON file, and for weights that are cut short: a copy or download that did not end."""
     again = "it is damaged, or was not copied to its end: copy or download it again"
     for file in sorted(path.glob("*.json")):
         try:

@@ -1,4 +1,5 @@
-"""A checkpoint as a Hugging Face model directory, and models between Hugging Face and Megatron-core."""
+"""Export of a checkpoint as a Hugging Face model directory, and conversion of models between Hugging Face and
+Megatron-core."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def export_checkpoint(run: Path, output: Path, step: int | None = None, dtype: str | None = None) -> str:
-    """Write checkpoint `step` (the newest by default) of `run` to `output`; says what was written. Raises RunError.
+    """Write checkpoint `step` (the newest by default) of `run` to `output`; returns a line that says so. Raises
+    RunError.
 
-    `dtype`: one of DTYPES; by default what the model's own config.json says, else float32, as the checkpoint has its weights.
+    `dtype`: one of DTYPES; by default the type in the model's own config.json, else float32, the type of the
+    checkpoint's weights.
     """
     if dtype not in (None, *DTYPES):
         raise RunError(f"--dtype '{dtype}': expected one of {', '.join(DTYPES)}")
@@ -58,7 +61,7 @@ def _said_dtype(config: dict[str, Any]) -> str | None:
 
 
 def _say_dtype(folder: Path) -> None:
-    """Make config.json in `folder` name the type that the weights beside it have."""
+    """Write the type of the weights in `folder` into its config.json."""
     from relax_hpc.trainers.build import dtype_of
 
     path = folder / "config.json"
@@ -81,9 +84,10 @@ def compare_weights(checkpoint: Path) -> None:
 
 
 def convert(source: Path, output: Path, model: Path | None = None) -> str:
-    """A Hugging Face directory as a Megatron-core checkpoint, or the other way round; says what was written. Raises RunError.
+    """Convert a Hugging Face directory to a Megatron-core checkpoint, or the other way round; returns a line that says
+    so. Raises RunError.
 
-    `model`: where config.json and the tokenizer of a checkpoint are, when not beside it.
+    `model`: the folder with config.json and tokenizer of a checkpoint, when they do not lie beside it.
     """
     if not source.is_dir():
         raise RunError(f"'{source}' is not a directory: a Hugging Face model or a Megatron-core checkpoint is expected")

@@ -1,4 +1,4 @@
-"""Whether the megatron backend can train a model under a plan: said before a run begins, without Megatron."""
+"""Check that the megatron backend can train a model under a plan, before a run begins and without Megatron."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.recipe.tables.parallel import Sizes, misfit
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types."""
+"""Model types that the backend can train."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron-core's scaling of rotary frequencies has built in."""
+"""The scaling of rotary frequencies that is built into Megatron-core."""
 
 
 def check(recipe: Recipe, model_dir: Path) -> None:
-    """Raise RunError for what a trainer of this recipe could not be made of."""
+    """Raise RunError where the trainer of this recipe could not be made."""
     if recipe.trainer.backend != "megatron":
         return
     need_megatron()
@@ -49,7 +49,7 @@ def need_megatron() -> None:
 
 
 def sparse_layers(hf: Any) -> list[int]:
-    """1 for each layer with experts, 0 for each dense one."""
+    """For each layer, 1 if it has experts, 0 if it is dense."""
     step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None) or []
     return [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
 

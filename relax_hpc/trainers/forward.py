@@ -1,7 +1,7 @@
 """Logprobs of chosen tokens, without ever holding the logits of a whole micro-batch; a critic's values at them.
 
 base model ──hidden [R*L, H]──► the M positions that predict a loss token ──head, in chunks──► [M] logprobs, [M] entropies
-                                                                         └─a critic's head──► [M] values
+                                                                        └──a critic's head──► [M] values
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Critic(torch.nn.Module):
 
 
 def token_values(critic: Critic, batch: MicroBatch, device: torch.device) -> Tensor:
-    """[M] float32: the value of what is before each token in the loss."""
+    """[M] float32: the value of the state before each token in the loss."""
     chosen = _chosen(critic.body, batch, device)
     with torch.autocast(device.type, enabled=False):  # a loss of squares wants more digits than bfloat16 has
         values: Tensor = critic.head(chosen.float()).squeeze(-1)
@@ -86,7 +86,8 @@ def _head_logprobs(
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise RunError for a model that does more after its base than its head (soft caps, scales): its logprobs would be wrong."""
+    """Raise RunError for a model that does more after its base than apply its head (soft caps, scales): its logprobs
+    would be wrong."""
     probe = torch.arange(4, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     whole = model(input_ids=probe, use_cache=False).logits
     parts = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)

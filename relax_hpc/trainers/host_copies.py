@@ -1,4 +1,4 @@
-"""A trainer's state out of its devices' memory and back, so that an engine can have them meanwhile.
+"""Moves a trainer's state out of its devices' memory and back, so that an engine can use the devices meanwhile.
 
 weights, optimizer state ──copied──► host memory (pinned, kept for the next time)      gradients: dropped, they are zeroed anyway
 their storages are resized to nothing, and back: every view of them stays what it is, so no backend needs to know
@@ -16,16 +16,16 @@ from torch.nn import Module
 
 
 class HostCopies:
-    """What is away from the devices."""
+    """Host copies of the tensors that were taken off their devices."""
 
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._dropped: list[tuple[torch.UntypedStorage, int]] = []
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        """Host memory of the time before, by its size: pinning it takes long."""
+        """Host memory of earlier copies, by its size: pinning it takes long."""
 
     def take_away(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
-        """Copy `kept` to the host and free their memory; of `dropped` the content is lost. Tensors may share memory."""
+        """Copy `kept` to the host and free their memory; the content of `dropped` is lost. Tensors may share memory."""
         seen: set[int] = set()
         for storage in _storages(kept, seen):
             size = storage.nbytes()
@@ -39,7 +39,7 @@ class HostCopies:
             torch.cuda.empty_cache()
 
     def bring_back(self) -> None:
-        """The same memory's content where it was; what was dropped is zero."""
+        """Give every tensor its memory and content back; dropped ones are zero."""
         for storage, host in self._away:
             storage.resize_(host.numel())
             _bytes(storage).copy_(host)
@@ -51,7 +51,7 @@ class HostCopies:
 
 
 def state_of(modules: Iterable[Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Weights, buffers and optimizer state, master weights too: all but gradients."""
+    """Weights, buffers and optimizer state, master weights too: everything but gradients."""
     found: list[Tensor] = []
     for module in modules:
         # torch's own: Megatron's wrapper has a list of this name
@@ -63,7 +63,7 @@ def state_of(modules: Iterable[Module], optimizers: Iterable[torch.optim.Optimiz
 
 
 def gradients_of(modules: Iterable[Module]) -> list[Tensor]:
-    """What parameters' gradients are kept in."""
+    """The tensors that hold the parameters' gradients."""
     held: list[Any] = [
         getattr(parameter, name, None)
         for module in modules
@@ -74,7 +74,7 @@ def gradients_of(modules: Iterable[Module]) -> list[Tensor]:
 
 
 def _storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
-    """Each one once, and once only for the same `seen`."""
+    """The tensors' storages, each once; `seen` holds those that are left out, and is added to."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         # memory that is not torch's own cannot be resized: a file that is mapped, an optimizer that was read, both on a CPU

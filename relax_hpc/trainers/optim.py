@@ -1,4 +1,5 @@
-"""A model with its AdamW; gradients in flat buckets, and the learning rate as a function of the step, need not be saved."""
+"""A model with its AdamW. Gradients lie in flat buckets; the learning rate is a function of the step and need not be
+saved."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from relax_hpc.recipe.tables.trainer import Trainer
 
 BUCKET_BYTES = 64 * 2**20
 NORM_EPS = 1e-6
-"""As in torch.nn.utils.clip_grad_norm_."""
+"""Added to the norm in clipping, as in torch.nn.utils.clip_grad_norm_."""
 
 
 def learning_rate(config: Trainer, step: int, steps: int) -> float:
-    """The rate of training step `step` (from 0) of `steps`.
+    """The learning rate of training step `step` (from 0) of `steps`.
 
     It rises linearly over lr_warmup_steps (the first step already moves), then falls to min_learning_rate at `steps`.
     """
@@ -43,7 +44,7 @@ class Learning:
         self.begin()
 
     def begin(self) -> None:
-        """A fresh optimizer."""
+        """Make a fresh optimizer."""
         config = self.config
         matrices = [p for p in self.parameters.values() if p.ndim > 1]
         vectors = [p for p in self.parameters.values() if p.ndim <= 1]  # norms and biases do not decay
@@ -53,7 +54,7 @@ class Learning:
         )
 
     def update(self, norm: float, rate: float) -> None:
-        """Clip gradients of this norm, and one step with learning rate `rate`."""
+        """Clip gradients of this norm, and make one step with learning rate `rate`."""
         self.gradients.clip(norm, self.config.clip_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -86,12 +87,12 @@ class FlatGradients:
             buffer.zero_()
 
     def all_reduce(self) -> None:
-        """Sum over the processes."""
+        """Sum the gradients over the processes."""
         for work in [dist.all_reduce(buffer, async_op=True) for buffer in self.buffers]:
             work.wait()
 
     def norm(self) -> float:
-        """Global L2 norm."""
+        """The global L2 norm of the gradients."""
         return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(b) for b in self.buffers])))
 
     def clip(self, norm: float, limit: float) -> None:

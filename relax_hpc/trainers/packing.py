@@ -1,10 +1,11 @@
-"""Samples -> micro-batches: balanced over data-parallel ranks, under a token budget, packed into rows with little padding.
+"""Samples -> micro-batches: balanced over data-parallel ranks, under a token budget, packed into rows with little
+padding.
 
-    samples ──join──► trees ──balance──► a share of trees a rank ──cut──► micro-batches of rows of trees ──pack──► arrays
+  samples ──join──► trees ──balance──► a share of trees a rank ──cut──► micro-batches of rows of trees ──pack──► arrays
 
-A tree is a prompt and the answers to it that are trained on behind one copy of it: where prompts are longer than answers,
-that saves most of the work. All of it depends on the samples alone: every process computes the whole plan and takes its
-own share. An answer goes in without its last token, which predicts nothing.
+A tree is a prompt followed by several answers to it that are trained on behind one copy of it: where prompts are longer
+than answers, that saves most of the work. The whole plan depends on the samples alone: every process computes it and
+takes its own share. An answer goes in without its last token, which predicts nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Rows = list[list[Tree]]
 """A micro-batch: rows of trees."""
 
 LONGEST_SHARED = 2048
-"""Tokens of a tree with several answers at most: attention costs the square of a row's length, answers apart would not."""
+"""The most tokens of a tree with several answers: attention costs the square of a row's length, and separate answers
+have shorter rows."""
 
 PADDING = -1
 """The segment of tokens that only fill a row."""
@@ -31,7 +33,7 @@ PADDING = -1
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward reads. R rows of L tokens, M tokens that enter the loss."""
+    """The input of one forward: R rows of L tokens, M tokens that enter the loss."""
 
     tokens: NDArray[np.int64]  # [R, L]
     positions: NDArray[np.int64]  # [R, L] each tree begins again at 0, each answer behind the prompt; padding counts on
@@ -42,7 +44,8 @@ class MicroBatch:
 
     @property
     def one_sample_a_row(self) -> bool:
-        """Causal attention alone keeps the samples apart: what follows a row's only sample is padding."""
+        """True where each row has a single sample, so that causal attention alone keeps samples apart: all behind it is
+        padding."""
         return bool((self.segments < 1).all() and (self.branches < 2).all())
 
     def attention_mask(self) -> NDArray[np.bool_]:
@@ -56,7 +59,8 @@ class MicroBatch:
 
 
 def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
-    """The samples `used` as trees: a group shares its prompt where that saves at least as many tokens as its answers have."""
+    """Join the samples `used` to trees: a group shares its prompt where that saves at least as many tokens as its
+    answers have."""
     groups: dict[int, list[int]] = {}
     for sample in used.tolist():
         groups.setdefault(int(rollouts.group[sample]), []).append(sample)
@@ -74,7 +78,8 @@ def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
 
 
 def balance(lengths: NDArray[np.int64], ranks: int) -> list[list[int]]:
-    """Shares of trees, one a rank, of nearly equal tokens: the longest first, each to the rank with the fewest.
+    """Distribute trees over the ranks in shares of nearly equal tokens: the longest first, each to the rank with the
+    fewest.
 
     Within 4/3 of the best possible largest share (R. L. Graham, 1969).
     """
@@ -88,7 +93,8 @@ def balance(lengths: NDArray[np.int64], ranks: int) -> list[list[int]]:
 
 
 def cut(share: list[int], lengths: NDArray[np.int64], budget: int) -> list[list[list[int]]]:
-    """Micro-batches (rows of trees, by index) of at most `budget` tokens, padding included; a longer tree stands alone.
+    """Cut a share into micro-batches (rows of trees, by index) of at most `budget` tokens, padding included; a longer
+    tree stands alone.
 
     Rows are as long as the micro-batch's longest tree and filled first-fit decreasing.
     """
@@ -120,7 +126,8 @@ def cut(share: list[int], lengths: NDArray[np.int64], budget: int) -> list[list[
 
 
 def plan(rollouts: Rollouts, ranks: int, budget: int) -> list[list[Rows]]:
-    """Micro-batches of each rank; samples without a token in the loss are left out. Raises ValueError for an empty prompt."""
+    """Plan the micro-batches of each rank; samples without a token in the loss are left out. Raises ValueError for an
+    empty prompt."""
     if len(rollouts) and not np.diff(rollouts.prompt_offsets).all():
         empty = int(np.flatnonzero(np.diff(rollouts.prompt_offsets) == 0)[0])
         raise ValueError(f"sample {rollouts.ids[empty]} has no prompt tokens: nothing predicts its first token")
@@ -133,13 +140,13 @@ def plan(rollouts: Rollouts, ranks: int, budget: int) -> list[list[Rows]]:
 
 
 def tree_length(rollouts: Rollouts, tree: Tree) -> int:
-    """Tokens that a tree puts into a row."""
+    """Tokens that a tree takes in a row."""
     prompt = int(rollouts.prompt_offsets[tree[0] + 1] - rollouts.prompt_offsets[tree[0]])
     return prompt + sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in tree)
 
 
 def pack(rollouts: Rollouts, rows: Rows) -> MicroBatch:
-    """The arrays of one micro-batch."""
+    """Make the arrays of one micro-batch."""
     width = max(sum(tree_length(rollouts, tree) for tree in row) for row in rows)
     tokens = np.zeros((len(rows), width), np.int64)
     positions = np.tile(np.arange(width), (len(rows), 1))

@@ -2,8 +2,8 @@
 
 model.safetensors        float32 master weights, tied ones once
 optimizer-N.safetensors  "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" of AdamW, in a few files; empty before its first step
-reference.safetensors    the frozen reference's weights, where one is held
-critic.safetensors       and critic_optimizer-N.safetensors: the same of a critic, where there is one
+reference.safetensors    the reference weights, where they are held
+critic.safetensors       and critic_optimizer-N.safetensors: weights and optimizer of a critic, where there is one
 rng.safetensors          "RANK/cpu" and "RANK/cuda": random states, uint8
 """
 
@@ -28,9 +28,10 @@ from relax_hpc.files.run_dir import OPTIMIZERS
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
 OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
 PARTS = 4
-"""Files of an optimizer, and threads that read and write: memory that is touched for the first time costs more than what is copied there."""
+"""Files of an optimizer, and threads that read and write them: touching memory for the first time costs more than
+copying into it."""
 SHOWN = 3
-"""Differences that an error names."""
+"""Differences that one error names at most."""
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -39,7 +40,8 @@ UNREADABLE = "'{}' cannot be read: {}; go back to an older checkpoint"
 
 
 def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Write these files, which must not exist, into `folder` and onto the disk, several at once; checksums of what was written, by name."""
+    """Write these files, which must not exist, into `folder` and onto the disk, several at once; returns checksums of
+    what was written, by name."""
 
     def write_one(name: str) -> str:
         data = tensor_files.pieces(files[name].items())
@@ -50,13 +52,13 @@ def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, 
 
 
 def cast(path: Path, dtype: str) -> dict[str, Tensor]:
-    """The tensors of the file `path`, floating-point ones in the type of torch that is called `dtype`."""
+    """Load the tensors of the file `path`, floating-point ones converted to torch's type `dtype`."""
     kept = load_file(path)
     return {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in kept.items()}
 
 
 def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """PARTS files of about as many bytes each."""
+    """Distribute tensors over PARTS files of about as many bytes each; returns file name -> tensors."""
     parts: list[dict[str, Tensor]] = [{} for _ in range(PARTS)]
     sizes = [0] * PARTS
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].nbytes):
@@ -67,7 +69,7 @@ def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Te
 
 
 def has(folder: Path, stem: str) -> bool:
-    """Whether a checkpoint holds this optimizer."""
+    """Return True if a checkpoint holds this optimizer."""
     return any(path.exists() for path in _paths(folder, stem))
 
 
@@ -77,8 +79,8 @@ def _paths(folder: Path, stem: str) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError when it is missing, DamagedCheckpoint when it is
-    not as it was written."""
+    """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError where the file is missing,
+    DamagedCheckpoint where it is not as it was written."""
     folder_checksums.compare(path)
     try:
         return load_file(path)
@@ -89,7 +91,8 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
-    """The tensors of all files of `stem`; `keep`: in memory that is ours to keep and to change. Raises RunError like `read`."""
+    """Read the tensors of all files of `stem`; `keep`: into memory that the caller may keep and change. Raises RunError
+    like `read`."""
     found: dict[str, Tensor] = {}
     for part in _in_threads(_in_memory if keep else read, _paths(folder, stem)):
         found |= part
@@ -116,7 +119,7 @@ def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -
 
 
 def _compare(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raises RunError unless `tensors` have these names and shapes."""
+    """Raise RunError unless `tensors` have these names and shapes."""
     differences = [f"'{n}' is missing in the checkpoint" for n in shapes if n not in tensors]
     differences += [f"'{n}' is not in the model" for n in tensors if n not in shapes]
     differences += [
@@ -129,13 +132,13 @@ def _compare(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], pa
 
 
 def _in_threads(work: Callable[[A], T], items: Iterable[A]) -> list[T]:
-    """`work` for each item, without gradients, which each thread has to say for itself."""
+    """Call `work` for each item, in threads and without gradients (torch's setting holds for one thread only)."""
     with ThreadPoolExecutor(PARTS, "checkpoint") as pool:
         return list(pool.map(torch.no_grad()(work), items))
 
 
 def shown(differences: list[str]) -> str:
-    """The first of them, and how many more there are."""
+    """Join the first few differences, and say how many more there are."""
     more = f"; {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
     return "; ".join(differences[:SHOWN]) + more
 
@@ -147,7 +150,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 def fill_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter], folder: Path, stem: str
 ) -> None:
-    """Give `optimizer` the state in `folder`. Raises RunError when it belongs to other parameters, or is not whole."""
+    """Load the optimizer's state from `folder`. Raises RunError when it belongs to other parameters, or is not whole."""
     state: dict[str, dict[str, Tensor]] = {}
     on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
     for key, value in read_parts(folder, stem, keep=on_cpu).items():
@@ -172,7 +175,7 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, Tensor]:
 
 
 def fill_rng(rank: int, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
-    """Go on with the states of `rank`; a rank that was not there when they were written keeps its own."""
+    """Restore the random states of `rank`; a rank that has none among them keeps its own."""
     if f"{rank}/cpu" in tensors:
         torch.set_rng_state(tensors[f"{rank}/cpu"])
     if f"{rank}/cuda" in tensors and device.type == "cuda":

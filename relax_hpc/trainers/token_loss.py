@@ -1,7 +1,7 @@
-"""What every backend's loss has in common: the algorithm asked for one number a token, and its answer checked.
+"""Common part of every backend's loss: the algorithm is asked for one number a token, and its answer is checked.
 
-A loss is called with a micro-batch's targets, and with what the model that learns from it says of them: logprobs and
-entropies of the policy, values of the critic.
+A loss is called with a micro-batch's targets, and with the learning model's output at them: logprobs and entropies of
+the policy, values of the critic.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ from relax_hpc.records import Rollouts
 Learner = Literal["policy", "critic"]
 """The models that a trainer trains."""
 PEAK = "_max"
-"""Metrics whose names end so, of numbers that are not negative, are the greatest of all tokens, not their mean."""
+"""A metric whose name ends so is the maximum over tokens, not their mean; its values are not negative."""
 
 
 class TokenLoss:
-    """The cross-entropy of an SFT warm start; `PolicyLoss` is an algorithm's, `ValueLoss` its critic's."""
+    """The loss of an SFT warm start: cross-entropy. `PolicyLoss` is an algorithm's loss, `ValueLoss` its critic's."""
 
     learner: Learner = "policy"
     entropy_gradient = False
 
     def tokens(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """([M] losses, metrics as [M] tensors) of the tokens `targets`, by their index in rollouts.tokens."""
+        """([M] losses, metrics as [M] tensors) of the tokens `targets`, indices into rollouts.tokens. said: the model's
+        output at them."""
         logprobs, entropies = said
         return -logprobs, {"entropy": entropies}
 
     def __call__(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """(sum of the losses, sums of the losses and of the metrics, or their PEAK). Raises RunError for a loss of the wrong shape."""
+        """(sum of the losses; sums of the losses and of the metrics, the maximum for PEAK ones). Raises RunError for a
+        loss of the wrong shape."""
         loss, metrics = self.tokens(targets, *said)
         values = {"loss": loss, **metrics}
         wrong = [n for n, v in values.items() if v.shape != targets.shape]
@@ -57,12 +59,12 @@ class TokenLoss:
 
 
 class PolicyLoss(TokenLoss):
-    """An algorithm's loss on what one update trains on."""
+    """An algorithm's loss on the tokens of one update."""
 
     def __init__(
         self, rollouts: Rollouts, algorithm: Algorithm, advantages: Tensor, budget: int, device: torch.device
     ) -> None:
-        """advantages: [T]; budget: tokens that the model may generate for a sample at most."""
+        """advantages: [T]; budget: the most tokens that the model may generate for a sample."""
         self.algorithm, self.device, self.advantages = algorithm, device, advantages
         self.old_logprobs = torch.from_numpy(rollouts.logprobs)
         self.columns = {name: torch.from_numpy(values) for name, values in rollouts.columns.items()}
@@ -101,12 +103,12 @@ class PolicyLoss(TokenLoss):
 
 
 class ValueLoss(TokenLoss):
-    """Of a critic, on what one update trains on."""
+    """A critic's loss on the tokens of one update."""
 
     learner: Learner = "critic"
 
     def __init__(self, rollouts: Rollouts, algorithm: ActorCritic, returns: Tensor, device: torch.device) -> None:
-        """returns: [T]"""
+        """returns: [T], which the critic learns."""
         self.algorithm, self.returns, self.device = algorithm, returns, device
         self.old = torch.from_numpy(rollouts.columns[VALUES])
 
@@ -117,12 +119,13 @@ class ValueLoss(TokenLoss):
 
 
 def needs_reference(recipe: Recipe) -> bool:
-    """Whether the trainer holds the reference: the algorithm needs it, and no scorer has it."""
+    """Return True if the trainer holds the reference: the algorithm needs it, and no scorer has it."""
     return "reference" in make_algorithm(recipe.algorithm).needs and "reference" not in recipe.scored
 
 
 def columns_before(algorithm: Algorithm, recipe: Recipe) -> list[str]:
-    """What other models, or the policy of before a step's first update, say of the step's tokens."""
+    """Names of the columns that other models, or the policy before a step's first update, must make for the step's
+    tokens."""
     several = recipe.trainer.updates_per_step > 1  # with one update, the policy of before it is that of its forward
     names = [name for name in ("reference", TEACHER, VALUES) if name in algorithm.needs]
     return names + ["recomputed"] * (several and "recomputed" in algorithm.needs)
@@ -131,7 +134,8 @@ def columns_before(algorithm: Algorithm, recipe: Recipe) -> list[str]:
 def updates(
     rollouts: Rollouts, algorithm: Algorithm, recipe: Recipe, device: torch.device
 ) -> list[tuple[Rollouts, PolicyLoss]]:
-    """What each update of a step trains on, with its loss. Raises RunError for advantages of the wrong shape."""
+    """Split a step into its updates: the rollouts that each trains on, with its loss. Raises RunError for advantages of
+    the wrong shape."""
     advantages = algorithm.advantages(rollouts)
     if advantages.shape != rollouts.tokens.shape:
         raise RunError(
@@ -148,7 +152,8 @@ def updates(
 def critic_updates(
     rollouts: Rollouts, algorithm: ActorCritic, recipe: Recipe, device: torch.device
 ) -> tuple[list[tuple[Rollouts, ValueLoss]], float]:
-    """The same of the critic; and how much of the returns its values of before explain."""
+    """Split a step into the critic's updates, each with its loss; also returns the explained variance of the values
+    before the step."""
     returns = algorithm.returns(rollouts)
     values, mask = (torch.from_numpy(column) for column in (rollouts.columns[VALUES], rollouts.loss_mask))
     parts = shares(rollouts, recipe.trainer.updates_per_step)
@@ -157,16 +162,18 @@ def critic_updates(
 
 
 def shares(rollouts: Rollouts, count: int) -> list[Rollouts]:
-    """What each of `count` updates trains on: whole groups, in turn; the tokens of others have loss mask 0."""
+    """Split the groups over `count` updates, in turn; in each one's rollouts, tokens of other groups have loss mask 0."""
     turn = np.unique(rollouts.group, return_inverse=True)[1] % count
     turn_of = np.repeat(turn, np.diff(rollouts.offsets))
     return [replace(rollouts, loss_mask=rollouts.loss_mask * (turn_of == u)) for u in range(count)]
 
 
 def together(said: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its updates: means over tokens, peaks; sums of tokens and of skipped updates.
+    """Combine the metrics of a step's updates: means over tokens, maxima of PEAK ones, sums of tokens and of skipped
+    updates.
 
-    What a skipped update says is left out where another one was made: it is not finite, and no part of what was learned.
+    Metrics of a skipped update are left out where another one was made: they are not finite, and no part of what was
+    learned.
     """
     if len(said) == 1:
         return said[0]
@@ -189,7 +196,7 @@ def together(said: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def add(parts: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Sums by name, or the PEAK."""
+    """Add metrics by name; of PEAK ones take the maximum."""
     total: dict[str, float] = {}
     for part in parts:
         for name, value in part.items():
@@ -200,7 +207,7 @@ def add(parts: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def as_rollouts(prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]]) -> Rollouts:
-    """Prompts and answers as samples whose every token is in the loss."""
+    """Turn prompts and answers into samples whose every token is in the loss."""
     tokens = np.concatenate([np.zeros(0, np.int32), *answers])
     none = np.zeros(len(prompts), np.float32)
     return Rollouts(

@@ -42,7 +42,7 @@ from relax_hpc.trainers.update import CriticUpdating, PolicyUpdating, Updating
 
 
 class _Models:
-    """One data-parallel process of models: its micro-batches, and what they say."""
+    """One data-parallel process of models that compute outputs: its micro-batches, and the outputs at their targets."""
 
     def __init__(
         self, recipe: Recipe, rank: int, world: int, device: torch.device, tokens_per_micro_batch: int
@@ -64,7 +64,7 @@ class _Models:
             return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy_gradient)
 
     def _share(self, rollouts: Rollouts) -> Iterator[MicroBatch]:
-        """This process's micro-batches."""
+        """Pack this process's micro-batches."""
         for rows in plan(rollouts, self.world, self._budget)[self.rank]:
             yield pack(rollouts, rows)
 
@@ -72,7 +72,7 @@ class _Models:
     def _said(
         self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        """[T] what `say` makes of each micro-batch's targets, those of all processes."""
+        """[T] the results of `say` at the targets of all processes' micro-batches; 0 elsewhere."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)
         for batch in self._share(rollouts):
             column[torch.from_numpy(batch.targets).to(self.device)] = say(batch)
@@ -111,7 +111,7 @@ class _Learners(_Models, Updating):
         return {state_files.CRITIC: self._critic.state_dict()} if "critic" in self.learning else {}
 
     def _optimizers(self) -> dict[str, Learning]:
-        """By the stem of their files."""
+        """The optimizers that a checkpoint holds, by the stem of their files."""
         files: dict[Learner, str] = {"policy": state_files.OPTIMIZER, "critic": state_files.CRITIC_OPTIMIZER}
         return {files[learner]: learning for learner, learning in self.learning.items()}
 
@@ -224,7 +224,7 @@ class TorchTrainer(_Learners, PolicyUpdating):
             self.reference.load_state_dict(self.model.state_dict())
 
     def _new_critic(self) -> Critic:
-        """With the body of a model of its own, or of the policy."""
+        """Make a critic with the body of its own model, where the recipe has one, or else of the policy."""
         own = self.recipe.models_held.get(CRITIC_KEY)
         body = copy.deepcopy(self.model.base_model) if own is None else load_model(own, self.device).base_model
         return Critic(cast(PreTrainedModel, body)).to(self.device).eval()
@@ -234,7 +234,7 @@ class TorchCritic(_Learners, CriticUpdating):
     """One data-parallel process; see relax_hpc.trainers.base.CriticTrainer."""
 
     def __init__(self, recipe: Recipe, folder: Path, rank: int, world: int) -> None:
-        """folder: of the model that its body begins as."""
+        """folder: the model that its body starts from."""
         assert recipe.critic is not None
         super().__init__(recipe, rank, world, device_of(recipe.critic.device, "critic"))
         body = cast(PreTrainedModel, load_model(folder, self.device).base_model)
@@ -253,7 +253,7 @@ class TorchCritic(_Learners, CriticUpdating):
 
 
 class TorchScoring(_Models):
-    """On one device, in one process. See relax_hpc.trainers.base.Scoring."""
+    """A scorer's models on one device, in one process. See relax_hpc.trainers.base.Scoring."""
 
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         assert recipe.scorer is not None and world == 1, "scorers of this backend work each on its own"
@@ -296,7 +296,8 @@ def device_of(choice: str, role: str) -> torch.device:
 
 
 def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
-    """The model in float32. Raises RunError when the folder lacks weights (transformers would draw them at random)."""
+    """Load the model in float32. Raises RunError when the folder lacks weights (transformers would draw them at
+    random)."""
     transformers.utils.logging.disable_progress_bar()
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(

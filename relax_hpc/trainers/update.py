@@ -1,10 +1,11 @@
-"""What every backend does with a step's rollouts, whatever its gradients come from.
+"""Updates from a step's rollouts, as every backend makes them, whatever computes its gradients.
 
 rollouts ──forward of reference, teacher, critic, where needed──► columns ──updates──► for each, most often one:
 gradients (sums over tokens) ──► norm ──finite?──► AdamW        metrics ──summed over processes──► means over tokens
 
-Columns that other roles made come with the rollouts. A critic that the trainer holds learns from the same columns before the policy does, so
-that neither sees what the other became in the step; one of its own processes (`CriticUpdating`) makes its values, and learns, there.
+Columns that other roles made come with the rollouts. A critic that the trainer holds learns from these columns before
+the policy does, so that neither sees the other's changes in the step; a critic in processes of its own
+(`CriticUpdating`) makes its values, and learns, there.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 
 class Updating(ABC):
-    """What makes updates of models; a backend fills in what it computes with."""
+    """Makes updates of models; a backend fills in the abstract methods."""
 
     recipe: Recipe
     world: int
@@ -59,7 +60,7 @@ class Updating(ABC):
     def _teach_critic(
         self, rollouts: Rollouts, algorithm: ActorCritic, step: int, progress: Callable[[], None]
     ) -> dict[str, float]:
-        """The critic's updates; metrics by names of their own, but tokens and skipped."""
+        """Make the critic's updates; returns their metrics under names of their own, except tokens and skipped."""
         config = self.recipe.trainer
         schedule = rate_of(config, step, self.recipe.run.steps) / config.learning_rate
         rate = algorithm.config.critic.learning_rate * schedule
@@ -72,21 +73,23 @@ class Updating(ABC):
     def _column(
         self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
-        """[T] what the model of this name (recomputed: the policy of now) says of the tokens in the loss; on every process."""
+        """[T] the output of the model of this name (recomputed: the current policy) at the tokens in the loss; on every
+        process."""
 
     @abstractmethod
     def _gradients(
         self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
     ) -> dict[str, float]:
-        """Make the gradients of all processes' losses over `tokens`; sums of the loss and of the metrics that this one adds."""
+        """Make the gradients of all processes' losses over `tokens`; returns the sums of the loss and of the metrics
+        that this process adds."""
 
     @abstractmethod
     def _gradient_norm(self, learner: Learner) -> float:
-        """Of the whole model, the same on every process."""
+        """The gradients' norm over the whole model, the same on every process."""
 
     @abstractmethod
     def _update(self, learner: Learner, norm: float, rate: float) -> None:
-        """Clip gradients of this norm, and one step of AdamW with learning rate `rate`."""
+        """Clip gradients of this norm, and make one step of AdamW with learning rate `rate`."""
 
     def _optimize(
         self,
@@ -96,7 +99,7 @@ class Updating(ABC):
         rate: float,
         progress: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Forward, backward, and one step of AdamW with learning rate `rate`, unless something is not finite."""
+        """Make forward, backward, and one step of AdamW with learning rate `rate`, unless something is not finite."""
         tokens = int(rollouts.loss_mask.sum())
         metrics = _nothing(float(tokens), rate)
         if tokens == 0:
@@ -119,7 +122,7 @@ class Updating(ABC):
         self.seconds = {**self.seconds, part: self.seconds.get(part, 0.0) + took}
 
     def _gather(self, value: T) -> list[T]:
-        """Every process's value, in the order of ranks (so that sums are the same everywhere)."""
+        """Gather every process's value, in the order of ranks (so that sums are the same everywhere)."""
         if self.world == 1:
             return [value]
         values: list[T] = [value] * self.world
@@ -186,11 +189,11 @@ class PolicyUpdating(Updating):
 
     @abstractmethod
     def _refer(self) -> None:
-        """The weights of now are the reference, where one is held."""
+        """Make the current weights the reference, where one is held."""
 
 
 class CriticUpdating(Updating):
-    """The same of relax_hpc.trainers.base.CriticTrainer."""
+    """The part of relax_hpc.trainers.base.CriticTrainer that makes updates."""
 
     def values(self, rollouts: Rollouts, progress: Callable[[], None] = lambda: None) -> NDArray[np.float32]:
         self.seconds = {}

@@ -1,4 +1,4 @@
-"""Weights: versions of the policy on their way from the trainer to the rollout workers."""
+"""Weights on their way from the trainer to the rollout workers, as versions of the policy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ RENDEZVOUS: dict[str, Callable[..., Rendezvous]] = {
 
 
 def make_publisher(recipe: Recipe, run: RunDir, commit_dir: Path, incarnation: int) -> Publisher:
-    """The recipe's transport, the trainer's side. `commit_dir`: the folder that it commits through."""
+    """Make the trainer's side of the recipe's transport. `commit_dir`: the incarnation's folder, through which it
+    publishes."""
     w, bucket_bytes = recipe.weights, recipe.weights.bucket_mb << 20
     if isinstance(w, CollectiveWeights | MpiWeights):
         return CollectivePublisher(
@@ -58,8 +59,8 @@ def make_publisher(recipe: Recipe, run: RunDir, commit_dir: Path, incarnation: i
 
 
 def make_receiver(recipe: Recipe, run: RunDir, name: str, copies: bool = True) -> Receiver:
-    """The recipe's transport, a worker's side. `name`: of the worker; nobody had it before. copies: files are kept in the node's memory, where
-    the recipe says so."""
+    """Make a worker's side of the recipe's transport. `name`: the worker's, which no other has had. copies: keep files
+    in the node's memory, where the recipe says so."""
     w = recipe.weights
     if isinstance(w, CollectiveWeights | MpiWeights):
         return CollectiveReceiver(run, name, RENDEZVOUS[w.speaks](run, w.timeout_s))

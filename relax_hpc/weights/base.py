@@ -1,9 +1,9 @@
-"""How a new version of the policy reaches the rollout workers.
+"""Interfaces of a weight transport, which brings new versions of the policy to the rollout workers.
 
 trainer: publish(version, export) ──► transport ──► worker: newest(), fetch(version) ──► engine.load()
 
-A version exists when its manifest does (names, shapes, types and a checksum of every tensor; created exclusively, by way of
-the incarnation's folder, whatever the transport). How its bytes travel is the transport's own affair.
+A version exists when its manifest does (names, shapes, types and a checksum of every tensor; created exclusively, by
+way of the incarnation's folder, whatever the transport). How its bytes travel is the transport's own affair.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version's full name. Two versions with one number but another checksum belong to different lineages."""
+    """A version's full name. Two versions with one number but different checksums belong to different lineages."""
 
     number: int
     lineage: int
@@ -33,63 +33,68 @@ class Fetched:
 
     tensors: Iterable[tuple[str, Tensor]]
     files: Sequence[Path] = ()
-    """Safetensors files that hold just these tensors, where there are such."""
+    """Safetensors files that hold exactly these tensors, if there are any."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors)
 
 
 class WeightsError(Exception):
-    """A version that is missing, or was retired: take the newest one."""
+    """A version is missing, or was retired: the newest one is to be used."""
 
 
 class DamagedWeights(WeightsError):
-    """A version that is not what its manifest says."""
+    """A version's tensors are not what its manifest says."""
 
 
 Export = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Gives the policy's tensors, one after the other; may be called more than once, and gives the same bits each time."""
+"""Yields the policy's tensors, one after the other; may be called more than once, and yields the same bits each time.
+"""
 Progress = Callable[[], None]
-"""Called now and then in everything that lasts: the heartbeat. What it raises ends the work."""
+"""Called now and then during everything that lasts: the heartbeat. An exception that it raises ends the work."""
 
 
 class Publisher(Protocol):
-    """The trainer's side (rank 0)."""
+    """The trainer's side of a transport (rank 0)."""
 
     @property
     def lineage(self) -> int:
-        """Of the version published last; until then, the oldest there can be."""
+        """The lineage of the version published last; until then, the oldest one possible."""
         ...
 
     def publish(
         self, number: int, export: Export, progress: Progress = lambda: None, pinned: Collection[int] = ()
     ) -> Version:
-        """Make version `number` the newest. Publishing the same bits again is no new version.
+        """Make version `number` the newest. Publishing the same bits again makes no new version.
 
-        pinned: versions that stay on disk, this one too if it is among them, until a publication does not name them.
+        pinned: numbers of versions that stay on disk, this one too if it is among them, until a publication does not
+        name them.
         """
         ...
 
     def wanted(self) -> bool:
-        """Whether somebody needs the newest version once more, on disk: publish it again. Cheap, to be asked often."""
+        """Return True if a worker needs the newest version once more, on disk: publish it again. Cheap, to be asked
+        often."""
         ...
 
     def forget(self, oldest_step: int, pinned: Collection[int] = ()) -> None:
-        """Versions before the oldest restorable checkpoint are compared with no more, but for the pinned ones."""
+        """Forget versions before the oldest restorable checkpoint, except pinned ones: replays are compared with them
+        no more."""
         ...
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """A worker's side."""
+    """A worker's side of a transport."""
 
     def newest(self) -> Version | None:
-        """The newest version there is; None before the first. Cheap: one stat."""
+        """The newest version published; None before the first. Cheap: one stat."""
         ...
 
     def fetch(self, version: Version, progress: Progress = lambda: None) -> AbstractContextManager[Fetched]:
-        """The tensors of `version`, verified whole before the first one is given. Their memory is used again when the context ends.
+        """Fetch the tensors of `version`, verified whole before the first one is given. Their memory is used again when
+        the context ends.
 
         Raises WeightsError.
         """

@@ -1,12 +1,13 @@
-"""Versions broadcast from the trainer to all workers at once, while they are exported: what gloo, NCCL and MPI have in common.
+"""Broadcast of versions from the trainer to all workers at once, while they are exported: the common part of gloo, NCCL
+and MPI.
 
-    trainer: export ──► parts ──► threads: checksums; broadcast, one after the other ──► manifest ──► latest
-    worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
+  trainer: export ──► parts ──► threads: checksums; broadcast, one after the other ──► manifest ──► latest
+  worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
 
-Nothing that comes this way is served before latest.json names its checksum, so a sender that was superseded, or died in the
-middle, changes nothing. Who missed a broadcast (it came later, or was left out of a group that broke) asks for files, and the
-trainer writes that version before its next step. A member that dies makes the broadcast fail within the time limit; that
-version goes by files, and a new group is formed by a thread while the trainer goes on.
+A version that was received is not served before latest.json names its checksum, so a sender that was superseded, or
+died in the middle, changes nothing. A worker that missed a broadcast (it came later, or was left out of a group that
+broke) asks for files, and the trainer writes that version before its next step. When a member dies the broadcast fails
+within the time limit; that version goes by files, and a new group is formed by a thread while the trainer continues.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from relax_hpc.weights.versions import Manifest, expected, tensors_path
 log = logging.getLogger(__name__)
 POLL_S = 0.02
 GRACE_S = 1.0
-"""How long a version that was just named may still be on its way to a member of the group."""
+"""Seconds that a version which latest.json just named may still be on its way to a member of the group."""
 ANNOUNCE_EVERY_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-"""Between two tries to form a group of the same members: each costs all of them something."""
+"""Pauses in seconds between two tries to form a group of the same members: each try costs all of them something."""
 
 
 class Rendezvous(Protocol):
-    """How a group comes about."""
+    """Forms groups of processes for one kind of transport."""
 
     @property
     def buffers(self) -> BufferPool:
@@ -47,16 +48,18 @@ class Rendezvous(Protocol):
         ...
 
     def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
-        """The trainer's side: a group with those of `names` who answer, and who they are. Raises GroupError."""
+        """Form a group, on the trainer's side, of those of `names` that answer; returns it with their names. Raises
+        GroupError."""
         ...
 
     def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
-        """A worker's side. Raises GroupError when it was left out, or `given_up`."""
+        """Join a group, on a worker's side. Raises GroupError when the worker was left out, or when `given_up` returns
+        True."""
         ...
 
 
 class CollectivePublisher(FilePublisher):
-    """The trainer's side; what the group cannot bring goes by files."""
+    """The trainer's side; versions that the group cannot deliver go by files."""
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class CollectivePublisher(FilePublisher):
         self._forming: threading.Thread | None = None
         self._formed: tuple[Group, frozenset[str]] | None = None
         self._failed: frozenset[str] = frozenset()
-        """Of whom there was no group; they are called again at `_again_at`, others at once."""
+        """Names with which no group could be formed; they are called again at `_again_at`, other names at once."""
         self._again_at = self._pause_s = 0.0
 
     def wanted(self) -> bool:
@@ -100,7 +103,8 @@ class CollectivePublisher(FilePublisher):
         return version
 
     def _look_after_group(self) -> None:
-        """Take up a group that was formed; have one formed, by a thread, when others are there than are in it."""
+        """Take over a group that was formed; have a thread form one when the workers that are here differ from its
+        members."""
         if self._forming is not None and not self._forming.is_alive():
             self._forming = None
             if self._formed is not None:
@@ -125,13 +129,13 @@ class CollectivePublisher(FilePublisher):
 
 
 class CollectiveReceiver(FileReceiver):
-    """A worker's side. `name`: nobody had it before."""
+    """A worker's side. `name`: the worker's, which no other has had."""
 
     def __init__(self, run: RunDir, name: str, rendezvous: Rendezvous) -> None:
         super().__init__(run)
         self._name, self._rendezvous = name, rendezvous
         self._received: dict[str, Received] = {}
-        """The version that came last, by its checksum; nothing once it was fetched."""
+        """The version received last, by its checksum; empty once it was fetched."""
         self._swap = threading.Lock()
         self._on_its_way, self.sessions, self._closed = False, 0, False
         threading.Thread(target=self._watch, daemon=True).start()
@@ -159,7 +163,8 @@ class CollectiveReceiver(FileReceiver):
         (members_folder(self._run) / self._name).unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Say that we are here; take part in every group that names us, each in a thread, so that one that hangs holds up none."""
+        """Announce this worker, and take part in every group that names it, each in a thread, so that one that hangs
+        holds up none."""
         last, announced = "", 0.0
         while not self._closed:
             try:

@@ -1,7 +1,8 @@
-"""What a version holds, whatever carries it: every tensor's name, type, shape and checksum, and one checksum of them all.
+"""Contents of a version, whatever transport carries it: every tensor's name, type, shape and checksum, and one checksum
+of them all.
 
-A tensor's checksum is the XXH3-128 of its bytes; the version's is that of all tensors' lines in the order of their names. It
-depends on nothing else: not on the order of export, buckets, files or transport.
+A tensor's checksum is the XXH3-128 of its bytes; the version's is that of all tensors' lines in the order of their
+names. It depends on nothing else: not on the order of export, buckets, files or transport.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Entry:
 
 
 Contents = dict[str, Entry]
-"""By the tensors' names."""
+"""Tensor name -> its entry."""
 
 
 def entry(tensor: Tensor) -> Entry:
@@ -43,13 +44,13 @@ def entry(tensor: Tensor) -> Entry:
 
 
 def checksum(contents: Contents) -> str:
-    """Of the whole version."""
+    """The checksum of a whole version."""
     lines = (f"{name}\0{e.dtype}\0{list(e.shape)}\0{e.checksum}\n" for name, e in sorted(contents.items()))
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
 def to_plain(contents: Contents) -> dict[str, Any]:
-    """As a manifest has it."""
+    """Convert to the form that a manifest has."""
     return {name: [e.dtype, list(e.shape), e.checksum] for name, e in sorted(contents.items())}
 
 
@@ -58,7 +59,7 @@ def from_plain(plain: Mapping[str, Any]) -> Contents:
 
 
 def compare(expected: Contents, found: Mapping[str, Entry], where: str) -> None:
-    """Raises DamagedWeights unless `found` is exactly what the manifest says."""
+    """Raise DamagedWeights unless `found` is exactly what the manifest says."""
     for name in expected.keys() | found.keys():
         wanted, got = expected.get(name), found.get(name)
         if wanted != got:

@@ -1,7 +1,9 @@
-"""What changed between two versions of a tensor, lossless: after a step of RL most weights in bfloat16 have the same bits.
+"""Lossless differences between two versions of a tensor: after a step of RL most weights in bfloat16 have the same
+bits.
 
-A tensor's elements are taken in blocks of 65 536. `count`: how many of each block changed; `at`: where in their block, two
-bytes each; `to`: their new bits. A tensor of which too much changed is carried whole; one that did not change, not at all.
+A tensor's elements are taken in blocks of 65 536. `count`: number of changed elements in each block; `at`: their places
+in the block, two bytes each; `to`: their new bits. A tensor that changed too much is carried whole; one that did not
+change, not at all.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from torch import Tensor
 BLOCK_BITS = 16
 WORD_BYTES = 8
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Types to compare elements by, by their width: NaNs are unequal and zeros equal as floats."""
+"""Integer types by which elements of a width in bytes are compared: as floats, NaNs are unequal and zeros equal."""
 
 
 def encode(name: str, base: Tensor | None, new: Tensor) -> list[tuple[str, Tensor]]:
-    """Tensors that make `new` of `base`; none when they are equal, `new` itself where that is smaller."""
+    """Encode `new` as tensors from which `apply` makes it out of `base`: none when they are equal, `new` itself where
+    that is smaller."""
     if base is None or base.dtype != new.dtype or base.shape != new.shape:
         return [(f"whole:{name}", new)]
     old, bits = _bits(base), _bits(new)
@@ -36,7 +39,8 @@ def encode(name: str, base: Tensor | None, new: Tensor) -> list[tuple[str, Tenso
 
 
 def apply(base: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The new version's tensors; those that did not change are the base's own. Raises ValueError where they do not fit."""
+    """Apply a change; returns the new version's tensors, unchanged ones being the base's own. Raises ValueError where
+    they do not fit."""
     new = dict(base)
     for key, value in change.items():
         kind, _, name = key.partition(":")
@@ -54,7 +58,8 @@ def apply(base: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str,
 
 
 def _different(old: Tensor, new: Tensor) -> Tensor:
-    """Where two rows of integers differ, ascending; most words of eight bytes do not, and are looked at once."""
+    """Positions at which two rows of integers differ, ascending. Words of eight bytes are compared first, since most
+    are equal."""
     width = WORD_BYTES // new.itemsize
     if width == 1 or any(t.data_ptr() % WORD_BYTES or t.storage_offset() % width for t in (old, new)):
         return (old != new).nonzero().flatten()

@@ -1,10 +1,11 @@
 """The file transport: a version is a folder of safetensors files and a manifest, published like a shard.
 
-    trainer: export ──quarter buckets──► threads: checksum, write, fsync ──► folder renamed into place ──► manifest ──► latest
-    worker:  latest ──► manifest ──► parts mapped by threads, compared ──► engine
+  trainer: export ──quarter buckets──► threads: checksum, write, fsync ──► folder renamed into place ──► manifest ──► latest
+  worker:  latest ──► manifest ──► parts mapped by threads, compared ──► engine
 
-With a folder in memory (`node_cache`) the first worker of a node copies a version there and the others map that copy. With
-`full_every` above 1 the shared disk gets only what changed since the version before, and every so often a whole version.
+With a folder in memory (`node_cache`) the first worker of a node copies a version there and the others map that copy.
+With `full_every` above 1 the shared disk gets only the changes since the version before, and every so often a whole
+version.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from relax_hpc.weights.stored import NodeCopies, bases, chain, files, read
 from relax_hpc.weights.versions import Manifest, Versions, expected, latest, name_of, number_of, tensors_path
 
 READ_AGAIN_S = 1.0
-"""The name of the newest version is read this often whatever its file's time says."""
+"""Seconds after which latest.json is read again whatever its file's time says."""
 KEPT_FILES = 3
-"""Newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners."""
+"""Number of newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners.
+"""
 
 
 class FilePublisher:
@@ -80,12 +82,12 @@ class FilePublisher:
         self._versions.forget(oldest_step, pinned)
 
     def close(self) -> None:
-        """The run goes on elsewhere, or not at all: this node's memory is free again."""
+        """Free this node's memory: the run continues elsewhere, or not at all."""
         if self._copies:
             self._copies.clear()
 
     def _bring(self, number: int, export: Export, replayed: Manifest | None, progress: Progress) -> Version:
-        """A version that was not there before: its bytes first, then its manifest."""
+        """Publish a version that does not exist yet: its bytes first, then its manifest."""
         staged = self._stage(export, self._base(), progress)
         version = self._versions.new(number, staged.contents, replayed)
         self._name(staged, version)
@@ -93,14 +95,15 @@ class FilePublisher:
         return version
 
     def _write(self, version: Version, export: Export, progress: Progress = lambda: None) -> None:
-        """Put the tensors of a published version on disk, whole."""
+        """Write the tensors of a published version to disk, whole."""
         staged = self._stage(export, None, progress)
         if checksum(staged.contents) != version.checksum:
             raise AssertionError(f"version {version.number} was exported twice, with different bits")
         self._name(staged, version)
 
     def _repair(self, published: Version, export: Export, progress: Progress, pinned: bool) -> None:
-        """Write the tensors of the newest version, or of a pinned one, where they are missing or damaged; at the restart that a damage leads to."""
+        """Write the tensors of the newest version, or of a pinned one, again where they are missing or damaged. Damage
+        is looked for once, at the restart that it leads to."""
         newest, there = self._versions.newest(), tensors_path(self._run, published).exists()
         if there and not self._checked:
             try:
@@ -112,7 +115,7 @@ class FilePublisher:
             self._write(published, export, progress)
 
     def _base(self) -> Version | None:
-        """What the next version may be a change against; None when it is to be whole."""
+        """The version that the next one may be a change against; None when the next one is to be whole."""
         newest = self._versions.newest() if self._copies and self._full_every > 1 else None
         try:
             return newest if newest and len(chain(self._run, newest)) < self._full_every else None
@@ -120,7 +123,8 @@ class FilePublisher:
             return None
 
     def _stage(self, export: Export, base: Version | None, progress: Progress) -> _Staged:
-        """A folder with the tensors, or with what changed since `base`, and what they are; a copy for this node too."""
+        """Write the tensors, or their changes since `base`, into a folder that has no name yet, with a copy for this
+        node; returns both and the contents."""
         held = self._copies.find(base) if self._copies and base else None
         staged = _Staged(self._versions.stage(), self._copies.stage() if self._copies else None, {})
         sizes: dict[str, int] = {}
@@ -148,7 +152,7 @@ class FilePublisher:
         return staged
 
     def _name(self, staged: _Staged, version: Version) -> None:
-        """Make what was staged the tensors of `version`."""
+        """Give a staged folder its name, as the tensors of `version`."""
         try:
             self._versions.put(staged.folder, version)
             if self._copies and staged.copy and (staged.copy / "index.json").exists():
@@ -157,7 +161,7 @@ class FilePublisher:
             staged.remove()
 
     def _retire(self, newest: int, pinned: Collection[int]) -> None:
-        """Remove tensors that no receiver takes any more: neither for themselves nor as the base of a change."""
+        """Remove tensors that no receiver reads any more, neither for themselves nor as the base of a change."""
         there = self._versions.on_disk()
         kept = [path for path in there if number_of(path) > newest - KEPT_FILES or number_of(path) in pinned]
         if len(kept) == len(there):
@@ -174,20 +178,20 @@ class FilePublisher:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """Tensors on their way to a name."""
+    """Folders with tensors that have no name yet."""
 
     folder: Path
     copy: Path | None
     contents: Contents
 
     def remove(self) -> None:
-        """Nothing where it has its name."""
+        """Remove the folders; one that was given its name stays."""
         for path in filter(None, (self.folder, self.copy)):
             shutil.rmtree(path, ignore_errors=True)
 
 
 class FileReceiver:
-    """A worker's side."""
+    """A worker's side of the file transport."""
 
     def __init__(self, run: RunDir, node_cache: Path | None = None) -> None:
         self._run = run
@@ -196,8 +200,9 @@ class FileReceiver:
         self._read_at = float("-inf")
 
     def newest(self) -> Version | None:
-        """One stat, and a read when another version was published: each replaces the file by a new one. What stat says may come
-        from a cache, as clients of NFS keep one; to open a file asks the server, so that is done once a second at least."""
+        """The newest version published; None before the first. It costs one stat, and a read when another version was
+        published, since each replaces the file by a new one. A client of NFS may answer the stat from its cache;
+        opening the file asks the server, so that is done once a second at least."""
         try:
             stat = os.stat(self._run.weights / "latest.json")
         except FileNotFoundError:
@@ -214,7 +219,7 @@ class FileReceiver:
 
     @contextlib.contextmanager
     def fetch(self, version: Version, progress: Progress = lambda: None) -> Iterator[Fetched]:
-        """The tensors of `version`, compared with the manifest's checksums first. Raises WeightsError."""
+        """Fetch the tensors of `version`, compared with the manifest's checksums first. Raises WeightsError."""
         expected(self._run, version)
         if not tensors_path(self._run, version).exists():
             raise self._missing(version)
@@ -223,7 +228,7 @@ class FileReceiver:
         yield Fetched(read(self._run, version, copies, progress).items(), files(self._run, version, copies))
 
     def _missing(self, version: Version) -> WeightsError:
-        """A version that is not on disk; the newest one is asked for."""
+        """Make the error for a version that is not on disk; if it is the newest one, ask the trainer to write it."""
         if version != latest(self._run):
             return WeightsError(f"version {version.number} (lineage {version.lineage}) is not on disk: it was retired")
         asks = self._run.weights / "wanted"

@@ -1,7 +1,7 @@
 """A version's tensors in a folder: safetensors files of a quarter bucket each, written and read by several threads.
 
 FOLDER/part-0000.safetensors …    some tensors each; any reader of safetensors takes them
-FOLDER/index.json                 the version's checksum, the parts with their sizes; what a change is against
+FOLDER/index.json                 the version's checksum, the parts with their sizes, and the base of a change
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def in_threads(
     progress: Progress = lambda: None,
     threads: int = THREADS,
 ) -> list[T]:
-    """`work` on each quarter bucket in threads while the next one is gathered; at most two buckets are held at a time."""
+    """Call `work` on each quarter bucket in threads while the next one is gathered; at most two buckets are held at a
+    time."""
     part_bytes = bucket_bytes // 4
     todo: dict[Future[T], int] = {}
     futures: list[Future[T]] = []
@@ -72,7 +73,7 @@ def part_name(number: int) -> str:
 
 
 def read_part(path: Path, size: int) -> dict[str, Tensor]:
-    """The tensors of a part, mapped privately. Raises DamagedWeights where it is no such file."""
+    """Read the tensors of a part, mapped privately. Raises DamagedWeights where it is not such a file."""
     try:
         there = os.stat(path).st_size
         if there != size:
@@ -97,7 +98,8 @@ def finish(
 
 
 def read_index(folder: Path, checksum: str) -> dict[str, Any]:
-    """Raises WeightsError when the folder is not there (any more), or is of another version than that with `checksum`."""
+    """Read the index of a folder. Raises WeightsError when the folder does not exist (any more), or is of another
+    version than that with `checksum`."""
     try:
         index: dict[str, Any] | None = read_json(folder / "index.json")
     except ValueError as error:
@@ -112,7 +114,7 @@ def read_index(folder: Path, checksum: str) -> dict[str, Any]:
 
 
 def read_parts(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
-    """All tensors of a folder. Raises WeightsError when it is retired meanwhile."""
+    """Read all tensors of a folder. Raises WeightsError when it is retired meanwhile."""
     found: dict[str, Tensor] = {}
     try:
         for name, size in index["parts"].items():
@@ -127,7 +129,7 @@ def read_parts(folder: Path, index: Mapping[str, Any]) -> dict[str, Tensor]:
 def digest(
     tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES, progress: Progress = lambda: None
 ) -> Contents:
-    """What the tensors are."""
+    """Describe the tensors: their types, shapes and checksums."""
     contents: Contents = {}
     work: Callable[[int, Named], dict[str, Entry]] = lambda _, part: {name: entry(tensor) for name, tensor in part}
     for some in in_threads(tensors, work, bucket_bytes, progress):
@@ -136,5 +138,5 @@ def digest(
 
 
 def verify(expected: Contents, tensors: Mapping[str, Tensor], where: str, progress: Progress = lambda: None) -> None:
-    """Raises DamagedWeights unless the tensors are what the manifest says, to the bit."""
+    """Raise DamagedWeights unless the tensors are what the manifest says, to the bit."""
     compare(expected, digest(tensors.items(), progress=progress), where)

@@ -1,9 +1,10 @@
-"""The reference: weights of the policy that are kept once for the whole run, so that scorers can hold them.
+"""The reference weights: the policy before step 0, kept once for the whole run, so that scorers can hold them.
 
-    trainer, before step 0: export ──threads: checksum, write, fsync──► INCARNATION/reference ──rename──► RUN/reference
-    scorer:                 RUN/reference ──parts mapped, compared with their checksums──► model
+  trainer, before step 0: export ──threads: checksum, write, fsync──► INCARNATION/reference ──rename──► RUN/reference
+  scorer:                 RUN/reference ──parts mapped, compared with their checksums──► model
 
-A trainer that begins anew (it died before its first checkpoint) compares, and puts other weights in the place of these.
+A trainer that begins anew (it died before its first checkpoint) compares its weights with these, and replaces them
+where they differ.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ CONTENTS = "contents.json"
 
 
 def keep(run: RunDir, commit_dir: Path, export: Export, progress: Progress = lambda: None) -> str:
-    """Make the weights of now the run's reference; their checksum. Raises FileNotFoundError if fenced."""
+    """Make the current weights the run's reference; returns their checksum. Raises FileNotFoundError if fenced."""
     if (held := held_checksum(run)) is not None and held == checksum(digest(export(), progress=progress)):
         return held
     staged, contents = commit_dir / f"reference-{uuid.uuid4().hex}", Contents()
@@ -64,13 +65,14 @@ def keep(run: RunDir, commit_dir: Path, export: Export, progress: Progress = lam
 
 
 def held_checksum(run: RunDir) -> str | None:
-    """Of the reference that the run has; None before it has one."""
+    """The checksum of the run's reference; None before it has one."""
     about = read_json(run.reference / "index.json")
     return None if about is None else str(about["checksum"])
 
 
 def read(run: RunDir, progress: Progress = lambda: None) -> tuple[str, dict[str, Tensor]]:
-    """The reference's checksum and tensors, verified whole. Raises WeightsError where there is none, or a damaged one."""
+    """Read the reference's checksum and tensors, verified whole. Raises WeightsError where there is none, or a damaged
+    one."""
     held = held_checksum(run)
     if held is None:
         raise WeightsError(f"'{run.reference}' is not there yet: the trainer keeps it before step 0")

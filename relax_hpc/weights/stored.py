@@ -1,7 +1,7 @@
-"""Versions that lie in folders: on the shared disk, whole or as a change, and whole in the memory of a node.
+"""Versions in folders: on the shared disk, whole or as a change, and whole in the memory of a node.
 
 shared disk:  v10 whole ◄── v11 change ◄── v12 change      v12 = v10 + both, compared with the manifest of v12
-FRONT/relax_hpc-RUN/weights/v00000012.l0.i3/               a node's own copy, which all its processes map
+NODE_CACHE/relax_hpc-RUN/weights/v00000012.l0.i3/          a node's own copy, which all its processes map
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from relax_hpc.weights.parts import (
 from relax_hpc.weights.versions import expected, name_of, named, number_of, tensors_path
 
 KEPT_COPIES = 2
-"""On a node: the newest, and the one that the next change is against. Whoever maps an older one keeps its memory."""
+"""Copies kept on a node: the newest, and the one that the next change is against. A process that maps an older one
+keeps its memory."""
 POLL_S = 0.01
 
 
 def base_of(index: Mapping[str, Any]) -> Version | None:
-    """What a change is against; None where the tensors are whole."""
+    """The version that a change is against; None where the tensors are whole."""
     return None if index["base"] is None else Version(**index["base"])
 
 
 def chain(run: RunDir, version: Version) -> list[Version]:
-    """The version and all that it is read by way of; the last one is whole. Raises WeightsError."""
+    """The version, and all that it is read through, in order; the last one is whole. Raises WeightsError."""
     found = [version]
     while (base := base_of(read_index(tensors_path(run, found[-1]), found[-1].checksum))) is not None:
         found.append(base)
@@ -55,7 +56,7 @@ def chain(run: RunDir, version: Version) -> list[Version]:
 
 
 def bases(folder: Path) -> list[str]:
-    """Names of the folders that `folder` is read by way of; those that are gone, or damaged, lead no further."""
+    """Names of the folders that `folder` is read through; the list ends at one that is gone or damaged."""
     names: list[str] = []
     about = json_or_none(folder / "index.json")
     while about and about.get("base"):
@@ -73,9 +74,9 @@ def json_or_none(path: Path) -> dict[str, Any] | None:
 
 
 def on_disk(run: RunDir, version: Version, copies: NodeCopies | None = None) -> dict[str, Tensor]:
-    """The tensors of `version` as they are on the shared disk, not yet compared. Raises WeightsError.
+    """Read the tensors of `version` from the shared disk, not yet compared. Raises WeightsError.
 
-    Where `copies` holds what a change is against, that is taken.
+    Where `copies` holds the base of a change, it is taken from there.
     """
     path = tensors_path(run, version)
     index = read_index(path, version.checksum)
@@ -94,7 +95,7 @@ def on_disk(run: RunDir, version: Version, copies: NodeCopies | None = None) -> 
 def read(
     run: RunDir, version: Version, copies: NodeCopies | None, progress: Progress = lambda: None
 ) -> dict[str, Tensor]:
-    """The tensors of `version`, verified whole. The first reader on a node copies them, the others map its copy."""
+    """Read the tensors of `version`, verified whole. The first reader on a node copies them, the others map its copy."""
     contents = expected(run, version)
     if copies is None:
         tensors = on_disk(run, version)
@@ -108,7 +109,7 @@ def read(
 
 
 def can_be_had(run: RunDir, number: int, lineage: int) -> bool:
-    """Whether a version's tensors are on the shared disk, and are what its manifest says: all of them are read."""
+    """Return True if a version's tensors are on the shared disk, and are what its manifest says: all of them are read."""
     try:
         read(run, named(run, number, lineage), None)
     except WeightsError:
@@ -117,7 +118,7 @@ def can_be_had(run: RunDir, number: int, lineage: int) -> bool:
 
 
 def files(run: RunDir, version: Version, copies: NodeCopies | None) -> tuple[Path, ...]:
-    """Those that `read` found the tensors in; none where these are put together from changes."""
+    """The files in which `read` found the tensors; empty where these are put together from changes."""
     for folder in ([copies.folder / name_of(version)] if copies else []) + [tensors_path(run, version)]:
         with contextlib.suppress(WeightsError):  # no such copy; or retired since
             index = read_index(folder, version.checksum)
@@ -145,7 +146,7 @@ def _copied(
 
 
 class NodeCopies:
-    """Versions in the memory of this node. What is found here is compared like what is found elsewhere."""
+    """Versions in the memory of this node. They are compared with the manifest like any others."""
 
     def __init__(self, run: RunDir, node_cache: Path) -> None:
         self.folder = of_run(run, node_cache) / "weights"
@@ -161,7 +162,7 @@ class NodeCopies:
     def verified(
         self, version: Version, contents: Contents, progress: Progress = lambda: None
     ) -> dict[str, Tensor] | None:
-        """This node's copy; None where there is none, or where it is damaged (it is removed then)."""
+        """Read this node's copy and verify it; None where there is none, or where it is damaged (it is then removed)."""
         tensors = self.find(version)
         try:
             if tensors is not None:
@@ -173,7 +174,7 @@ class NodeCopies:
 
     @contextlib.contextmanager
     def lock(self, progress: Progress = lambda: None) -> Iterator[None]:
-        """One process of the node at a time; a dead one's lock is gone with it."""
+        """Hold the node's lock: one process at a time; a dead one's lock is gone with it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.folder / "lock", os.O_WRONLY | os.O_CREAT, 0o600)
         try:
@@ -193,7 +194,7 @@ class NodeCopies:
         return folder
 
     def name(self, staged: Path, version: Version) -> None:
-        """Give a finished copy its name, and let the oldest ones go."""
+        """Give a finished copy its name, and remove the oldest ones."""
         final = self.folder / name_of(version)
         try:
             os.rename(staged, final)
@@ -206,7 +207,7 @@ class NodeCopies:
     def put(
         self, version: Version, tensors: Mapping[str, Tensor], contents: Contents, progress: Progress = lambda: None
     ) -> dict[str, Tensor]:
-        """Copy a version here; the copy, verified. Raises OSError where there is no room."""
+        """Copy a version here; returns the copy, verified. Raises OSError where there is no room."""
         staged = self.stage()
         try:
             work = lambda number, part: tensor_files.write(staged / part_name(number), part, durable=False)

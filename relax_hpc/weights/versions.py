@@ -1,12 +1,12 @@
-"""Which versions there are: manifests, and the name of the newest. The same for every transport.
+"""The versions of a run: their manifests, and the name of the newest; the same files for every transport.
 
-    WEIGHTS/v00000012.l0.json        the manifest; it makes the version exist, and is created exclusively
-    WEIGHTS/v00000012.l0.i3/         its tensors, where they are on disk (see parts.py); written by incarnation 3
-    WEIGHTS/latest.json              the newest version's name: the one small file that workers poll
-    WEIGHTS/wanted/                  made by a worker that needs the newest version on disk
+  WEIGHTS/v00000012.l0.json        the manifest; it makes the version exist, and is created exclusively
+  WEIGHTS/v00000012.l0.i3/         its tensors, where they are on disk (see parts.py); written by incarnation 3
+  WEIGHTS/latest.json              the newest version's name: the one small file that workers poll
+  WEIGHTS/wanted/                  made by a worker that needs the newest version on disk
 
-A replayed version is compared with the manifest of the one published before. If the checksums differ (another GPU, another
-layout), it opens a new lineage and is published whole; workers that hold the old one take the new one.
+A replayed version is compared with the manifest of the one published before. If the checksums differ (another GPU,
+another layout), it opens a new lineage and is published whole; workers that hold the old one take the new one.
 """
 
 from __future__ import annotations
@@ -33,35 +33,36 @@ _TENSORS = re.compile(r"v\d{8}\.l\d+\.i\d+")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A published version and what it holds."""
+    """A published version and its contents."""
 
     version: Version
     contents: Contents
 
 
 class Versions:
-    """The trainer's hand on them. `commit_dir`: the incarnation's folder; when a successor has renamed it, all of this fails."""
+    """The trainer's access to the versions. `commit_dir`: the incarnation's folder; when a successor has renamed it,
+    every change fails."""
 
     def __init__(self, run: RunDir, commit_dir: Path, incarnation: int) -> None:
         self.run, self.commit_dir, self._incarnation = run, commit_dir, incarnation
         self.lineage = 0
 
     def find(self, number: int) -> Manifest | None:
-        """Version `number` of the newest lineage that has one; that of the lineage we are in when none has."""
+        """Look up version `number` in the newest lineage that has one; in the current lineage when none has."""
         return manifest(self.run, number, max([self.lineage, *self._lineages(number)]))
 
     def _lineages(self, number: int) -> list[int]:
-        """Those in which there is a version of this number."""
+        """The lineages that have a version of this number."""
         found = (_MANIFEST.fullmatch(name) for name in names(self.run.weights))
         return [int(match[2]) for match in found if match and int(match[1]) == number]
 
     def new(self, number: int, contents: Contents, replayed: Manifest | None) -> Version:
-        """The name of a version that differs from `replayed`, where it was published before."""
+        """Name a new version, in a new lineage where it differs from `replayed`, the one published before."""
         lineage = replayed.version.lineage + 1 if replayed else max([self.lineage, *self._lineages(number)])
         return Version(number, lineage, self._incarnation, checksum(contents))
 
     def announce(self, version: Version, contents: Contents) -> None:
-        """Make it exist, and the newest. Raises FileNotFoundError if fenced."""
+        """Make a version exist, and make it the newest. Raises FileNotFoundError if fenced."""
         about = {**asdict(version), "tensors": to_plain(contents)}
         text = (json.dumps(about, separators=(",", ":")) + "\n").encode()
         publish(manifest_path(self.run, version.number, version.lineage), text, commit_dir=self.commit_dir)
@@ -69,7 +70,8 @@ class Versions:
         self.lineage = version.lineage
 
     def catch_up(self, published: Manifest) -> Version:
-        """Take up a version that was published before. A trainer may have died before anybody could learn of it."""
+        """Take up a version that was published before: it becomes the newest, in case its trainer died before it could
+        say so."""
         version, newest = published.version, self.newest()
         if newest is None or (newest.lineage, newest.number) < (version.lineage, version.number):
             self._say_newest(version)
@@ -77,24 +79,24 @@ class Versions:
         return version
 
     def newest(self) -> Version | None:
-        """The newest version; None before the first, and where the file that says so is damaged: it is written anew."""
+        """The newest version; None before the first, and where latest.json is damaged: it is written anew."""
         try:
             return latest(self.run)
         except DamagedWeights:
             return None
 
     def _say_newest(self, version: Version) -> None:
-        """Not onto the disk: after a loss of power the trainer's restart says it again."""
+        """Write latest.json, without fsync: after a loss of power the trainer writes it again when it restarts."""
         replace(self.run.weights / "latest.json", to_json(asdict(version)), commit_dir=self.commit_dir, durable=False)
 
     def stage(self) -> Path:
-        """An empty folder to write tensors into."""
+        """Make an empty folder to write tensors into."""
         folder = self.commit_dir / f"weights-{uuid.uuid4().hex}"
         folder.mkdir()
         return folder
 
     def put(self, staged: Path, version: Version) -> None:
-        """Give a finished folder its name; one that is there already makes place."""
+        """Give a finished folder its name; one that has the name already is removed."""
         final = tensors_path(self.run, version)
         if final.exists():
             self.remove(final)
@@ -102,7 +104,7 @@ class Versions:
         sync_folder(final.parent)
 
     def remove(self, path: Path) -> None:
-        """By way of our own folder: a superseded trainer deletes nothing."""
+        """Remove a file or folder by way of our own folder, so that a superseded trainer deletes nothing."""
         gone = self.commit_dir / f"{path.name}.{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, gone)
@@ -114,7 +116,8 @@ class Versions:
         return sorted(found, key=number_of)
 
     def forget(self, oldest_step: int, pinned: Collection[int]) -> None:
-        """Manifests of versions before the oldest restorable checkpoint are compared with no more, but for the pinned ones."""
+        """Remove manifests of versions before the oldest restorable checkpoint, except pinned ones: replays are
+        compared with them no more."""
         for match in map(_MANIFEST.fullmatch, names(self.run.weights)):
             if match and int(match[1]) < oldest_step and int(match[1]) not in pinned:
                 self.remove(self.run.weights / match[0])
@@ -137,7 +140,7 @@ def name_of(version: Version) -> str:
 
 
 def manifest(run: RunDir, number: int, lineage: int) -> Manifest | None:
-    """A version's manifest; None when it was never published."""
+    """Read a version's manifest; None when it was never published."""
     path = manifest_path(run, number, lineage)
     try:
         about = read_json(path)
@@ -147,12 +150,12 @@ def manifest(run: RunDir, number: int, lineage: int) -> Manifest | None:
 
 
 def named(run: RunDir, number: int, lineage: int) -> Version:
-    """The full name of a published version. Raises WeightsError where there is no such version."""
+    """Look up the full name of a published version. Raises WeightsError where there is no such version."""
     return _known(run, number, lineage).version
 
 
 def expected(run: RunDir, version: Version) -> Contents:
-    """What `version` must hold. Raises WeightsError when there is no such version."""
+    """The contents that `version` must have. Raises WeightsError when there is no such version."""
     found = _known(run, version.number, version.lineage)
     if found.version != version or checksum(found.contents) != version.checksum:
         raise DamagedWeights(
@@ -163,7 +166,7 @@ def expected(run: RunDir, version: Version) -> Contents:
 
 
 def _known(run: RunDir, number: int, lineage: int) -> Manifest:
-    """A version's manifest. Raises WeightsError when there is none."""
+    """Read a version's manifest. Raises WeightsError when there is none."""
     found = manifest(run, number, lineage)
     if found is None:
         raise WeightsError(
@@ -173,7 +176,7 @@ def _known(run: RunDir, number: int, lineage: int) -> Manifest:
 
 
 def latest(run: RunDir) -> Version | None:
-    """The newest version; None before the first. Raises DamagedWeights where the file that says so is."""
+    """The newest version; None before the first. Raises DamagedWeights where latest.json is damaged."""
     path = run.weights / "latest.json"
     try:
         about = read_json(path)

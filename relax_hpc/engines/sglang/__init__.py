@@ -1,4 +1,4 @@
-"""The SGLang engine: SGLang's own server, started and looked after by the worker, spoken to over HTTP."""
+"""The SGLang engine: SGLang's own server, started and supervised by the worker, which speaks to it over HTTP."""
 
 from relax_hpc.engines.sglang.engine import SglangEngine
 

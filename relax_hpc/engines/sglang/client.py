@@ -1,11 +1,11 @@
-"""SGLang's server over HTTP: what this package asks of it, each answer's status checked.
+"""Client of SGLang's server over HTTP; each answer's status is checked.
 
-    generate                                       tokens in, tokens out; asked again where the server did not answer
-    pause ► update_from_disk ► resume              a version from a folder
-    pause ► begin_update ► receive … ► end_update ► resume      a version through a torch.distributed group (see group.py)
+  generate                                       tokens in, tokens out; asked again where the server did not answer
+  pause ► update_from_disk ► resume              a version from a folder
+  pause ► begin_update ► receive … ► end_update ► resume      a version through a torch.distributed group (see group.py)
 
-Between pause and resume requests stay where they are; what was computed of them is thrown away, and computed again with
-the weights there are then, so that every token's logprob is of the version that it is said to be of.
+Between pause and resume requests stay where they are. Their cache is thrown away, and computed again with the new
+weights, so that every token's logprob is of the version that it is said to be of.
 """
 
 from __future__ import annotations
@@ -21,29 +21,30 @@ import urllib3
 from relax_hpc.engines.base import EngineError
 
 CONTROL_S = 600.0
-"""For control calls; loading a large model's weights is the longest."""
+"""Time limit of control calls in seconds; loading a large model's weights takes longest."""
 LOOK_S = 5.0
-"""For calls that answer at once."""
+"""Time limit in seconds of calls that answer at once."""
 PULSE_S = 40.0
-"""For a token; SGLang itself gives up after 20."""
+"""Seconds to wait for a token; SGLang itself gives up after 20."""
 CONNECT_S = 5.0
 KEPT_CONNECTIONS = 64
-"""Open between requests; there may be more at a time: control calls must not wait for requests to end."""
+"""Connections kept open between requests; more may be open at a time, since control calls must not wait for requests to
+end."""
 FIRST_WAIT_S = 0.2
 ATTEMPTS = 4
-"""How often a request is sent where the server does not answer, or answers 5xx."""
+"""Times a request is sent where the server does not answer, or answers 5xx."""
 SAID_BYTES = 500
 
 
 class EngineRefused(EngineError):
-    """It answered 4xx: asking again would end the same way."""
+    """The server answered 4xx: asking again would end the same way."""
 
 
 class Client:
-    """One server. Threads may share it."""
+    """Client of one server. Threads may share it."""
 
     def __init__(self, address: str, key: str = "") -> None:
-        """address: such as http://127.0.0.1:30000; key: the server's api key."""
+        """address: such as http://127.0.0.1:30000; key: the server's API key."""
         self.address = address.rstrip("/")
         self._pool = urllib3.PoolManager(maxsize=KEPT_CONNECTIONS, retries=False)
         self._headers = {"Content-Type": "application/json"}
@@ -51,7 +52,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def healthy(self) -> bool:
-        """Whether the server answers, and its scheduler lives."""
+        """Return True if the server answers, and its scheduler lives."""
         try:
             self._request("GET", "/health", None, LOOK_S)
         except EngineError:
@@ -59,15 +60,16 @@ class Client:
         return True
 
     def pulse(self) -> None:
-        """Returns when the scheduler has made a token, for us or for others. Raises EngineError when it does not."""
+        """Return when the scheduler has made a token, for us or for others. Raises EngineError if it does not."""
         self._request("GET", "/health_generate", None, PULSE_S)
 
     def about(self) -> dict[str, Any]:
-        """What the server says of itself: its arguments and limits."""
+        """The server's description of itself: its arguments and limits."""
         return dict(self._request("GET", "/server_info", None, CONTROL_S))
 
     def generate(self, body: Mapping[str, Any], lost: Callable[[], bool] = lambda: False) -> Any:
-        """The answer to /generate, however long it takes. `lost`: whether asking again is in vain. Raises EngineError."""
+        """Ask /generate, however long it takes, and return the answer. `lost`: True where asking again is in vain.
+        Raises EngineError."""
         attempts = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
                 lambda e: isinstance(e, EngineError) and not isinstance(e, EngineRefused) and not lost()
@@ -83,7 +85,7 @@ class Client:
         self._request("POST", "/abort_request", {"abort_all": True}, LOOK_S)
 
     def pause(self) -> None:
-        """No request goes on until `resume`."""
+        """Hold all requests until `resume`."""
         self._request("POST", "/pause_generation", {"mode": "retract"}, CONTROL_S)
 
     def resume(self) -> None:
@@ -94,18 +96,19 @@ class Client:
         self._request("POST", "/release_memory_occupation", {}, CONTROL_S)
 
     def take_memory(self) -> None:
-        """The same memory again, its content lost."""
+        """Take the released memory again; its content is lost."""
         self._request("POST", "/resume_memory_occupation", {}, CONTROL_S)
 
     def update_from_disk(self, folder: str, version: str) -> None:
-        """Take the safetensors files of `folder`; the prefix cache of the old weights is dropped."""
+        """Load the safetensors files of `folder`; the prefix cache of the old weights is dropped."""
         body = {"model_path": folder, "load_format": "safetensors", "weight_version": version, "flush_cache": True}
         self._request("POST", "/update_weights_from_disk", body, CONTROL_S)
 
     def wait_for_ranks(self, copies: int) -> None:
         """Return when all processes have done what was asked before, in each of the server's copies of the weights.
 
-        Where several share a copy, the first one answers as soon as it is done itself; but a token is made by all of them.
+        Where several share a copy, the first one answers as soon as it is done itself; but a token is made by all of
+        them.
         """
         for copy in range(copies):
             body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -125,7 +128,8 @@ class Client:
         self._request("POST", "/destroy_weights_update_group", {"group_name": name}, CONTROL_S)
 
     def begin_update(self) -> None:
-        """Must have succeeded before anything is broadcast: a server that refused does not receive, and the sender hangs."""
+        """Open an update. It must succeed before anything is broadcast: a server that refused does not receive, and the
+        sender hangs."""
         with contextlib.suppress(EngineRefused):  # who was killed in an update before us left it open
             self._request("POST", "/end_weight_update", {}, CONTROL_S)
         self._request("POST", "/begin_weight_update", {}, CONTROL_S)
@@ -142,7 +146,8 @@ class Client:
         self._request("POST", "/update_weights_from_distributed", body, CONTROL_S)
 
     def end_update(self, version: str) -> None:
-        """The version is whole: drop the prefix cache of the old weights, and say `version` from here on."""
+        """Close an update, once the version is whole: drop the prefix cache of the old weights, and report `version`
+        from here on."""
         self._request("POST", "/end_weight_update", {}, CONTROL_S)
         self._request("POST", "/flush_cache", {}, CONTROL_S)
         self._request(
@@ -150,7 +155,7 @@ class Client:
         )
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
-        """The answer, parsed where it is JSON. Raises EngineError, or EngineRefused for 4xx."""
+        """Send a request and return the answer, parsed where it is JSON. Raises EngineError, or EngineRefused for 4xx."""
         data = None if body is None else json.dumps(body).encode()
         timeout = urllib3.Timeout(connect=CONNECT_S, read=timeout_s)
         try:

@@ -10,16 +10,17 @@ import os
 from typing import Any
 
 NAME = "relax_hpc_cpu"
-"""What SGLANG_PLATFORM must be; the entry point of group `sglang.srt.platforms` has this name too."""
+"""Value of SGLANG_PLATFORM that selects this platform; its entry point in the group `sglang.srt.platforms` has this
+name too."""
 
 
 def activate() -> str | None:
-    """SGLang asks every installed platform; this one is taken only where it was chosen by its name."""
+    """Name the platform's class where SGLANG_PLATFORM selects it, else None. SGLang asks every installed platform."""
     return f"{__name__}:CpuPlatform" if os.environ.get("SGLANG_PLATFORM") == NAME else None
 
 
 def __getattr__(name: str) -> Any:
-    """CpuPlatform, made when SGLang asks for it: this module is read where SGLang is not installed too."""
+    """Make CpuPlatform when SGLang asks for it: this module is also imported where SGLang is not installed."""
     if name != "CpuPlatform":
         raise AttributeError(name)
     globals()[name] = _make()
@@ -33,7 +34,7 @@ def _make() -> type:
     from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
     class CpuPlatform(SRTPlatform):  # type: ignore[misc]
-        """What SGLang asks a platform."""
+        """The platform interface of SGLang, filled for a CPU."""
 
         _enum = PlatformEnum.OOT
         device_name = "cpu"
@@ -90,7 +91,7 @@ def _make() -> type:
 
 
 def _allocate_without_cuda() -> None:
-    """The buffers for routed experts would be registered with CUDA, which is not there."""
+    """Allocate the buffers for routed experts plainly: SGLang would register them with CUDA, which is not there."""
     from sglang.srt.mem_cache.pool_host import common
 
     def allocate(

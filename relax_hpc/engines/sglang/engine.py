@@ -1,7 +1,7 @@
 """The SGLang engine: a server of this worker's own, or one at an address, spoken to over HTTP.
 
-    prompts ──one HTTP request each, its samples together──► server (or several: fleet.py) ──► tokens, logprobs, the version of each token
-    a newer version in mid-generation: pause ► load ► resume; requests go on with the new weights, spans say where
+  prompts ──one request each, for all of its samples──► server (or several: fleet.py) ──► tokens, logprobs, the version of each token
+  a newer version in mid-generation: pause ► load ► resume; requests continue with the new weights, spans say where
 
 A server that is lost is started again in place, without weights: EngineRestarted says that they are to be loaded again.
 """
@@ -40,13 +40,13 @@ from relax_hpc.records import Finish
 
 PROGRESS_EVERY_S = 0.2
 SILENCE_S = 30.0
-"""Without an answer for this long, the server is asked whether it still makes tokens."""
+"""Seconds without an answer after which the server is asked whether it still makes tokens."""
 ABORT_S = 5.0
-"""What a worker that is asked to stop gives the server to end requests."""
+"""Seconds that the server has to end its requests when the worker is asked to stop."""
 MOST_REQUESTS = 256
-"""In flight at once; SGLang queues what it cannot run yet."""
+"""Requests in flight at once; SGLang queues those it cannot run yet."""
 KEY_VARIABLE = "RELAX_HPC_SGLANG_KEY"
-"""The api key of an outside server: secrets are in no recipe."""
+"""Environment variable with the API key of an outside server: secrets are in no recipe."""
 OWN_HEAD = {"qwen2_moe", "qwen3_moe"}
 """Model types whose output layer SGLang keeps apart from the embedding even where the model ties them."""
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
@@ -68,7 +68,7 @@ class SglangEngine:
         self._aliases = aliases(model)
         self._heads = _own_heads(model, self._aliases)
         self._left_out = self._aliases - set(self._heads.values())
-        """Names that the server does not know."""
+        """Names of tensors that the server does not know."""
         self._tokenizer, self._ends = tokenizer, end_tokens(model_dir, config, tokenizer)
         self._settings = recipe.rollout.sglang
         self._experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
@@ -144,11 +144,12 @@ class SglangEngine:
             self.client.wait_for_ranks(self._copies)
 
     def _reads(self, given: Iterable[tuple[str, Tensor]]) -> bool:
-        """Whether the server may read a version's own files: it is on this machine, and is to know just these names."""
+        """Return True if the server may read a version's own files: it is on this machine, and is to know just these
+        names."""
         return self._server is not None and not self._heads and self._aliases.isdisjoint(name for name, _ in given)
 
     def _with_heads(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The tensors, and tied output layers by their own names where SGLang has them apart."""
+        """The tensors, and tied output layers also by their own names where SGLang holds them apart."""
         for name, tensor in tensors:
             if name not in self._heads.values():
                 yield name, tensor
@@ -212,10 +213,11 @@ class SglangEngine:
     def _ask(
         self, bodies: list[dict[str, Any]], progress: Callable[[int], None]
     ) -> tuple[list[dict[str, Any] | None], bool]:
-        """All answers, in the order of the requests, and whether `progress` raised Abort: then they are what there is, None for
-        what was not sent yet. Where it raises anything, the server ends all requests.
+        """Send all requests; returns their answers in order, and True where `progress` raised Abort. An aborted
+        request's answer is what there is, None where it was not sent yet. On any other exception of `progress` the
+        server ends all requests.
 
-        Raises EngineError when it does not answer one, or makes no tokens any more.
+        Raises EngineError when the server does not answer a request, or makes no tokens any more.
         """
         threads = ThreadPoolExecutor(
             min(len(bodies), MOST_REQUESTS * self._settings.servers) + 1, thread_name_prefix="sglang"
@@ -255,7 +257,8 @@ class SglangEngine:
         return answers, abort
 
     def _abort(self, waiting: set[Future[Any]]) -> None:
-        """End requests on the server; it is told again while some that were on their way to it arrive."""
+        """End all requests on the server. It is told repeatedly, as long as requests that were on their way to it still
+        arrive."""
         waiting = {future for future in waiting if not future.cancel()}
         until = time.monotonic() + ABORT_S
         with contextlib.suppress(EngineError):
@@ -264,23 +267,24 @@ class SglangEngine:
                 _, waiting = wait(waiting, PROGRESS_EVERY_S)
 
     def _lost(self) -> bool:
-        """Whether our own server's process is gone."""
+        """Return True if our own server's process is gone."""
         return self._server is not None and not self._server.alive
 
     def _restarted(self, error: EngineError, progress: Callable[[], None]) -> EngineRestarted:
-        """Start our server again after this error, and say so."""
+        """Start our server again after this error; returns the exception to raise."""
         self._restart(progress)
         return EngineRestarted(f"{error}; SGLang was started again")
 
     def _restart(self, progress: Callable[[], None]) -> None:
-        """End what there is of our server, which may answer some calls still, and start it again; it has no weights then."""
+        """Stop our server, which may still answer some calls, and start it again; it then has no weights."""
         assert self._server is not None
         self.version = -1
         self._server.stop()
         self._server.start(progress)
 
     def _body(self, prompt: NDArray[np.int32], seeds: list[int], sampling: Sampling, room: int) -> dict[str, Any]:
-        """A request: the prompt once for each seed. Seeds count where SGLang runs with enable-deterministic-inference."""
+        """The body of a request: the prompt once for each seed. Seeds count where SGLang runs with
+        enable-deterministic-inference."""
         common = {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
             "max_new_tokens": room, "stop": list(sampling.stop), "stop_token_ids": self._ends,
@@ -294,7 +298,7 @@ class SglangEngine:
         }
 
     def _stopped(self, done: Completion, begun: NDArray[np.int32], stops: Sequence[str]) -> Completion:
-        """The completion up to a stop string that began in what was there before."""
+        """Cut the completion behind a stop string that began in the tokens `begun`."""
         count = straddling(self._tokenizer, stops, begun.tolist(), done.tokens.tolist())
         if count is None:
             return done
@@ -311,8 +315,8 @@ class SglangEngine:
         )
 
     def _completion(self, answer: dict[str, Any] | None, abort: bool) -> Completion:
-        """An answer, read. Of one that was cut off, the last token is left out: the server, told to end, did not look whether
-        it is the end, and to draw it again only where it is one would favor the others."""
+        """Read the server's answer. Of an aborted one, the last token is left out: the server did not check whether it
+        ends the answer, and drawing it again only where it does would favor the other tokens."""
         nothing = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], None)
         if answer is None:
             return nothing
@@ -336,25 +340,25 @@ class SglangEngine:
 
 
 def _say(progress: Callable[[int], None]) -> None:
-    """Call `progress` where nothing is generated, so that there is nothing to have enough of."""
+    """Call `progress` while nothing is generated, and ignore its Abort."""
     with contextlib.suppress(Abort):
         progress(0)
 
 
 def _own_heads(model: PreTrainedModel, tied: set[str]) -> dict[str, str]:
-    """The embedding's name, and by what name SGLang wants it once more as the output layer; empty for most models."""
+    """The embedding's name -> the name by which SGLang wants it once more as the output layer; empty for most models."""
     if model.config.get_text_config().model_type not in OWN_HEAD or "lm_head.weight" not in tied:
         return {}
     return {"model.embed_tokens.weight": "lm_head.weight"}
 
 
 def _seed(seed: int, row: int) -> int:
-    """A seed of its own for each completion."""
+    """Derive a seed of its own for each completion."""
     return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7).digest(), "big")
 
 
 def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
-    """Raises RunError for a tokenizer that has more tokens than the model has rows."""
+    """Raise RunError for a tokenizer that has more tokens than the model has rows."""
     if tokens > rows:
         raise RunError(
             f"'{model_dir}': the tokenizer has {tokens} tokens, the model's vocabulary has {rows}: they are not of the same model"
@@ -362,8 +366,8 @@ def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
 
 
 def _about_outside(client: Client, context: int, folder: Path | None) -> dict[str, Any]:
-    """What the outside server says of itself. Raises RunError unless it answers, has room for the model's context, and can take
-    weights from `folder`, or without one."""
+    """Ask the outside server for its description. Raises RunError unless it answers, has room for the model's context,
+    and can take weights from `folder`, or without one."""
     try:
         about = client.about()
     except EngineError as error:

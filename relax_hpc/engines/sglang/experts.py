@@ -1,4 +1,4 @@
-"""How the server says which experts a token was routed to."""
+"""Decoding of the experts that the server says each token was routed to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_hpc.files.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The shape of it, of one model."""
+    """Shape and type of one model's routed experts."""
 
     layers: int
     k: int
@@ -24,7 +24,7 @@ class Experts:
 
     @classmethod
     def of(cls, config: PreTrainedConfig, model_dir: Path) -> Experts:
-        """Raises RunError for a model without experts."""
+        """Read them from a model's config. Raises RunError for a model without experts."""
         text = config.get_text_config()
         experts = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None)
         if not experts:
@@ -34,6 +34,6 @@ class Experts:
         return cls(text.num_hidden_layers, text.num_experts_per_tok, np.min_scalar_type(experts - 1))
 
     def decode(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
-        """[P + T - 1, layers, k] from base64 of int32."""
+        """Decode base64 of int32 as [P + T - 1, layers, k]."""
         flat = np.frombuffer(base64.b64decode(text), np.int32)
         return flat.reshape(-1, self.layers, self.k).astype(self.dtype)

@@ -1,7 +1,7 @@
 """Several servers of one worker behind sglang-router, and a client that asks them as one.
 
-    requests ──► router ──► one of the servers each
-    pause, load, resume, abort … ──► every server: all have one version, or none is asked anything
+  requests ──► router ──► one of the servers each
+  pause, load, resume, abort … ──► every server: all have one version, or none is asked anything
 
 A server or a router that is lost takes the others with it: all are started again in place.
 """
@@ -30,14 +30,15 @@ from relax_hpc.recipe.schema import Recipe
 PROGRAM = Path(__file__).with_name("route.py")
 KNOWN_GOOD = "0.3.2"
 BALANCED = {"balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
-"""The router sends what begins alike to one server as long as it has no more than so many requests, and no greater share, above
-the others. By default it is 64 and 1.5: a whole rollout request of many samples would go to one server."""
+"""Settings of the router's balance. It sends prompts that begin alike to one server, as long as that server has at most
+so many more requests than the others, and at most so many times theirs. Its defaults are 64 and 1.5: all samples of a
+request's prompts would go to one server."""
 UNLIMITED_S = 10 * 24 * 3600
-"""An answer takes as long as it takes."""
+"""The router's time limit in seconds: none in effect, since an answer takes as long as it takes."""
 
 
 class FleetClient(Client):
-    """Asks the router to generate, and every server for everything else."""
+    """A client that asks the router to generate, and every server for everything else."""
 
     def __init__(self, address: str, key: str, servers: Sequence[Client]) -> None:
         super().__init__(address, key)
@@ -45,7 +46,7 @@ class FleetClient(Client):
         self._threads = ThreadPoolExecutor(2 * len(servers), "fleet")
 
     def generate(self, body: Mapping[str, Any], lost: Callable[[], bool] = lambda: False) -> Any:
-        """`body`: of one sequence, since the router takes no lists of sampling parameters."""
+        """Generate. `body`: a request for one sequence, since the router takes no lists of sampling parameters."""
         (prompt,), (sampling,) = body["input_ids"], body["sampling_params"]
         return [super().generate({**body, "input_ids": prompt, "sampling_params": sampling}, lost)]
 
@@ -53,7 +54,7 @@ class FleetClient(Client):
         list(self._threads.map(lambda server: server.wait_for_ranks(copies), self._servers))
 
     def ready(self) -> bool:
-        """Whether the router knows all servers."""
+        """Return True if the router knows all servers."""
         try:
             said = super()._request("GET", "/readiness", None, LOOK_S)
         except EngineError:
@@ -61,17 +62,17 @@ class FleetClient(Client):
         return isinstance(said, dict) and said.get("healthy_workers") == len(self._servers)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
-        """The first server's answer, when all have answered."""
+        """Ask every server; returns the first one's answer, once all have answered. /generate goes to the router."""
         if path == "/generate":
             return super()._request(method, path, body, timeout_s)
         return list(self._threads.map(lambda s: s._request(method, path, body, timeout_s), self._servers))[0]
 
 
 class Fleet:
-    """Does for several servers what Server does for one."""
+    """Several servers with the interface of one Server."""
 
     def __init__(self, recipe: Recipe, model_dir: Path, context: int) -> None:
-        """Raises RunError when there is no router."""
+        """Raises RunError where sglang-router is not installed."""
         self._recipe = recipe
         self._servers = [Server(recipe, model_dir, context, place) for place in range(recipe.rollout.sglang.servers)]
         self._router: subprocess.Popen[bytes] | None = None
@@ -79,7 +80,7 @@ class Fleet:
         check_installed(len(self._servers))
 
     def start(self, progress: Callable[[], None]) -> None:
-        """Start all, and wait until they answer. Raises RunError when one does not."""
+        """Start all servers and the router, and wait until they answer. Raises RunError when one does not."""
         began = time.monotonic()
         try:
             while not self._starts(progress, began):
@@ -89,14 +90,15 @@ class Fleet:
             raise
 
     def _starts(self, progress: Callable[[], None], began: float) -> bool:
-        """Whether all came up; False where somebody took a port, and may know the key that all share."""
+        """Start all once; returns True if all came up, False where somebody took a port, and may know the key that all
+        share."""
         key = new_key()
         for server in self._servers:
             server.launch(key)
         return all(server.answers(progress, began) for server in self._servers) and self._routes(key, progress, began)
 
     def _routes(self, key: str, progress: Callable[[], None], began: float) -> bool:
-        """The same of the router."""
+        """Start the router; returns True if it came up, False where somebody took its port."""
         port, counters = free_port(), free_port()
         self.client = FleetClient(f"http://127.0.0.1:{port}", key, [server.client for server in self._servers])
         router = self._router = start_child(
@@ -117,9 +119,10 @@ class Fleet:
         return False
 
     def arguments(self, port: int, counters: int, key: str) -> dict[str, Any]:
-        """The router's. What the recipe gives as `router` replaces ours.
+        """The router's arguments; the recipe's `router` replaces ours.
 
-        We ask again ourselves and look after the servers: its own looks would have them make tokens while they rest.
+        We repeat requests ourselves and watch the servers: the router's own checks would have them make tokens while
+        they rest.
         """
         given = {name.replace("-", "_"): value for name, value in self._recipe.rollout.sglang.router.items()}
         return {
@@ -132,12 +135,12 @@ class Fleet:
 
     @property
     def alive(self) -> bool:
-        """Whether nothing of it is lost."""
+        """True while no server and no router is lost."""
         routes = self._router is not None and self._router.poll() is None
         return routes and all(server.alive for server in self._servers)
 
     def stop(self) -> None:
-        """End all of it at once."""
+        """End the router and all servers at once."""
         if self._router is not None:
             self._router.kill()
             self._router.wait()
@@ -147,7 +150,7 @@ class Fleet:
 
 
 def check_installed(servers: int) -> None:
-    """Raises RunError where there is no sglang-router."""
+    """Raise RunError where sglang-router is not installed. servers: the recipe's number of them, for the message."""
     try:
         metadata.version("sglang-router")
     except metadata.PackageNotFoundError:

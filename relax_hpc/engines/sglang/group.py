@@ -1,9 +1,10 @@
-"""New weights for a server that shares no folder with us, in a group of torch.distributed: we are rank 0, its processes the others.
+"""A torch.distributed group that brings new weights to a server that shares no folder with us: we are rank 0, its
+processes the others.
 
-    begin_update, its status checked ──► HTTP says what comes, gloo brings it, bucket by bucket ──► end_update
+  begin_update, its status checked ──► HTTP says what comes, gloo brings it, bucket by bucket ──► end_update
 
-The group's store and gloo listen, without authentication, on the address by which we reach the server. Whoever can reach these ports
-can disturb a load.
+The group's store and gloo listen, without authentication, on the address by which we reach the server. Anybody who can
+reach these ports can disturb a load.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from relax_hpc.engines.sglang.client import Client
 from relax_hpc.files.tensor_files import as_bytes, buckets
 
 BUCKET_BYTES = 256 << 20
-"""Is copied, on both sides, to be sent as one."""
+"""Bytes that are copied together, on both sides, to be sent as one."""
 LIMIT_S = 60.0
-"""For all to join, and for one bucket."""
+"""Time limit in seconds for all to join, and for one bucket."""
 POLL_S = 0.002
 dist: Any = torch.distributed
 c10d: Any = torch.distributed.distributed_c10d
-"""A group beside the default one, which is not there, has no public function; what SGLang's own side does is done here too."""
+"""A group without a default one has no public function in torch; this does the same as SGLang's own side."""
 
 
 class UpdateGroup:
-    """Of us and `ranks` processes of a server."""
+    """A group of this process and `ranks` processes of a server."""
 
     def __init__(self, client: Client, ranks: int) -> None:
-        """Form it. Raises EngineError."""
+        """Form the group. Raises EngineError."""
         self._client, self._name = client, f"relax_hpc-{uuid.uuid4().hex}"
         self._threads = ThreadPoolExecutor(1, "sglang-group")
         world, limit = 1 + ranks, datetime.timedelta(seconds=LIMIT_S)
@@ -66,7 +67,8 @@ class UpdateGroup:
             ) from error
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """All of a version, between `begin_update` and `end_update`. Raises EngineError; the group is of no use then."""
+        """Send all tensors of a version, between `begin_update` and `end_update`. Raises EngineError; the group is of
+        no use then."""
         for bucket in buckets(tensors.items(), BUCKET_BYTES):
             names, parts = zip(*bucket, strict=True)
             flat = torch.from_numpy(np.concatenate([as_bytes(part) for part in parts]))
@@ -92,7 +94,7 @@ class UpdateGroup:
 
 
 def _listener(address: str) -> socket.socket:
-    """Listens where the server at `address` can reach us, and nowhere else."""
+    """Open a socket that listens where the server at `address` can reach us, and nowhere else."""
     url = urllib3.util.parse_url(address)
     kind, _, _, _, target = socket.getaddrinfo(url.host, url.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as probe:

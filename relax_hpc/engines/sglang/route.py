@@ -1,5 +1,7 @@
-"""`python route.py`: sglang-router, as an engine starts it. Its arguments come on standard input, with the servers' key: command
-lines and environments can be read by others. It imports nothing that is slow, and ends with its worker, however that ends.
+"""The program `python route.py`: sglang-router, as an engine starts it.
+
+Its arguments come on standard input, with the servers' key: command lines and environments can be read by others. It
+imports nothing that is slow, and ends with its worker, however that ends.
 """
 
 from __future__ import annotations

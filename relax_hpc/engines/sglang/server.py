@@ -28,16 +28,18 @@ KNOWN_GOOD = {"sglang": "0.5.23", "torch": "2.13.0", "transformers": "5.19.0"}
 """The versions that the tests run with."""
 LOOK_EVERY_S = 0.25
 START_SHARE = 0.9
-"""Of supervision.start_s, so that we can say what happened before the supervisor ends a worker that is silent."""
+"""Share of supervision.start_s after which starting is given up, so that the worker can still say what happened before
+the supervisor ends it for its silence."""
 CPU_TOKENS = 65536
 """Tokens of key/value cache without a GPU, where a share of the memory would be the whole machine's."""
 CONTEXT_MARGIN = 8
-"""SGLang keeps a few positions for itself; without these the last tokens of the context could not be used."""
+"""Positions beyond the context: SGLang keeps a few for itself, and the context's last tokens could not be used without
+these."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 class Server:
-    """SGLang for one worker, on the GPUs that the worker sees; one of `place` and up, where it has several."""
+    """SGLang for one worker, on the GPUs that the worker sees. `place`: its number among the worker's servers."""
 
     def __init__(self, recipe: Recipe, model_dir: Path, context: int, place: int = 0) -> None:
         self._recipe, self._model_dir, self._context, self._place = recipe, model_dir, context, place
@@ -45,14 +47,14 @@ class Server:
         self.client: Client
 
     def start(self, progress: Callable[[], None]) -> None:
-        """Start it, and wait until it answers. Raises RunError when it does not."""
+        """Start the server, and wait until it answers. Raises RunError if it does not."""
         began = time.monotonic()
         self.launch(new_key())
         while not self.answers(progress, began):
             self.launch(new_key())
 
     def launch(self, key: str) -> None:
-        """Begin to start it. key: what it asks of whoever asks it anything."""
+        """Begin to start the server. key: the API key that every call to it must have."""
         check_installed()
         self._port = free_port()
         self.client = Client(f"http://127.0.0.1:{self._port}", key)
@@ -70,8 +72,9 @@ class Server:
             pipe.write(f"{key} {os.getpid()}\n".encode())
 
     def answers(self, progress: Callable[[], None], began: float) -> bool:
-        """Whether it answers, some day; False where somebody took its port, and may know its key now. `began`: when it was to be
-        started, of time.monotonic(). Raises RunError when it ended, or is not there in time.
+        """Wait until the server answers, and return True; False where somebody took its port, and may know its key now.
+
+        `began`: when it was started, by time.monotonic(). Raises RunError if it ended, or is not there in time.
         """
         start_s = self._recipe.supervision.start_s
         try:
@@ -90,7 +93,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def stop(self) -> None:
-        """End it at once, with all its processes: nothing it holds is kept anywhere."""
+        """End the server at once, with all its processes: nothing that it holds is kept."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -100,7 +103,7 @@ class Server:
         self._scratch.cleanup()
 
     def arguments(self, port: int) -> list[str]:
-        """SGLang's command line; what the recipe gives as `args` comes last and replaces ours."""
+        """SGLang's command line; the recipe's `args` come last and replace ours."""
         asked = self._recipe.rollout.sglang
         values: dict[str, Any] = {
             "model-path": self._model_dir, "load-format": "dummy", "dtype": self._recipe.trainer.dtype,
@@ -126,7 +129,7 @@ class Server:
         return [word for name, value in values.items() for word in _words(name, value)]
 
     def environment(self, scratch: str) -> dict[str, str]:
-        """What the server's environment has besides the worker's own. `scratch`: a folder that only we may enter."""
+        """Variables of the server's environment beyond the worker's own. `scratch`: a folder that only we may enter."""
         values = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "TMPDIR": scratch}
         if self._recipe.rollout.sglang.data_parallel == 1:
             # Its processes meet over a file: torch's own store would listen on every interface, and let anybody in
@@ -138,7 +141,7 @@ class Server:
         return values
 
     def _cpu_shares(self) -> str:
-        """Which CPUs each of the server's ranks is for, as SGLang wants it said; by itself it takes a NUMA node each."""
+        """The CPUs of each of the server's ranks, in SGLang's notation; by itself it takes a NUMA node each."""
         asked, cpus = self._recipe.rollout.sglang, sorted(os.sched_getaffinity(0))
         ranks = asked.tensor_parallel * asked.data_parallel
         ours = range(self._place * ranks, (self._place + 1) * ranks)
@@ -152,7 +155,7 @@ class Server:
 
 
 def _words(name: str, value: Any) -> list[str]:
-    """One argument as words; True is a flag alone, None and False are left out, a list is a word each."""
+    """Format one argument as words: True is a flag alone, None and False are left out, a list is a word each."""
     if value is None or value is False:
         return []
     if value is True:
@@ -168,7 +171,8 @@ def comes_up(
     began: float,
     start_s: float,
 ) -> bool:
-    """Whether a process is ready, some day; False when it ended. began: of time.monotonic(). Raises RunError when it is not in time."""
+    """Wait until a process is ready, and return True; False where it ended. began: its start, by time.monotonic().
+    Raises RunError if it is not ready in time."""
     limit_s = START_SHARE * start_s
     while alive():
         if ready():
@@ -194,7 +198,7 @@ def free_port() -> int:
 
 
 def taken(port: int) -> bool:
-    """Whether somebody took the port between our look at it and the server's."""
+    """Return True if somebody took the port between our look at it and the server's."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what our own server left does not count
         try:
@@ -205,7 +209,7 @@ def taken(port: int) -> bool:
 
 
 def installed_versions() -> Mapping[str, str]:
-    """Of SGLang and what it must fit to; packages that are missing are left out."""
+    """Versions of SGLang and of the packages that must fit it; those not installed are left out."""
     found = {}
     for name in KNOWN_GOOD:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -214,7 +218,7 @@ def installed_versions() -> Mapping[str, str]:
 
 
 def versions_in_words() -> str:
-    """What is installed, and what is known to work."""
+    """Say which versions are installed, and which are known to work."""
     found, known = (
         ", ".join(f"{n} {v}" for n, v in versions.items()) for versions in (installed_versions(), KNOWN_GOOD)
     )
@@ -222,7 +226,7 @@ def versions_in_words() -> str:
 
 
 def check_installed() -> None:
-    """Raises RunError where SGLang is not installed."""
+    """Raise RunError where SGLang is not installed."""
     if "sglang" not in installed_versions():
         raise RunError(
             f"rollout.engine = 'sglang', but SGLang is not installed in {sys.prefix}: "

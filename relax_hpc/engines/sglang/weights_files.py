@@ -1,4 +1,5 @@
-"""A version as safetensors files that only memory holds: SGLang reads weights from a folder, and a kill must leave nothing.
+"""A version as safetensors files in memory alone: SGLang reads weights from a folder, and a kill must leave nothing
+behind.
 
 tensors ──buckets──► anonymous memory files ◄──links── a folder that the server is told of
 a version's own files ◄──links── the same, without a copy
@@ -17,19 +18,20 @@ from safetensors.torch import save
 from torch import Tensor
 
 BUCKET_BYTES = 1 << 30
-"""A file is written when so much has come: what is being written is in memory twice."""
+"""A file is written when this many bytes have come: during the write they are in memory twice."""
 
 
 class WeightsFiles:
-    """The files, for as long as it is entered. `parent`: where the folder is made; the system's own place by default.
+    """The files of a version, which exist within a `with` block. `parent`: where their folder is made; the system's own
+    place by default.
 
-    With a parent the files are real ones: it is for a server that does not share this machine.
+    With a parent the files are real ones, for a server on another machine.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
         self._parent, self._files = parent, list[int]()
         self.shapes: dict[str, torch.Size] = {}
-        """Of all tensors that were written or linked."""
+        """Shapes of all tensors that were written or linked, by name."""
 
     def __enter__(self) -> WeightsFiles:
         self._folder = tempfile.TemporaryDirectory(prefix="relax-hpc-weights-", dir=self._parent)
@@ -44,7 +46,8 @@ class WeightsFiles:
             os.close(file)
 
     def link(self, files: Sequence[Path], tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Give files that hold just these tensors. Whether they are all there: a version may be retired meanwhile."""
+        """Link files that hold exactly these tensors into the folder. Returns False where one is gone: a version may be
+        retired meanwhile."""
         if not all(file.exists() for file in files):
             return False
         self.shapes = {name: tensor.shape for name, tensor in tensors}
@@ -53,7 +56,7 @@ class WeightsFiles:
         return True
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], leave_out: set[str]) -> None:
-        """Write all tensors but those `leave_out`, whose shapes are noted all the same."""
+        """Write all tensors except those in `leave_out`, whose shapes are noted all the same."""
         bucket: dict[str, Tensor] = {}
         held = count = 0
         for name, tensor in tensors:

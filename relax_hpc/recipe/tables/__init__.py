@@ -1,1 +1,1 @@
-"""The tables of a recipe, one module each: what every key means, its default, its bounds."""
+"""The tables of a recipe, one module each: every key's meaning, default and bounds."""

@@ -1,4 +1,4 @@
-"""The algorithms of a recipe: what each of them reads, with its paper's defaults."""
+"""[algorithm]: the algorithms of a recipe, each with its keys and its paper's defaults."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from relax_hpc.recipe.tables.correction import AnyCorrection
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 FILTERS = (
-    "Groups kept out of training: 'zero_std', whose rewards are all the same ('zero_std:COLUMN': whose raw_reward, or a number that rewards or the "
-    "environment added), or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None."
+    "Filters that keep groups out of training: 'zero_std', where all rewards are the same ('zero_std:COLUMN': all values of raw_reward, or of a "
+    "number that rewards or the environment added), or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None."
 )
 AGGREGATE = (
-    "What the loss is a mean of: `token`, all tokens of the step; `sequence`, each sample's mean over its tokens; "
-    "`constant`, each sample's sum over rollout.max_new_tokens · max_turns."
+    "Normalization of the loss. `token`: the mean over all tokens of the step; `sequence`: the mean over samples of each one's mean; "
+    "`constant`: the mean over samples of each one's sum, divided by rollout.max_new_tokens · max_turns."
 )
 MAX_EXTRA_BATCHES = (
     "Batches of further prompts that a step may ask for, in place of groups that failed or that filters keep out (dynamic "
-    "sampling, arXiv 2503.14476); after them it trains on what there is. 0 asks for none."
+    "sampling, arXiv 2503.14476); after them it trains on the groups that it has. 0 asks for none."
 )
 IN_LOSS_K2 = "How the KL is estimated at a token. Absent: k1 in the reward, where k1 alone has the KL's gradient; k2 in the loss."
 DUAL_CLIP = 3.0
-"""The bound of `dual_clip` where tokens may be stale; veRL has the same (clip_ratio_c)."""
+"""The default bound of `dual_clip` where tokens may be stale; veRL has the same (clip_ratio_c)."""
 CLIP = "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]]."
 
 
 def _estimator(in_loss: str) -> Callable[[dict[str, Any]], str]:
-    """The default of `kl_estimator`, from where the KL is put."""
+    """Make the default of `kl_estimator`, which depends on where the KL is put."""
     return lambda keys: "k1" if keys.get("kl_in") == "reward" else in_loss
 
 
 class Algorithm(Table):
-    """What all algorithms have: the size of a group and filters."""
+    """Keys of all algorithms: the size of a group, filters, dynamic sampling."""
 
     group_size: PositiveInt = Key(8, "Samples drawn for each prompt.")
     filters: list[str] = Key(
@@ -46,21 +46,21 @@ class Algorithm(Table):
     max_extra_batches: int = Key(0, MAX_EXTRA_BATCHES, ge=0)
     oversample: float = Key(
         1.0,
-        "Prompts asked for at once, in times of what the batches take; groups that pass and are not needed wait for the next "
+        "Prompts requested at once, as a multiple of those that the batches take; groups that pass and are not needed wait for the next "
         "step, within async.max_staleness.",
         ge=1,
     )
 
     sample_reuse: int = Key(
         0,
-        "Groups that a step trains on once more, besides its own: those of the steps before whose rewards vary most, each once, "
+        "Groups of earlier steps that a step trains on once more, besides its own: those whose rewards vary most, each once, "
         "while all of their tokens are within async.max_staleness, which must be above 0.",
         ge=0,
     )
 
     @property
     def samples_dynamically(self) -> bool:
-        """Whether a step takes requests until as many groups pass as it wants."""
+        """True where a step takes requests until as many groups pass as it wants."""
         return self.max_extra_batches > 0 or self.oversample > 1
 
     @model_validator(mode="after")
@@ -75,7 +75,7 @@ class Algorithm(Table):
 
 
 class PolicyGradient(Algorithm):
-    """What the built-in algorithms share."""
+    """Keys that the built-in algorithms share."""
 
     aggregate: Literal["token", "sequence", "constant"] = Key("token", AGGREGATE)
     overlong: tuple[int, PositiveInt] | None = Key(
@@ -85,7 +85,8 @@ class PolicyGradient(Algorithm):
     )
     kl_coef: float = Key(0.0, "Weight of the KL to the reference (version 0); 0 holds no reference.", ge=0)
     reference_refresh_steps: PositiveInt | None = Key(
-        None, "Every so many training steps the policy becomes the reference; absent: that stays version 0."
+        None,
+        "Training steps after which the policy becomes the reference, again and again; absent: the reference stays version 0.",
     )
     kl_in: Literal["loss", "reward"] = Key(
         "loss",
@@ -98,7 +99,7 @@ class PolicyGradient(Algorithm):
     )
     kl_unbiased: bool = Key(
         False,
-        "In the loss: times the importance ratio against the policy that sampled, so that the gradient is the KL's own however old a "
+        "Multiply the KL in the loss by the importance ratio against the policy that sampled, so that the gradient is the KL's own however old a "
         "token is (arXiv 2512.02556).",
     )
     entropy_coef: float = Key(0.0, "Weight of the entropy bonus.", ge=0)
@@ -108,7 +109,7 @@ class PolicyGradient(Algorithm):
         "reduced by the behavior policy's reverse KL to it.",
         looked_up=True,
     )
-    teacher_coef: PositiveFloat = Key(1.0, "Weight of that KL.")
+    teacher_coef: PositiveFloat = Key(1.0, "Weight of the KL to the teacher.")
     correction: AnyCorrection | None = Key(
         None, "Importance weights of the trainer's own logprobs against the engine's, on the policy's loss."
     )
@@ -151,7 +152,7 @@ class PolicyGradient(Algorithm):
 
 
 class Grouped(PolicyGradient):
-    """What compares the samples of one prompt."""
+    """Keys of algorithms that compare the samples of one prompt."""
 
     @model_validator(mode="after")
     def _group(self) -> Grouped:
@@ -164,7 +165,7 @@ class Grouped(PolicyGradient):
 
 
 class Ratio(PolicyGradient):
-    """What weighs tokens by how much likelier they have become."""
+    """Keys of algorithms that weigh tokens by an importance ratio: how much likelier they have become."""
 
     old_logprobs: Literal["engine", "recomputed"] = Key(
         "engine",
@@ -183,7 +184,7 @@ class Ratio(PolicyGradient):
 
 
 class Clipped(Ratio):
-    """What clips that ratio, as PPO does."""
+    """Keys of algorithms that clip the importance ratio, as PPO does."""
 
     clip: tuple[float, float] = Key((0.2, 0.2), CLIP)
     dual_clip: float | None = Key(
@@ -290,7 +291,7 @@ class ReinforcePlusPlus(Clipped):
         "reward",
         "`loss`: added to each token's loss. `reward`: taken from each token's reward, as the behavior policy's KL.",
     )
-    discount: float = Key(1.0, "Of the returns, a token.", gt=0, le=1)
+    discount: float = Key(1.0, "Discount of the returns, per token.", gt=0, le=1)
 
 
 class ReinforcePlusPlusBaseline(Clipped, Grouped):
@@ -305,7 +306,7 @@ class Critic(Table):
 
     model: Path | None = Key(
         None,
-        "A model directory of the same vocabulary that its body begins as; absent: the policy's weights, after the SFT warm start. "
+        "A model directory of the same vocabulary that its body starts from; absent: the policy's weights, after the SFT warm start. "
         "Its head begins at zero.",
         looked_up=True,
     )
@@ -317,7 +318,7 @@ class Critic(Table):
     warmup_steps: int = Key(0, "Training steps at the beginning in which the critic alone learns.", ge=0)
     clip: PositiveFloat = Key(
         0.2,
-        "Its loss is the worse of that of its value and that of its value held within this of the one before the step.",
+        "Clip of its values: its loss is the worse of two, one for its value and one for its value held within this distance of the one before the step.",
     )
 
 
@@ -330,19 +331,22 @@ class Ppo(Clipped):
         "reward",
         "`loss`: added to each token's loss. `reward`: taken from each token's reward, as the behavior policy's KL.",
     )
-    discount: float = Key(1.0, "γ: of rewards, a token.", gt=0, le=1)
+    discount: float = Key(1.0, "γ: discount of rewards, per token.", gt=0, le=1)
     gae_lambda: float = Key(
         0.95, "λ of the advantages: 1 is return less value, 0 the error of one step's prediction.", ge=0, le=1
     )
     value_lambda: float = Key(
         1.0, "λ of the returns that the critic learns; apart from the policy's as in arXiv 2503.01491.", ge=0, le=1
     )
-    whiten: bool = Key(True, "Advantages less their mean over the step's tokens, divided by their deviation.")
+    whiten: bool = Key(
+        True, "Whiten advantages: subtract their mean over the step's tokens, and divide by their deviation."
+    )
     critic: Critic = Critic()
 
 
 class Opd(Clipped):
-    """On-policy distillation (arXiv 2306.13649, 2306.08543): the reverse KL to a teacher is all there is; rewards are only reported."""
+    """On-policy distillation (arXiv 2306.13649, 2306.08543): the reverse KL to a teacher is the whole objective;
+    rewards are only reported."""
 
     name: Literal["opd"] = Key("opd", "On-policy distillation.")
     teacher: Path = Key(
@@ -362,13 +366,13 @@ class Opd(Clipped):
 
 
 class Sft(Table):
-    """Supervised fine-tuning: the cross-entropy of the sources' own answers, each with the token that ends it. Nothing is generated
-    but evaluations: without [evaluation] there are no rollout workers."""
+    """Supervised fine-tuning: the cross-entropy of the sources' own answers, each with the token that ends it. Only
+    evaluations are generated: without [evaluation] there are no rollout workers."""
 
     name: Literal["sft"] = Key("sft", "Supervised fine-tuning.")
     aggregate: Literal["token", "sequence"] = Key(
         "token",
-        "What the loss is a mean of: `token`, all tokens of the step's answers; `sequence`, each answer's mean.",
+        "Normalization of the loss. `token`: the mean over all tokens of the step's answers; `sequence`: the mean over answers of each one's mean.",
     )
     group_size: ClassVar[int] = 1
     filters: ClassVar[list[str]] = []
@@ -379,7 +383,7 @@ class Sft(Table):
 
 
 class OwnAlgorithm(Algorithm):
-    """An algorithm of the user's own."""
+    """An algorithm of your own."""
 
     name: Literal["own"] = Key("own", "An algorithm of your own.")
     factory: str = Key(

@@ -10,11 +10,12 @@ from pydantic import PositiveFloat, Tag, model_validator
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 GEOMETRIC = (0.999, 1.001)
-"""Bounds of a geometric mean of weights: those that veRL recommends for it."""
+"""Bounds that veRL recommends for a geometric mean of weights."""
 
 
 def _bound(which: int, of_product: float) -> Callable[[dict[str, Any]], float]:
-    """The default of a bound of `mis`, from what is bounded: a mean over tokens lies much nearer 1 than their product."""
+    """Make the default of a bound of `mis`, which depends on `weight`: a mean over tokens lies much nearer 1 than their
+    product."""
     return lambda keys: GEOMETRIC[which] if keys.get("weight") == "geometric" else of_product
 
 
@@ -48,11 +49,11 @@ class IcePop(Correction):
 
 
 class OfSample(Table):
-    """How a sample's weight is made of its tokens'. A table before the bounds, which depend on it."""
+    """The kind of a sample's weight. It is a table that stands before the bounds, since their defaults depend on it."""
 
     weight: Literal["product", "geometric"] = Key(
         "product",
-        "Of the weights of a sample's tokens: their product (exact; where answers are long it is near 0 or above any bound) or their "
+        "A sample's weight from those of its tokens: their product (exact; where answers are long it is near 0 or above any bound) or their "
         "geometric mean.",
     )
 
@@ -62,10 +63,10 @@ class Mis(Correction, OfSample):
 
     name: Literal["mis"] = Key("mis", "Mask samples by their weights.")
     low: float = Key(
-        decided=_bound(0, 0.0), help=f"The least weight. Absent: 0, of a geometric mean {GEOMETRIC[0]}.", ge=0
+        decided=_bound(0, 0.0), help=f"The least weight. Absent: 0, or {GEOMETRIC[0]} for a geometric mean.", ge=0
     )
     high: PositiveFloat = Key(
-        decided=_bound(1, 2.0), help=f"The greatest weight. Absent: 2, of a geometric mean {GEOMETRIC[1]}."
+        decided=_bound(1, 2.0), help=f"The greatest weight. Absent: 2, or {GEOMETRIC[1]} for a geometric mean."
     )
 
 

@@ -12,8 +12,9 @@ from relax_hpc.recipe.tables.table import Key, Table, conflict
 
 
 class CriticRole(Table):
-    """The critic role: it says each request's values and learns what the ledger says was trained on, while the trainer trains. What it learns and how is
-    [algorithm.critic]'s; trainer.backend and trainer.parallel hold for it as well."""
+    """The critic role: it publishes the values of each request's tokens, and learns from the steps in the ledger while
+    the trainer trains. [algorithm.critic] says how it learns; trainer.backend and trainer.parallel hold for it as well.
+    """
 
     processes: PositiveInt = Key(
         1, "Processes that share its work, on one node; on a cluster on one of the trainer's.", resume=True
@@ -21,16 +22,16 @@ class CriticRole(Table):
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key(
         "auto",
-        "Where it lives; `auto` takes GPUs where there are some, those first that neither trainer nor scorers have.",
+        "Device of the critic; `auto` takes GPUs where there are some, first those that neither trainer nor scorers have.",
     )
 
 
 def refuse_critic(
     critic: CriticRole, algorithm: AnyAlgorithm, scored: tuple[str, ...], parallel: Parallel, sizes: Sizes | None
 ) -> None:
-    """Raises a conflict where there is nothing for a critic to do, or it could not do it.
+    """Raise a conflict where there is nothing for a critic to do, or it could not do it.
 
-    scored: columns that the scorer makes; sizes: of a model that is made here.
+    scored: columns that the scorer makes; sizes: those of a model that is made here.
     """
     if not isinstance(algorithm, Ppo):
         raise conflict(

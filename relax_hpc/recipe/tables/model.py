@@ -1,4 +1,4 @@
-"""[model]: what is trained, a folder of Hugging Face's format or a small one that is built in code."""
+"""[model]: the model that is trained, a folder of Hugging Face's format or a small one that is built in code."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TinyModel(Table):
 
     @property
     def sizes(self) -> Sizes:
-        """What a parallel plan must divide."""
+        """The sizes that a parallel plan must divide."""
         dense = 0 if self.experts else self.intermediate_size
         expert = self.moe_intermediate_size if self.experts else 0
         return Sizes(self.heads, self.kv_heads, self.layers, dense, self.experts, expert)

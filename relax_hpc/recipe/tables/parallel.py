@@ -1,4 +1,4 @@
-"""How a model is split over the trainer's processes, and what must divide what."""
+"""[trainer.parallel]: how a model is split over the trainer's processes, and which numbers must divide which."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_hpc.recipe.tables.table import Key, Table
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The numbers of a model that a plan must divide."""
+    """Sizes of a model that a parallel plan must divide."""
 
     heads: int
     kv_heads: int
@@ -20,15 +20,13 @@ class Sizes:
     intermediate: int
     """Width of the MLP that tensor parallelism splits; 0 where every layer has experts instead."""
     experts: int
-    """0 for a dense model."""
+    """Experts of a layer; 0 for a dense model."""
     expert_intermediate: int
 
 
 class Parallel(Table):
-    """How the megatron backend splits the model over trainer.processes; what is left over is data parallel.
-
-    Data-parallel processes share the optimizer's state.
-    """
+    """The parallel plan of the megatron backend, over trainer.processes; factors that are not named here are data
+    parallel. Data-parallel processes share the optimizer's state."""
 
     tensor: PositiveInt = Key(1, "Processes that share every matrix; divides heads and key/value heads.", resume=True)
     sequence: bool = Key(
@@ -54,7 +52,8 @@ class Parallel(Table):
 
 
 def misfit(plan: Parallel, processes: int, model: Sizes | None, role: str = "trainer") -> str | None:
-    """Why `plan` does not fit a role's processes or the model, in words; None where it does. Without a model, the processes."""
+    """Explain why `plan` does not fit a role's processes or the model; None where it fits. Without a model only the
+    processes are checked."""
     together = plan.tensor * plan.pipeline * plan.context
     experts = plan.expert * plan.expert_tensor * plan.pipeline
     where = "[trainer.parallel]"

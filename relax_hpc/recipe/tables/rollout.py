@@ -1,4 +1,4 @@
-"""[rollout]: its engine, its workers, and how they sample."""
+"""[rollout]: the engine, the workers, and how they sample."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_hpc.recipe.tables.table import Key, Table, conflict, even_share
 
 
 class Rollout(Table):
-    """The rollout role."""
+    """The rollout role: its workers, and how they generate."""
 
     engine: Literal["torch", "sglang"] = Key(
         "torch",
@@ -23,22 +23,20 @@ class Rollout(Table):
     )
     nodes: PositiveInt = Key(1, "Nodes that share the workers evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each worker.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key(
-        "auto", "Where the engine lives; `auto` takes a GPU where there is one."
-    )
+    device: Literal["auto", "cpu", "cuda"] = Key("auto", "Device of the engine; `auto` takes a GPU where there is one.")
     groups_per_request: PositiveInt = Key(
         8, "Groups in one rollout request, generated as one batch; must divide trainer.prompts_per_step."
     )
     temperature: PositiveFloat = Key(1.0, "Sampling temperature; logprobs are of the tempered distribution.")
     top_p: float = Key(1.0, "Nucleus: smallest set of tokens with this probability.", gt=0, le=1)
     top_k: int = Key(0, "Sample among the k likeliest tokens; 0 is all.", ge=0)
-    max_new_tokens: PositiveInt = Key(256, "Generated tokens a turn at most.")
+    max_new_tokens: PositiveInt = Key(256, "The most tokens that are generated in a turn.")
     max_turns: PositiveInt = Key(1, "Turns an environment may take.")
     stop: list[str] = Key([], "Strings that end an answer, besides the end-of-sequence token.")
     routed_experts: bool = Key(
         False,
-        "Keep which experts each token was routed to (mixture-of-experts models, engine `sglang`): a column of the shard, "
-        "which the trainer `megatron` routes by again (rollout routing replay); the trainer `torch` does not read it.",
+        "Record the experts that each token was routed to (mixture-of-experts models, engine `sglang`): a column of the shard, "
+        "by which the trainer `megatron` routes again (rollout routing replay); the trainer `torch` does not read it.",
     )
     logprob_diff_warning: float = Key(
         0.01,
@@ -52,7 +50,7 @@ class Rollout(Table):
     )
     reward_processes: PositiveInt | None = Key(
         None,
-        "Processes in which a worker's rewards run side by side (but quick built-in ones); by default rollout.threads, at least 2.",
+        "Processes in which a worker's rewards run side by side (except quick built-in ones); by default rollout.threads, at least 2.",
         resume=True,
     )
     step_time_limit_s: PositiveFloat = Key(

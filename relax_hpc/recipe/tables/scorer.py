@@ -14,12 +14,13 @@ Score = Literal["recomputed", "reference", "teacher"]
 
 
 class Scorer(Table):
-    """The scorer role: it holds the reference, the teacher, a published version of the policy, and says what they make of each request's tokens
-    while the trainer trains. trainer.backend holds for it as well; under megatron its processes are one group, split by trainer.parallel."""
+    """The scorer role: it holds the reference, the teacher, or a published version of the policy, and publishes their
+    logprobs of each request's tokens while the trainer trains. trainer.backend holds for it as well; under megatron its
+    processes are one group, split by trainer.parallel."""
 
     scores: list[Score] = Key(
-        help="Which models the scorer holds, each one that the algorithm needs; the others the trainer holds itself. `recomputed` is the "
-        "newest version of the policy when a request is scored, in the place of that of the step.",
+        help="Models that the scorer holds; the algorithm must need each of them, and the trainer holds the others that it needs. `recomputed` is the "
+        "newest version of the policy when a request is scored, in place of the step's own.",
         min_length=1,
     )
     processes: PositiveInt = Key(
@@ -29,7 +30,7 @@ class Scorer(Table):
     )
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key(
-        "auto", "Where the models live; `auto` takes a GPU where there is one, those first that no trainer process has."
+        "auto", "Device of the models; `auto` takes a GPU where there is one, first those that no trainer process has."
     )
     tokens_per_micro_batch: PositiveInt = Key(16384, "Token budget of one forward.", resume=True)
 
@@ -43,9 +44,10 @@ class Scorer(Table):
 def refuse_scorer(
     scorer: Scorer, algorithm: AnyAlgorithm, backend: str, parallel: Parallel, sizes: Sizes | None
 ) -> None:
-    """Raises a conflict where a scorer would hold what a built-in algorithm does not need, or what changes, or cannot be split as it is to be.
+    """Raise a conflict where a scorer would hold a model that a built-in algorithm does not need, or one that changes,
+    or cannot be split as the plan says.
 
-    sizes: of a model that is made here.
+    sizes: those of a model that is made here.
     """
     if backend == "megatron" and (wrong := misfit(parallel, scorer.processes, sizes, "scorer")):
         raise conflict(wrong)

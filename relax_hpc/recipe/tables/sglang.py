@@ -1,4 +1,4 @@
-"""What a recipe says of SGLang's server."""
+"""[rollout.sglang]: SGLang's servers, as a recipe describes them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pydantic import PositiveInt, model_validator
 from relax_hpc.recipe.tables.table import Key, Table, conflict
 
 OURS = ("api-key", "host", "load-format", "model-path", "port")
-"""Arguments that the engine itself gives the server: what it does depends on them."""
+"""Server arguments that the engine itself sets, since it depends on them."""
 OURS_OF_SEVERAL = (
     "base-gpu-id", "data-parallel-size", "dp", "dp-size", "gpu-id-step", "pipeline-parallel-size", "pp-size", "tensor-parallel-size",
     "tp", "tp-size",
 )  # fmt: skip
-"""With several servers these too: which GPUs are each one's."""
+"""Server arguments that the engine also sets where there are several servers: they decide which GPUs are each one's."""
 OURS_OF_ROUTER = ("api-key", "host", "port", "prometheus-host", "prometheus-port", "worker-urls")
-"""The same of the router."""
+"""Router arguments that the engine itself sets."""
 
 
 class Sglang(Table):
@@ -48,7 +48,7 @@ class Sglang(Table):
     )
     address: str | None = Key(
         None,
-        "A server that is there already, such as http://node7:30000, for a run with one worker; its api key is taken from "
+        "Address of a server that runs already, such as http://node7:30000, for a run with one worker; its API key is taken from "
         "$RELAX_HPC_SGLANG_KEY. It must serve this model, and nobody else.",
         pattern="^https?://[^/]+/?$",
         resume=True,
@@ -61,12 +61,12 @@ class Sglang(Table):
     )
     args: dict[str, Any] = Key(
         {},
-        'More of the server\'s own arguments, such as {attention-backend = "triton"}; they replace what is given here.',
+        'Further arguments of the server itself, such as {attention-backend = "triton"}; they replace the values of the other keys.',
         resume=True,
     )
     router: dict[str, Any] = Key(
         {},
-        'With `servers` above 1: arguments of sglang-router, such as {policy = "round_robin"}; they replace what is given here.',
+        'With `servers` above 1: arguments of sglang-router, such as {policy = "round_robin"}; they replace ours.',
         resume=True,
     )
 
@@ -77,7 +77,7 @@ class Sglang(Table):
 
     @property
     def copies(self) -> int:
-        """Of the weights, in one worker's servers."""
+        """Copies of the weights in one worker's servers."""
         return self.data_parallel * self.servers
 
     @model_validator(mode="after")

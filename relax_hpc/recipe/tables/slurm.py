@@ -1,6 +1,6 @@
-"""The [slurm] table: what a run asks of a Slurm cluster, in Slurm's own words where it has some.
+"""[slurm]: what a run asks of a Slurm cluster, in Slurm's own words where it has some.
 
-Values go into #SBATCH lines and srun's arguments, so that control characters are refused in all of them.
+Values go into #SBATCH lines and srun's arguments, so control characters are refused in all of them.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ OURS = {
     "wait": "it belongs to the command, not to the script",
     "wrap": "the script has its own command",
 }
-"""sbatch options that are not the recipe's to give, each with what to do instead."""
+"""sbatch options that a recipe may not give -> the reason, or what to use instead."""
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d{1,3}):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)")
 _SECRET = re.compile(r"(^|_)KEY$|TOKEN|SECRET|PASSW", re.IGNORECASE)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def time_s(value: str | int) -> int | None:
-    """A time limit in seconds: minutes, "HH:MM:SS" or "D-HH:MM:SS"; None for anything else."""
+    """Convert a time limit to seconds: minutes, "HH:MM:SS" or "D-HH:MM:SS"; None for anything else."""
     if isinstance(value, int) or value.isdecimal():
         return int(value) * 60
     found = _TIME.fullmatch(value)
@@ -56,7 +56,7 @@ def time_s(value: str | int) -> int | None:
 
 
 class Apptainer(Table):
-    """Processes run inside an Apptainer (Singularity) image; the job's own script does not."""
+    """An Apptainer (Singularity) image in which processes run; the job's own script runs outside."""
 
     name: Literal["apptainer"] = Key("apptainer", "`apptainer exec` around each process.")
     image: str = Key(help="The image: a .sif file, or a URI that compute nodes can reach.", resume=True)
@@ -68,7 +68,7 @@ class Apptainer(Table):
 
 
 class Pyxis(Table):
-    """Processes run inside an image that the pyxis plugin of srun (enroot) starts."""
+    """An image that the pyxis plugin of srun (enroot) starts, in which processes run."""
 
     name: Literal["pyxis"] = Key("pyxis", "srun --container-image.")
     image: str = Key(help="The image: a .sqsh file, or REGISTRY#IMAGE.", resume=True)
@@ -83,7 +83,7 @@ Container = Annotated[
 
 
 class Resources(Table):
-    """What one group asks for; a key that is not given here is [slurm]'s."""
+    """Resources of one group of nodes; a key that is not given here is taken from [slurm]."""
 
     partition: str | None = Key(None, "Partition, or several with commas.", resume=True)
     account: str | None = Key(None, "Account that pays.", resume=True)
@@ -99,7 +99,7 @@ class Resources(Table):
     gpus_per_node: PositiveInt | str | None = Key(
         None, "GPUs of a node: a number, or TYPE:NUMBER. One of the three GPU keys at most.", resume=True
     )
-    gres: str | None = Key(None, "The same as --gres, such as 'gpu:a100:4'.", resume=True)
+    gres: str | None = Key(None, "Value of --gres, such as 'gpu:a100:4'.", resume=True)
     gpus_per_task: PositiveInt | str | None = Key(
         None, "GPUs of one process, which sees no others: a number, or TYPE:NUMBER.", resume=True
     )
@@ -129,7 +129,8 @@ class Resources(Table):
         return self
 
     def node_gres(self, per_node: int) -> Counter[str]:
-        """What the group uses of a node with so many of its processes, as --gres counts it: {"gpu:a100": 4}."""
+        """Generic resources that the group uses of a node with so many of its processes, as --gres counts them:
+        {"gpu:a100": 4}."""
         if self.gpus_per_task is not None:
             kind, count = gpu_count(self.gpus_per_task)
             return Counter({kind: count * per_node})
@@ -139,7 +140,7 @@ class Resources(Table):
         return _gres(self.gres or "")
 
     def node_gpus(self, per_node: int) -> int:
-        """How many of that are GPUs; 0 where no key says."""
+        """GPUs among those resources; 0 where no key says."""
         return sum(n for name, n in self.node_gres(per_node).items() if name.partition(":")[0] == "gpu")
 
     @property
@@ -149,16 +150,20 @@ class Resources(Table):
 
 
 class Autoscale(Table):
-    """When the run grows and shrinks by itself, one rollout node at a time, each a further job."""
+    """Automatic growing and shrinking of the run, one rollout node at a time, each a further job."""
 
-    min_nodes: PositiveInt = Key(1, "Rollout nodes at least; those of rollout.nodes always stay.", resume=True)
-    max_nodes: PositiveInt = Key(8, "Rollout nodes at most.", resume=True)
+    min_nodes: PositiveInt = Key(1, "Least number of rollout nodes; those of rollout.nodes always stay.", resume=True)
+    max_nodes: PositiveInt = Key(8, "Greatest number of rollout nodes.", resume=True)
     grow_when_waiting: float = Key(
-        0.3, "One more when the trainer waited for data more than this share of the window.", resume=True, gt=0, lt=1
+        0.3,
+        "Add a node when the trainer waited for data for more than this share of the window.",
+        resume=True,
+        gt=0,
+        lt=1,
     )
-    window_s: PositiveFloat = Key(120.0, "The stretch of time that a decision looks at.", resume=True)
+    window_s: PositiveFloat = Key(120.0, "Seconds of the run that a decision looks back on.", resume=True)
     cooldown_s: PositiveFloat = Key(
-        300.0, "From one change to the next; a job needs time to start and to show what it changed.", resume=True
+        300.0, "Seconds from one change to the next; a job needs time to start and to show its effect.", resume=True
     )
     partition: str | None = Key(None, "Partition of the further jobs, such as a preemptible one.", resume=True)
 
@@ -172,7 +177,7 @@ class Autoscale(Table):
 
 
 class Slurm(Resources):
-    """How the run is sent to a Slurm cluster; every key of [slurm.trainer] and [slurm.rollout] stands here for both."""
+    """Submission to a Slurm cluster; every key of [slurm.trainer] and [slurm.rollout] stands here for both."""
 
     shape: Literal["split", "het", "single"] = Key(
         "split",
@@ -182,13 +187,13 @@ class Slurm(Resources):
     )
     time: str | int = Key("01:00:00", 'Time limit of one job: "HH:MM:SS", "D-HH:MM:SS" or minutes.', resume=True)
     mail_user: str | None = Key(None, "Address for the scheduler's mails.", resume=True)
-    mail_type: str | None = Key(None, "When: 'END,FAIL', …", resume=True)
+    mail_type: str | None = Key(None, "Events that the scheduler sends mail about: 'END,FAIL', …", resume=True)
     signal_lead_s: int = Key(
         120, "USR2 comes this many seconds before the time limit; checkpoint within.", resume=True, ge=10, le=65535
     )
     restart: Literal["chain", "requeue", "none"] = Key(
         "chain",
-        "What goes on after a job's end: `chain`, a successor queued in advance; `requeue`, the same job again (slow, "
+        "How the run continues after a job's end: `chain`, a successor queued in advance; `requeue`, the same job again (slow, "
         "forbidden at some sites); `none`.",
         resume=True,
     )
@@ -199,13 +204,13 @@ class Slurm(Resources):
         "that waits, but the trainer's nodes then idle for rollout. By default both queue at once, and whoever is first waits.",
         resume=True,
     )
-    max_jobs: PositiveInt = Key(50, "Trainer jobs of a chain at most.", resume=True)
+    max_jobs: PositiveInt = Key(50, "The most trainer jobs of a chain.", resume=True)
     max_idle_jobs: PositiveInt = Key(
         3, "Trainer jobs in a row without a new step after which the chain ends itself.", resume=True
     )
     ask_every_s: PositiveFloat = Key(
         30.0,
-        "From one question to Slurm about the run's jobs to the next, of the leader and of each live view. A successor that Slurm "
+        "Seconds between two queries to Slurm about the run's jobs, of the leader and of each live view. A successor that Slurm "
         "refuses is sent again after six times as long.",
         resume=True,
     )
@@ -226,12 +231,14 @@ class Slurm(Resources):
     )
     cpu_bind: str | None = Key(None, "srun --cpu-bind for the processes, such as 'cores'.", resume=True)
     container: Container | None = Key(None, "The image that processes run in.", resume=True)
-    autoscale: Autoscale | None = Key(None, "Further rollout nodes by what the trainer waits for.", resume=True)
+    autoscale: Autoscale | None = Key(
+        None, "Further rollout nodes, depending on how long the trainer waits for data.", resume=True
+    )
     trainer: Resources | None = Key(None, "Other resources for the trainer's nodes.", resume=True)
     rollout: Resources | None = Key(None, "Other resources for the rollout nodes.", resume=True)
 
     def group(self, name: Literal["trainer", "rollout"]) -> Resources:
-        """What a group asks for: its own keys over those of [slurm]; one GPU key replaces another."""
+        """Resources of a group: its own keys over those of [slurm]; one GPU key replaces another."""
         own = self.trainer if name == "trainer" else self.rollout
         common = {key: getattr(self, key) for key in Resources.model_fields}
         if own is None:
@@ -243,7 +250,7 @@ class Slurm(Resources):
 
     @property
     def own_gpus(self) -> str:
-        """A GPU key by which a group has GPUs of its own; empty where there is none."""
+        """The GPU key by which a group has GPUs of its own; empty where there is none."""
         for name, own in (("trainer", self.trainer), ("rollout", self.rollout)):
             for key in GPU_KEYS:
                 if own is not None and getattr(own, key) is not None:
@@ -251,7 +258,7 @@ class Slurm(Resources):
         return "" if self.gpus_per_task is None else f"slurm.gpus_per_task = {self.gpus_per_task!r}"
 
     def refuse_too_few_gpus(self, per_node: int) -> None:
-        """Raises a conflict when trainer processes of a node, which take a GPU each, are more than its GPUs."""
+        """Raise a conflict when trainer processes of a node, which take a GPU each, are more than its GPUs."""
         asks = self.group("trainer")
         gpus = asks.node_gpus(per_node)
         if 0 < gpus < per_node:
@@ -300,7 +307,7 @@ class Slurm(Resources):
 
 
 def gpu_count(value: int | str) -> tuple[str, int]:
-    """GPUs as (name in --gres, count): 4 is ("gpu", 4), "a100:4" is ("gpu:a100", 4)."""
+    """Read GPUs as (name in --gres, count): 4 is ("gpu", 4), "a100:4" is ("gpu:a100", 4)."""
     kind, _, count = str(value).rpartition(":")
     return (f"gpu:{kind}" if kind else "gpu"), int(count)
 
@@ -337,7 +344,8 @@ def _refuse_control(where: str, value: Any, key: str = "") -> None:
 
 
 def _refuse_alone(name: str, own: Resources) -> None:
-    """In the single shape both groups are one job: only what its steps divide can be said for one of them."""
+    """Refuse keys for one group alone in the single shape, where both are one job, unless the job's steps can divide
+    them."""
     divided = {"cpus_per_task", *GPU_KEYS}
     given = [k for k in Resources.model_fields if k not in divided and getattr(own, k) not in (None, {})]
     if given:

@@ -1,4 +1,4 @@
-"""[[source]] and [[evaluation.source]]: where prompts come from, how they are generated, and what they are rewarded by."""
+"""[[source]] and [[evaluation.source]]: where prompts come from, the environment that they run in, and their reward."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 WEIGHT = "Share of prompts drawn from this source, against the other sources' weights."
-LIMIT = "Prompts of this source that are generated, at most; absent generates all of them."
+LIMIT = "The most prompts of this source that are evaluated; absent: all of them."
 
 
 class Prompts(Table):
-    """What all prompt sources have."""
+    """Keys of all prompt sources."""
 
     table: ClassVar[str] = "source"
-    """The list of the recipe that it stands in."""
+    """The recipe's list of tables in which this one stands."""
 
     environment: str = Key(
         "single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True
@@ -38,20 +38,20 @@ class FilePrompts(Prompts):
     )
     answer_key: str = Key(
         "answer",
-        "Column with the reference answer, which the reward compares with, or which is learned; empty where there is none, or "
+        "Column with the reference answer, which the reward compares with, or which is trained on; empty where there is none, or "
         "where the prompt is a conversation whose last message, the assistant's, is the answer.",
     )
     max_prompt_tokens: PositiveInt | None = Key(
-        None, "Longest prompt; absent allows what the model's context does, less one token for an answer."
+        None, "Longest prompt in tokens; absent: the model's context, less one token for an answer."
     )
     too_long: Literal["error", "drop", "truncate"] = Key(
         "error",
-        "What becomes of a longer prompt: nothing begins, the row is left out, or the prompt's beginning is cut off "
-        "(needs `max_prompt_tokens`). An answer that is to be learned and goes beyond the context with its prompt: left out by `drop`.",
+        "Treatment of a longer prompt: an error before the run begins, the row is left out, or the prompt's beginning is cut off "
+        "(needs `max_prompt_tokens`). `drop` also leaves out an answer to be trained on that, with its prompt, exceeds the context.",
     )
     missing_answer: Literal["error", "drop"] = Key(
         "error",
-        "What becomes of a row whose answer is missing, null or, where it is to be learned, blank; `drop` leaves out rows with a blank one too.",
+        "Treatment of a row whose answer is missing, null or, where it is to be trained on, blank; `drop` leaves out rows with a blank one too.",
     )
     reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
@@ -66,12 +66,12 @@ class FilePrompts(Prompts):
 
     @property
     def drops(self) -> bool:
-        """Whether a row may be left out."""
+        """True where a row may be left out."""
         return "drop" in (self.too_long, self.missing_answer)
 
     @property
     def counted(self) -> bool:
-        """Whether rows may be left out or cut, and are counted."""
+        """True where rows may be left out or cut, and are counted."""
         return self.drops or self.too_long == "truncate"
 
 
@@ -80,11 +80,11 @@ class TaskPrompts(Prompts):
 
     name: Literal["reasoning_gym"] = Key("reasoning_gym", "Procedural tasks with their own verifiers.")
     task: str = Key(help="The task's name, such as 'chain_sum'.")
-    size: PositiveInt = Key(10000, "How many items the task makes; an epoch goes through them once.")
-    seed: int = Key(0, "The task's own seed: which items it makes.", ge=0)
+    size: PositiveInt = Key(10000, "Number of items that the task makes; an epoch goes through them once.")
+    seed: int = Key(0, "The task's own seed, which decides its items.", ge=0)
     config: dict[str, Any] = Key({}, "The task's own options.")
     template: str | None = Key(
-        None, "The prompt, from the item's fields, such as '{metadata[expression]}='; none takes its question."
+        None, "The prompt, from the item's fields, such as '{metadata[expression]}='; absent: its question."
     )
     reward: str = Key("reasoning_gym", "`reasoning_gym` is the task's verifier; or any other reward.", looked_up=True)
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
@@ -103,11 +103,12 @@ class ReasoningGymSource(TaskPrompts):
 
 
 class Curriculum(Table):
-    """Sources whose prompts are solved about half the time come more often: each one's weight times 4 p (1 - p), p its pass rate."""
+    """Weights that follow progress: sources whose prompts are solved about half the time come more often. Each one's
+    weight is multiplied by 4 p (1 - p), p being its pass rate."""
 
     floor: float = Key(
         0.1,
-        "Least factor on a source's weight, so that one that is never or always solved is still looked at.",
+        "Least factor on a source's weight, so that one that is never or always solved still comes up.",
         gt=0,
         le=1,
     )
@@ -147,7 +148,7 @@ AnyPrompts = FilePrompts | TaskPrompts
 
 
 def keys_of(sources: Sequence[AnyPrompts]) -> list[str]:
-    """Where each stands in the recipe: "source.0", …, "evaluation.source.0", …"""
+    """The key of each source in the recipe: "source.0", …, "evaluation.source.0", …"""
     seen: Counter[str] = Counter()
     keys = []
     for source in sources:
@@ -157,7 +158,7 @@ def keys_of(sources: Sequence[AnyPrompts]) -> list[str]:
 
 
 def labels(sources: Sequence[AnyPrompts]) -> list[str]:
-    """A short name for each: its file's or its task's, with the number where that is another one's too."""
+    """A short name for each source: its file's or its task's, with the key where several share that name."""
     names = [s.prompts.stem if isinstance(s, FilePrompts) else s.task for s in sources]
     return [
         name if names.count(name) == 1 else f"{name} {key}" for name, key in zip(names, keys_of(sources), strict=True)
@@ -165,7 +166,7 @@ def labels(sources: Sequence[AnyPrompts]) -> list[str]:
 
 
 def left_out(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What RUN/rows.json says in words: a line for each source, by its key, that leaves rows out or cuts them."""
+    """Put RUN/rows.json into words: a line for each source, by its key, that leaves rows out or cuts them."""
     lines = []
     for key, count in counts.items():
         said = [

@@ -1,4 +1,4 @@
-"""[async]: how far generation may run ahead of training, and what becomes of what is late."""
+"""[async]: how far generation may run ahead of training, and what happens to stale requests."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from relax_hpc.recipe.tables.table import Key, Table, conflict
 
 
 class Partial(Table):
-    """Partial rollouts, for `on_stale = "mask"`: a request that is given back partly generated, at a stop too, goes on with newer weights on any worker."""
+    """Partial rollouts, for `on_stale = "mask"`: a request may be given back partly generated, also when the run stops;
+    any worker continues it, with newer weights."""
 
     abort_at_publish: bool = Key(
         True,
-        "Give back a request when there are newer weights than it is generated with; false leaves them to an engine that swaps "
+        "Give a request back when there are newer weights than it is generated with; with false, an engine that can swaps its "
         "weights in mid-generation.",
         resume=True,
     )
     abort_after_s: PositiveFloat | None = Key(
-        None, "Give back a request that was generated for this many seconds; absent sets no limit.", resume=True
+        None, "Give a request back after it was generated for this many seconds; absent: no limit.", resume=True
     )
     max_aborts: PositiveInt = Key(
         3,
-        "A request that was given back this often is generated to its end; what is out of the bound then stays out of the loss too.",
+        "A request that was given back this often is generated to its end; its tokens out of the bound stay out of the loss as ever.",
         resume=True,
     )
 
 
 class Async(Table):
-    """How far generation may run ahead of training."""
+    """Asynchronous training: how far generation may run ahead of it."""
 
     max_staleness: int = Key(
         1, "At step s no token in the loss is older than version s - max_staleness; 0 is on-policy.", ge=0
     )
     on_stale: Literal["wait", "drop", "mask"] = Key(
         "wait",
-        "What would miss its deadline: `wait` holds the trainer (no bias), `drop` requests the prompts again (favors short "
+        "Treatment of a request that would miss its deadline: `wait` holds the trainer (no bias), `drop` requests the prompts again (favors short "
         "answers), `mask` takes new weights in mid-generation and keeps the tokens that are too old out of the loss.",
     )
     partial: Partial | None = Key(
-        None, "When requests are given back partly generated; absent generates each to its end, or anew."
+        None, "When requests are given back partly generated; absent: each is generated to its end, or anew."
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What every table of the recipe is made of: strict models, keys with a sentence, unions told apart by a key."""
+"""The base of every table of the recipe: strict models, keys with a sentence, unions told apart by a key."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def Key(
     decided: Callable[[dict[str, Any]], Any] | None = None,
     **constraints: Any,
 ) -> Any:
-    """A recipe key: its default, its sentence, and whether a resumed run may change it.
+    """Define a recipe key: its default, its sentence, and whether a resumed run may change it.
 
-    `looked_up`: a path or FILE.py:NAME that must be there; a relative one is looked up beside the recipe first.
-    `decided`: the default, from the keys of the table that stand before this one.
+    `looked_up`: a path or FILE.py:NAME that must exist; a relative one is looked up beside the recipe first. `decided`:
+    makes the default from the keys of the table that stand before this one.
     """
     made: dict[str, Any] = {"default": default} if decided is None else {"default_factory": decided}
     return Field(**made, description=help, json_schema_extra={"resume": resume, "looked_up": looked_up}, **constraints)
 
 
 def conflict(message: str) -> PydanticCustomError:
-    """An error about keys that do not fit together; `message` names every number and the fix."""
+    """Make an error about keys that do not fit together; `message` names every number and the fix."""
     return PydanticCustomError("conflict", "{message}", {"message": message})
 
 
 def even_share(key: str, count: int, nodes_key: str, nodes: int) -> None:
-    """Raises a conflict when `count` processes do not spread evenly over the nodes."""
+    """Raise a conflict when `count` processes do not spread evenly over the nodes."""
     if count % nodes:
         raise conflict(
             f"{key} = {count} is the total over {nodes_key} = {nodes} nodes and must be divisible by it: "

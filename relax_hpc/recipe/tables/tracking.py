@@ -1,4 +1,4 @@
-"""[[tracking]]: where metrics are copied to, for those who look at many runs side by side. [notify]: who is told what."""
+"""[[tracking]]: tools that metrics are copied to, to compare many runs. [notify]: messages about the run."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ class Notify(Table):
     )
     events: list[Event] = Key(
         ["outcome", "restart", "stall", "collapse"],
-        "What is told: how the run ended, roles that were lost, steps that do not come, rewards or entropy that collapse.",
+        "Events to report: the run's end, roles that were lost, steps that do not come, rewards or entropy that collapse.",
         min_length=1,
         resume=True,
     )
-    stall_s: PositiveFloat = Key(3600.0, "`stall`: the trainer has said nothing for so long.", resume=True)
-    window: PositiveInt = Key(20, "`collapse` looks at means over so many steps.", resume=True)
+    stall_s: PositiveFloat = Key(3600.0, "`stall`: seconds for which the trainer has reported nothing.", resume=True)
+    window: PositiveInt = Key(20, "`collapse`: steps over which means are taken.", resume=True)
     entropy: float = Key(0.01, "`collapse`: the policy's entropy (nats a token) is below this.", ge=0, resume=True)
     reward_share: float = Key(
         0.5,
-        "`collapse`: the mean reward of all that was generated is below this share of its best.",
+        "`collapse`: the mean reward of all generated samples is below this share of its best.",
         ge=0,
         le=1,
         resume=True,

@@ -1,4 +1,4 @@
-"""[trainer]: its backend, its processes, and how it learns."""
+"""[trainer]: the backend, its processes, and how it learns."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Trainer(Table):
-    """The trainer role."""
+    """The trainer role: its backend, its processes, its optimizer."""
 
     backend: Literal["torch", "megatron"] = Key(
         "torch",
         "`torch`: Hugging Face transformers, data parallel; `megatron`: Megatron-core, every kind of parallelism ([trainer.parallel]).",
     )
     processes: PositiveInt = Key(
-        1, "Processes, over all nodes: data parallel, but for what [trainer.parallel] takes.", resume=True
+        1, "Processes, over all nodes: data parallel, except for the factors of [trainer.parallel].", resume=True
     )
     parallel: Parallel = Parallel()
     nodes: PositiveInt = Key(1, "Nodes that share the processes evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key(
-        "auto", "Where the model lives; `auto` takes a GPU where there is one."
-    )
+    device: Literal["auto", "cpu", "cuda"] = Key("auto", "Device of the model; `auto` takes a GPU where there is one.")
     prompts_per_step: PositiveInt = Key(32, "Prompts (groups) a training step consumes.")
     updates_per_step: PositiveInt = Key(
         1, "Optimizer steps that a training step makes, each on its share of the groups; with 1 all are in one."
     )
     max_skipped_steps: PositiveInt = Key(
         20,
-        "Steps in a row with an update skipped, since loss or gradient were not finite, before the run stops and says why.",
+        "Steps in a row with a skipped update (its loss or gradient was not finite) before the run stops and says why.",
         resume=True,
     )
     learning_rate: PositiveFloat = Key(
         1e-6,
-        "Peak learning rate of AdamW. A run that is resumed with another has it from its newest checkpoint on: steps after that are made again.",
+        "Peak learning rate of AdamW. A run that is resumed with another uses it from its newest checkpoint on: steps after that are made again.",
         resume=True,
     )
     betas: tuple[Decay, Decay] = Key((0.9, 0.95), "AdamW's moment decays, each from 0 to below 1.")
@@ -49,7 +47,7 @@ class Trainer(Table):
     schedule: Literal["constant", "linear", "cosine"] = Key(
         "constant", "How the learning rate falls to min_learning_rate over run.steps."
     )
-    min_learning_rate: float = Key(0.0, "Where `linear` and `cosine` end.", ge=0, resume=True)
+    min_learning_rate: float = Key(0.0, "Learning rate at which `linear` and `cosine` end.", ge=0, resume=True)
     lr_warmup_steps: int = Key(0, "Steps over which the learning rate rises from 0.", ge=0)
     dtype: Literal["float32", "bfloat16"] = Key(
         "float32", "Arithmetic of forward and backward, and type of published weights; master weights are float32."

@@ -1,4 +1,4 @@
-"""[weights]: how new versions reach the rollout workers, and what each transport reads."""
+"""[weights]: how new versions reach the rollout workers, with the keys of each transport."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 
 class Weights(Table):
-    """What all transports have."""
+    """Keys of all transports."""
 
     bucket_mb: PositiveInt = Key(
         256, "Megabytes of weights that are gathered while as many are on their way; one larger tensor is its own bucket.", resume=True
@@ -19,7 +19,8 @@ class Weights(Table):
 
 
 class FileWeights(Weights):
-    """Safetensors files in the run directory, checksummed, published like a shard. Whoever comes, and when, can read them."""
+    """Safetensors files in the run directory, checksummed, published like a shard. Any worker can read them at any
+    time."""
 
     transport: Literal["file"] = Key("file", "Files in the run directory.")
     node_cache: Path | None = Key(
@@ -28,7 +29,7 @@ class FileWeights(Weights):
         resume=True,
     )
     full_every: PositiveInt = Key(
-        1, "Of so many versions one is written whole, the others as what changed (lossless); above 1 needs `front`.", resume=True
+        1, "One of this many versions is written whole, the others as their changes (lossless); above 1 needs `node_cache`.", resume=True
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -42,13 +43,13 @@ class FileWeights(Weights):
 
 
 class CollectiveWeights(Weights):
-    """Broadcast in a group of the trainer and the workers; what misses it is read from files."""
+    """Broadcast in a group of the trainer and the workers; a worker that misses it reads files."""
 
     transport: Literal["collective"] = Key("collective", "A group of torch.distributed.")
     backend: Literal["gloo", "nccl"] = Key(
         "gloo",
         "`gloo`: from host memory to host memory. `nccl`: from GPU to GPU, trainer and workers on GPUs of their own; the first "
-        "one of each then has a process besides, of some hundred MB.",
+        "one of each then has a further process, of some hundred MB.",
         resume=True,
     )
     timeout_s: PositiveFloat = Key(
@@ -57,12 +58,13 @@ class CollectiveWeights(Weights):
 
     @property
     def speaks(self) -> str:
-        """What the members of the group speak."""
+        """The library by which the group's members communicate."""
         return self.backend
 
 
 class MpiWeights(Weights):
-    """Sent by MPI (mpi4py and an MPI of the MPICH family) from the trainer to each worker; what misses it is read from files."""
+    """Messages by MPI (mpi4py and an MPI of the MPICH family) from the trainer to each worker; a worker that misses
+    them reads files."""
 
     transport: Literal["mpi"] = Key(
         "mpi", "MPI, in which every process is a job of its own: one that dies ends no other."
@@ -73,7 +75,7 @@ class MpiWeights(Weights):
 
     @property
     def speaks(self) -> str:
-        """What the members of the group speak."""
+        """The library by which the group's members communicate."""
         return "mpi"
 
 

@@ -1,4 +1,4 @@
-"""The Megatron-core trainer. Megatron is imported where its CPU support stands, so nothing here imports it first.
+"""The Megatron-core trainer. Nothing here imports Megatron before its CPU support is in place.
 
 recipe's plan ──► process groups ──► chunks of the model on this process, filled from Hugging Face's files
 rollouts ──► packed micro-batches ──► Megatron's schedule of forwards and backwards ──► its optimizer

@@ -1,7 +1,8 @@
-"""What lets Megatron-core run where there is no GPU: everything that it presumes of CUDA, while one of our calls runs.
+"""Support for Megatron-core without a GPU: stands in for everything that it presumes of CUDA, while one of our calls
+runs.
 
-`support()` is entered around the import of Megatron and around every call that ends in it; outside of it, torch is as it
-was. Where there is a GPU it does nothing.
+`support()` is entered around the import of Megatron and around every call that ends in it; outside of it, torch is as
+it was. Where there is a GPU it does nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _depth = 0
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """device="cuda", .cuda() and pinned memory, as the CPU has them."""
+    """Redirects device="cuda", .cuda() and pinned memory to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -58,7 +59,7 @@ class _Nothing:
 
 
 def _stand_ins() -> list[tuple[Any, str, Any]]:
-    """(where, name, what stands in): of torch.cuda."""
+    """Stand-ins for torch.cuda, as (object, attribute, replacement)."""
     cuda = torch.cuda
     nothing, null = _Nothing(), lambda *args, **kwargs: None
     get_state = lambda device=None: torch.get_rng_state()
@@ -85,7 +86,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
 
 @functools.cache
 def _megatron_stand_ins() -> list[tuple[Any, str, Any]]:
-    """The same, in Megatron-core 0.16 itself."""
+    """Stand-ins for parts of Megatron-core 0.16 itself, as (object, attribute, replacement)."""
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -103,7 +104,7 @@ def _megatron_stand_ins() -> list[tuple[Any, str, Any]]:
 
 
 def _uneven_gather(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """gloo gathers equal parts only; tokens on their way to split experts are not."""
+    """Gather unequal parts, as tokens on their way to split experts are; gloo gathers equal parts only."""
 
     def gather(x: Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
@@ -133,7 +134,8 @@ def _uneven_scatter(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def support(megatron: bool = True) -> Iterator[None]:
-    """Stand in for CUDA. `megatron`: its own modules too, which must be imported under support(False) first."""
+    """Stand in for CUDA within this block. `megatron`: in Megatron's own modules too, which must be imported under
+    support(False) first."""
     global _depth
     if torch.cuda.is_available() or _depth:
         yield
@@ -155,7 +157,7 @@ def _leave() -> None:
 
 
 def supported(method: Callable[P, R]) -> Callable[P, R]:
-    """A method that runs under support()."""
+    """Wrap a method so that it runs under support()."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

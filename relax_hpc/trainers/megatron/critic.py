@@ -25,7 +25,7 @@ class MegatronCritic(Learners, CriticUpdating):
 
     @supported
     def __init__(self, recipe: Recipe, folder: Path, rank: int, world: int) -> None:
-        """folder: of the model that its body begins as."""
+        """folder: the model that its body starts from."""
         assert recipe.critic is not None
         fit.check(recipe, folder)
         super().__init__(recipe, rank, world, device_of(recipe.critic.device, "critic"))

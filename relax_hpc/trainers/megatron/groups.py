@@ -14,7 +14,7 @@ _current: tuple[int, ...] = ()
 
 
 def join(plan: Parallel, seed: int) -> ProcessGroupCollection:
-    """The groups of `plan` over all processes; those of another plan are given up."""
+    """Form the groups of `plan` over all processes; those of another plan are given up."""
     global _current
     if not dist.is_initialized():  # a trainer of one process
         backend = "nccl" if torch.cuda.is_available() else "gloo"

@@ -22,11 +22,11 @@ from relax_hpc.trainers.megatron.packing import MicroBatch
 
 
 class Policy(GPTModel):  # type: ignore[misc]
-    """A GPTModel whose last stage gives hidden states; `token_logprobs` applies its head to some of them."""
+    """A GPTModel whose last stage returns hidden states; `token_logprobs` applies its head to some of them."""
 
     output_layer: Any
     real_vocabulary: int
-    """Tokens beyond it only fill up the embedding."""
+    """Size of the vocabulary; rows beyond it only fill up the embedding."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,7 +45,8 @@ class Policy(GPTModel):  # type: ignore[misc]
 
 
 class Critic(Policy):
-    """A model whose last stage has a head of one number, the same on every tensor-parallel process; it begins at zero."""
+    """A model whose last stage has a head with one output, the same on every tensor-parallel process; it begins at
+    zero."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "share_embeddings_and_output_weights": False})
@@ -57,7 +58,8 @@ class Critic(Policy):
 
 
 def token_values(model: Critic, hidden: Tensor, batch: MicroBatch) -> Tensor:
-    """[M] float32, on every process: the value of what is before each token in the loss. hidden: what the last stage gave."""
+    """[M] float32, on every process: the value of the state before each token in the loss. hidden: output of the last
+    stage."""
     groups = model.pg_collection
     if model.config.sequence_parallel:  # every process has the whole gradient of what it gathers
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=groups.tp)
@@ -74,7 +76,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """([M] logprobs of `targets` under logits / temperature, [M] entropies), float32, on every process.
 
-    hidden: what the last stage gave; targets: [M] int64.
+    hidden: output of the last stage; targets: [M] int64.
     """
     groups = model.pg_collection
     if model.config.sequence_parallel:
@@ -106,7 +108,7 @@ def _head(model: Policy, hidden: Tensor, targets: Tensor, real: int, temperature
 
 
 class _SplitLogprobs(torch.autograd.Function):
-    """log_softmax over a vocabulary that is split over `group`, at one token each; and entropies."""
+    """log_softmax over a vocabulary that is split over `group`, at one token each; also the entropies."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> tuple[Tensor, Tensor]:
@@ -142,7 +144,8 @@ class _SplitLogprobs(torch.autograd.Function):
 
 
 class _Everywhere(torch.autograd.Function):
-    """The [m] values of each context-parallel process, as [M] on all of them. Each computes the same loss from them."""
+    """Collect the [m] values of each context-parallel process as [M] on all of them. Each process computes the same
+    loss from them."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, count: int, group: Any, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers for where Transformer Engine is not installed: an RMSNorm, and attention on torch SDPA.
+"""Layers for use without Transformer Engine: an RMSNorm, and attention on torch SDPA.
 
 Megatron-core's own stand-ins refuse sequence parallelism, context parallelism and packed sequences.
 """
@@ -22,7 +22,7 @@ from relax_hpc.trainers.megatron.packing import Packed
 
 
 def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: int | None) -> Any:
-    """The layers of this process's part of the model."""
+    """The specification of the layers in this process's part of the model."""
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -32,7 +32,7 @@ def block_spec(config: TransformerConfig, transformer_engine: bool, vp_stage: in
 
 
 def _replace(spec: Any, by: dict[type, type], seen: set[int]) -> None:
-    """Exchange module classes in a tree of specs."""
+    """Exchange module classes in a tree of specifications."""
     if id(spec) in seen:
         return
     seen.add(id(spec))
@@ -51,7 +51,8 @@ def _replace(spec: Any, by: dict[type, type], seen: set[int]) -> None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Under sequence parallelism each process sees some of the tokens: the weight is marked, and its gradient summed."""
+    """RMSNorm with a marked weight: under sequence parallelism each process sees some of the tokens, so the weight's
+    gradient must be summed."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
@@ -111,7 +112,7 @@ class Attention(MegatronModule):  # type: ignore[misc]  # megatron-core has no t
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the processes' tokens; their gradients are summed and scattered."""
+    """Concatenate the processes' tokens; in the backward pass gradients are summed and scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -1,9 +1,9 @@
-"""What a Megatron-core trainer of the policy and one of a critic have in common: gradients, updates, checkpoints.
+"""Common part of Megatron-core trainers of the policy and of a critic: gradients, updates, checkpoints.
 
-    rollouts ──split.py: forward, what the model says of its targets, loss, backward──► gradients ──► norm ──finite?──► AdamW
+  rollouts ──split.py: forward, the model's output at its targets, loss, backward──► gradients ──► norm ──finite?──► AdamW
 
-Each loss is divided by one global token count before its backward, and gradients are summed over all processes that hold
-other tokens: the sums are the same under every plan.
+Each loss is divided by one global token count before its backward, and gradients are summed over all processes that
+hold other tokens: the sums are the same under every plan.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from relax_hpc.trainers.token_loss import Learner, TokenLoss, add
 from relax_hpc.trainers.update import Updating
 
 LOADED_BYTES = 2**30
-"""Of the optimizer's state, read at once."""
+"""Bytes of the optimizer's state that are read at once."""
 
 
 class Kept(NamedTuple):
-    """What a checkpoint calls the parts of a model that learns."""
+    """Names in a checkpoint for the parts of a model that learns."""
 
     model: str
     optimizer: str
@@ -49,7 +49,7 @@ class Learners(Split, Updating):
     """One process of models that learn, split by the recipe's plan."""
 
     def __init__(self, recipe: Recipe, rank: int, world: int, device: torch.device) -> None:
-        """The process group is there, and Megatron's support for this machine."""
+        """The default process group must exist already, and Megatron's support for this machine."""
         super().__init__(recipe, rank, world, device, recipe.trainer.tokens_per_micro_batch)
         self.learning: dict[Learner, Learning] = {}
 
@@ -97,11 +97,11 @@ class Learners(Split, Updating):
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
     def _changing(self) -> dict[str, list[Any]]:
-        """The models whose weights change, by what a checkpoint calls them."""
+        """The models whose weights change, by their names in a checkpoint."""
         return {KEPT[learner].model: learning.chunks for learner, learning in self.learning.items()}
 
     def _sharded(self) -> dict[str, Any]:
-        """What changes but the optimizers' state."""
+        """Sharded tensors of everything that changes, except the optimizers' state."""
         prefix = {"model": ""}
         return {
             what: state.sharded(chunks, self.groups, prefix.get(what, f"{what}."))

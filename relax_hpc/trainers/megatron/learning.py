@@ -1,4 +1,5 @@
-"""A model that learns: its chunks, their gradients summed over processes, AdamW whose state data-parallel processes share."""
+"""A model that learns under Megatron: its chunks, their gradients summed over processes, AdamW whose state
+data-parallel processes share."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from relax_hpc.trainers.megatron.head import Policy
 
 
 class Learning:
-    """`reduced` are the chunks for a forward with gradients; `config` is theirs alone, for it says how those are summed."""
+    """A model that learns. `reduced` are the chunks for a forward with gradients; `config` belongs to them alone, since
+    it says how gradients are summed."""
 
     def __init__(self, chunks: list[Policy], config: TransformerConfig, recipe: Recipe) -> None:
         self.chunks, self.recipe = chunks, recipe
@@ -26,7 +28,7 @@ class Learning:
         self.begin()
 
     def begin(self, steps: int = 0) -> None:
-        """Zero moments; `steps`: of the optimizer. Master weights stay as they are."""
+        """Set the moments to zero and the optimizer's number of steps to `steps`. Master weights stay as they are."""
         self.steps = steps
         for optimizer in self.optimizers():
             moments.fresh(optimizer, steps)
@@ -40,12 +42,12 @@ class Learning:
         self.optimizer.zero_grad()
 
     def norm(self) -> float:
-        """Of the gradients, over the whole model."""
+        """The norm of the gradients, over the whole model."""
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())
 
     def update(self, norm: float, rate: float) -> None:
-        """Clip gradients of this norm, and one step with learning rate `rate`."""
+        """Clip gradients of this norm, and make one step with learning rate `rate`."""
         config = self.recipe.trainer
         for optimizer in self.optimizers():
             clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.clip_grad_norm, norm)
@@ -55,7 +57,7 @@ class Learning:
         self.steps += 1
 
     def _reduced(self, model: TransformerConfig) -> list[Any]:
-        """The chunks, with gradients that are summed over the processes that hold the same parameters."""
+        """Wrap the chunks so that gradients are summed over the processes that hold the same parameters."""
         overlap = self.recipe.trainer.parallel.overlap
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -73,7 +75,7 @@ class Learning:
 
 
 def _finalize(chunks: list[Any], tokens: Tensor | None, **options: Any) -> None:
-    """Sum gradients; they are divided by the number of tokens already."""
+    """Sum gradients over processes; they are divided by the number of tokens already."""
     finalize_model_grads(chunks, None, **options)
 
 

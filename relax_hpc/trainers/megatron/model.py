@@ -18,7 +18,7 @@ from relax_hpc.trainers.megatron.replay import attach
 
 
 def transformer_engine() -> bool:
-    """Whether layers of Transformer Engine are taken."""
+    """Return True if layers of Transformer Engine are used."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -99,7 +99,7 @@ def _recompute(trainer: Trainer) -> dict[str, Any]:
 def build(
     hf: Any, config: TransformerConfig, groups: ProcessGroupCollection, kind: type[Policy] = Policy
 ) -> list[Policy]:
-    """This process's part of the model, a chunk for each virtual stage; its weights are not set."""
+    """Build this process's part of the model, a chunk for each virtual stage; its weights are not set."""
     stages: int = groups.pp.size()
     rank: int = groups.pp.rank()
     virtual: int | None = config.virtual_pipeline_model_parallel_size
@@ -129,5 +129,5 @@ def build(
 
 
 def padded_vocabulary(size: int, tensor: int) -> int:
-    """Rows of the embedding: a multiple of the processes that share it."""
+    """Rows of the embedding: `size`, rounded up to a multiple of the processes that share it."""
     return -(-size // tensor) * tensor

@@ -1,6 +1,6 @@
-"""Samples -> packed micro-batches: sequences end to end in one row, as many micro-batches on every data-parallel rank.
+"""Packing for Megatron: sequences end to end in one row, as many micro-batches on every data-parallel rank.
 
-    samples ──balance──► a share a rank ──balance──► micro-batches under the token budget ──pack──► this rank's tokens
+  samples ──balance──► a share a rank ──balance──► micro-batches under the token budget ──pack──► this rank's tokens
 
 Every rank must make the same number of forward passes, since experts and pipeline stages meet in them. With context
 parallelism over C processes each sequence is cut into 2C chunks, and process c holds chunks c and 2C - 1 - c.
@@ -25,7 +25,7 @@ from relax_hpc.trainers.packing import balance
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How sequences must be filled up, and which of their chunks this process holds."""
+    """The padding that sequences need under the plan, and the chunks of them that this process holds."""
 
     context: int
     context_rank: int
@@ -35,13 +35,13 @@ class Layout:
 
     @property
     def unit(self) -> int:
-        """Each sequence's length is a multiple of this."""
+        """Every sequence's length is a multiple of this."""
         return 2 * self.context if self.context > 1 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some sequences of like length, for one call of attention; B sequences."""
+    """B sequences of like length, for one call of attention."""
 
     queries: Tensor  # [B, Lq] index of this process's tokens
     keys: Tensor  # [B, Lk] index of all tokens
@@ -58,7 +58,7 @@ class AttentionLayout:
 
 @dataclass
 class Packed(PackedSeqParams):  # type: ignore[misc]
-    """A micro-batch's sequences as Megatron-core and Transformer Engine want them told, and as our own attention does."""
+    """A micro-batch's sequences in the form that Megatron-core and Transformer Engine take, and our own attention too."""
 
     lengths: NDArray[np.int64] | None = None  # [n] of the filled-up sequences
     layout: Layout | None = None
@@ -68,14 +68,15 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
     @cached_property
     def attention(self) -> AttentionLayout:
-        """Computed once a micro-batch, for all layers."""
+        """The layout for our own attention, computed once a micro-batch for all layers."""
         assert self.lengths is not None and self.layout is not None
         return _attention_layout(self.lengths, self.layout, self.cu_seqlens_q.device)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward of one process reads. T tokens in all, t of them here; M tokens that enter the loss, m predicted here."""
+    """The input of one forward on one process. T tokens in all, t of them here; M tokens that enter the loss, m of them
+    predicted here."""
 
     tokens: Tensor  # [1, t] int64
     positions: Tensor  # [1, t] int64 within the sequence
@@ -86,7 +87,8 @@ class MicroBatch:
 
 
 def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[list[list[int]]]:
-    """For each data-parallel rank its micro-batches of samples; equally many, a multiple of `multiple`, some maybe empty.
+    """Plan the micro-batches of samples for each data-parallel rank; equally many, a multiple of `multiple`, some maybe
+    empty.
 
     Samples without a token in the loss are left out; a sample above the budget stands alone.
     """
@@ -112,7 +114,7 @@ def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[lis
 
 
 def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.device) -> MicroBatch:
-    """The arrays of one micro-batch; without samples, some tokens that enter no loss."""
+    """Make the arrays of one micro-batch; without samples, of a few tokens that enter no loss."""
     sequences, targets, predictors, routed = [], [], [], []
     experts = rollouts.routed_experts
     recorded = np.cumsum([0, *(rollouts.lengths() - 1)])
@@ -161,13 +163,14 @@ def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def _filled(sequence: NDArray[np.int64], unit: int, least: int = 1, before: int = 0) -> NDArray[np.int64]:
-    """`sequence` with zeros behind it, at least `least` long, so that with `before` tokens it is a multiple of `unit`."""
+    """Pad `sequence` with zeros to at least `least` tokens, so that with `before` tokens in front it is a multiple of
+    `unit`."""
     length = max(len(sequence), least)
     return np.pad(sequence, (0, length + -(before + length) % unit - len(sequence)))
 
 
 def _routes(experts: NDArray[np.integer[Any]], length: int) -> NDArray[np.integer[Any]]:
-    """[length, layers, K]: padding goes to the first experts; nothing depends on it."""
+    """[length, layers, K]: the experts with padding, which goes to the first experts; nothing depends on it."""
     layers, chosen = experts.shape[1:]
     padding = np.broadcast_to(np.arange(chosen, dtype=experts.dtype), (length - len(experts), layers, chosen))
     return np.concatenate([experts, padding])
@@ -190,7 +193,7 @@ def _packed(lengths: NDArray[np.int64], layout: Layout, device: torch.device) ->
 
 
 def _held(lengths: NDArray[np.int64], layout: Layout, rank: int) -> NDArray[np.int64]:
-    """[t] which tokens, of all sequences end to end, context-parallel process `rank` holds."""
+    """[t] indices of the tokens, all sequences end to end, that context-parallel process `rank` holds."""
     if layout.context == 1:
         return np.arange(int(lengths.sum()))
     parts = []

@@ -1,8 +1,9 @@
-"""Router replay (R3): tokens go to the experts that the behavior policy sent them to, in forward and recomputed forward.
+"""Router replay (R3): tokens go to the experts that the behavior policy sent them to, in forward and recomputed
+forward.
 
-Engine and trainer compute the same router's scores in other requests; where two experts are nearly tied they would part ways.
-The micro-batch carries the experts; each layer is told of its micro-batch as it is called, also when it is called again in
-the backward pass, so stages, reference and policy cannot mix them up.
+Engine and trainer add up the same router's scores in different orders; where two experts are nearly tied they would
+choose differently. The micro-batch carries the experts. Each layer is given its micro-batch's as it is called, also
+when it is called again in the backward pass, so stages, reference and policy cannot mix them up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from relax_hpc.trainers.megatron.packing import Packed
 
 
 class Replay:
-    """In the place of Megatron-core's RouterReplay, in one router."""
+    """Takes the place of Megatron-core's RouterReplay in one router."""
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
@@ -30,7 +31,8 @@ class Replay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """([t, K] scores, [t, K] experts) of the tokens whose scores are given."""
+        """([t, K] scores, [t, K] experts) of the tokens whose scores are given; by the router's own choice where no
+        experts were recorded."""
         if self.routed is None:
             assert default_compute_topk is not None
             return default_compute_topk(scores, topk, num_groups, group_topk)
@@ -39,7 +41,7 @@ class Replay:
 
 
 def attach(layers: Any) -> None:
-    """Let the routers among `layers` replay what their micro-batches carry."""
+    """Let the routers among `layers` replay the experts that their micro-batches carry."""
     for layer in layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:

@@ -1,4 +1,4 @@
-"""A scorer's models, split over its processes by the recipe's plan; recorded experts are replayed as they are in training."""
+"""A scorer's models, split over its processes by the recipe's plan; recorded experts are replayed as in training."""
 
 from __future__ import annotations
 

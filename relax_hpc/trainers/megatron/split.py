@@ -1,6 +1,7 @@
-"""Models that are split over the processes of a group by the recipe's plan: their micro-batches, Megatron's schedule, and what they say.
+"""Models that are split over the processes of a group by the recipe's plan: their micro-batches, Megatron's schedule,
+and their outputs.
 
-rollouts ──plan──► this data-parallel rank's micro-batches ──Megatron's schedule──► what a model says of its targets, on the last stage
+rollouts ──plan──► this data-parallel rank's micro-batches ──Megatron's schedule──► a model's output at its targets, on the last stage
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
 
 
 class Split:
-    """One process of such models."""
+    """One process of models that are split by the recipe's plan."""
 
     def __init__(
         self, recipe: Recipe, rank: int, world: int, device: torch.device, tokens_per_micro_batch: int
     ) -> None:
-        """The process group is there, and Megatron's support for this machine."""
+        """The default process group must exist already, and Megatron's support for this machine."""
         self.recipe, self.rank, self.world, self.device = recipe, rank, world, device
         parallel = recipe.trainer.parallel
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
@@ -54,8 +55,8 @@ class Split:
         loss_of: Callable[..., Tensor],
         forward_only: bool = False,
     ) -> None:
-        """All micro-batches through Megatron's schedule; `loss_of` is called on the last stage, with each one's number
-        and what the model says of its targets."""
+        """Run all micro-batches through Megatron's schedule. `loss_of` is called on the last stage, with each one's
+        number and the model's output at its targets."""
 
         def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
@@ -94,7 +95,7 @@ class Split:
         temperature: float,
         progress: Callable[[], None],
     ) -> NDArray[np.float32]:
-        """[T] what a model says of the tokens in the loss; on every process."""
+        """[T] a model's output at the tokens in the loss; on every process."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)
         batches = self._batches(rollouts)
 
@@ -110,7 +111,8 @@ class Split:
         return column.cpu().numpy()
 
     def _speaks(self) -> bool:
-        """Processes that share sequences or matrices compute the same numbers: one of them says so."""
+        """Return True on the process whose numbers count: processes that share sequences or matrices compute the same
+        ones."""
         return bool(self.groups.tp.rank() == self.groups.cp.rank() == 0)
 
     def _batches(self, rollouts: Rollouts) -> list[MicroBatch]:
@@ -121,7 +123,7 @@ class Split:
         return [pack(rollouts, samples, self.layout, self.device) for samples in shares[self.groups.dp.rank()]]
 
     def _read(self, kind: type[Policy], folder: Path) -> list[Policy]:
-        """The model in `folder`, split as the policy is."""
+        """Load the model in `folder`, split as the policy is."""
         hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         chunks = build(hf, transformer_config(hf, self.recipe.trainer), self.groups, kind)
         weights.fill(chunks, folder, hf, self.groups)
@@ -129,7 +131,8 @@ class Split:
 
 
 def device_of(choice: str, role: str, index: int | None = None) -> torch.device:
-    """The device that a role computes on: the `index`-th, or the one that it has chosen. Raises RunError where it cannot be as the recipe says."""
+    """The device that a role computes on: GPU `index`, or else torch's current one; the CPU where there is no GPU.
+    Raises RunError where the recipe asks for a GPU and there is none."""
     if not torch.cuda.is_available():
         if choice == "cuda":
             raise RunError(f'{role}.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')

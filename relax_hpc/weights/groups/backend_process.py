@@ -1,7 +1,7 @@
-"""A child process that moves bytes for its parent, so that what it speaks (MPI, NCCL) may crash or hang: then it is killed.
+"""A child process that moves bytes for its parent, so that MPI or NCCL in it may crash or hang: then it is killed.
 
-    parent ──{"call": …}──► socket ──► child ──► {"value": …} or {"error": …} ──► parent
-    bytes ──► slots of memory that both have mapped ──► the group ──► slots ──► bytes       or straight from and into a shared room
+  parent ──{"call": …}──► socket ──► child ──► {"value": …} or {"error": …} ──► parent
+  bytes ──► slots of memory that both have mapped ──► the group ──► slots ──► bytes       or straight from and into shared buffers
 
 The other side of this is Backend in mpi_process.py.
 """
@@ -34,22 +34,22 @@ from relax_hpc.weights.groups.protocol import IDLE_S, Arrived, GroupError, piece
 from relax_hpc.weights.groups.shared_buffers import Arena, SharedBufferPool
 
 LOOK_S = 0.5
-"""Between two looks whether another group was called, while nothing comes."""
+"""Seconds between two checks whether another group was called, while nothing comes."""
 START_S = 60.0
 
 
 class BackendProcess:
-    """As its parent sees it. Raises GroupError where the child does not do what it is asked to."""
+    """The child as its parent sees it. Its methods raise GroupError where the child does not do what it is asked to."""
 
     def __init__(self, speaks: str, program: Path, *arguments: str, start_s: float = START_S) -> None:
-        """`speaks`: for messages. Raises RunError when the program finds nothing to speak it with."""
+        """`speaks`: MPI or NCCL, for messages. Raises RunError when the program finds no library to speak it with."""
         self._speaks = speaks
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         memory = os.memfd_create(f"relax_hpc-{speaks}")
         os.ftruncate(memory, SLOTS * SLOT_BYTES)
         mapped = mmap.mmap(memory, SLOTS * SLOT_BYTES)
         self._shared: dict[Arena, int] = {}
-        """Memory besides the slots that the child has mapped, by its number there."""
+        """Memory besides the slots that the child has mapped -> its number there."""
         self.slots = [np.frombuffer(mapped, np.uint8, SLOT_BYTES, i * SLOT_BYTES) for i in range(SLOTS)]
         with theirs:
             self.process = subprocess.Popen(
@@ -69,7 +69,7 @@ class BackendProcess:
         return self.process.poll() is None
 
     def kill(self) -> None:
-        """With all that it holds, and all that waits there for the dead."""
+        """Kill the child, with all that it holds and all that waits in it for dead processes."""
         self.process.kill()
         self.process.wait()
         self._channel.close()
@@ -83,7 +83,8 @@ class BackendProcess:
             socket.send_fds(self._channel, [json.dumps({"call": what, **arguments}).encode()], descriptors)
 
     def hear(self, limit_s: float, given_up: Callable[[], bool] = lambda: False) -> Any:
-        """The next answer. A child that gives none within the limit, or before it is `given_up`, is killed."""
+        """Wait for the next answer. A child that gives none within the limit, or before `given_up` returns True, is
+        killed."""
         began = time.monotonic()
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
@@ -121,13 +122,15 @@ class BackendProcess:
         arrived: Arrived = lambda _: None,
         buffers: SharedBufferPool | None = None,
     ) -> None:
-        """Send these bytes to the group, or receive into them; `limit_s` for each slot's. Where that fails, the child is killed.
+        """Send the tensors' bytes to the group, or receive into them; `limit_s` holds for each slot. Where that fails,
+        the child is killed.
 
-        arrived: see relax_hpc.weights.groups.protocol.Group. room: what lies in it does not pass through the slots.
+        arrived: see relax_hpc.weights.groups.protocol.Group. buffers: bytes that lie in this pool do not pass through
+        the slots.
         """
         todo = [(place, as_bytes(p)) for place, tensor in enumerate(tensors) for p in pieces(tensor, SLOT_BYTES)]
         under_way: deque[tuple[int, bool]] = deque()
-        """Numbers in `todo`; whether they pass through a slot."""
+        """(index in `todo`, True if it passes through a slot) of each move."""
 
         def end_one() -> None:
             self.hear(limit_s, given_up)
@@ -162,14 +165,15 @@ class BackendProcess:
             raise
 
     def _share(self, arenas: Sequence[Arena], given_up: Callable[[], bool]) -> None:
-        """Have these mapped by the child too."""
+        """Have the child map these arenas too."""
         for arena in arenas:
             if arena not in self._shared:
                 self.say("share", [arena.descriptor])
                 self._shared[arena] = self.hear(START_S, given_up)
 
     def _where(self, piece: NDArray[np.uint8], buffers: SharedBufferPool | None) -> dict[str, Any] | None:
-        """Of memory that the child has mapped, besides the slots."""
+        """Find bytes in memory, besides the slots, that the child has mapped; returns arguments of its `move`, None
+        where they are not there."""
         found = buffers.find(piece) if buffers is not None else None
         if found is None or found[0] not in self._shared:
             return None

@@ -1,9 +1,9 @@
 """A group of torch.distributed over gloo, between processes that come and go.
 
-The store by which they find each other is a file in the run directory, so nothing listens for it (the file system must have
-flock). Gloo itself does: it opens a port on every member, on the interface that GLOO_SOCKET_IFNAME names (on loopback when
-all are on one host), without authentication. Whoever can reach these ports can disturb a broadcast; a version cannot be
-forged, for its checksum is in the manifest.
+The store by which they find each other is a file in the run directory, so nothing listens for it (the file system must
+have flock). Gloo itself listens: it opens a port on every member, on the interface that GLOO_SOCKET_IFNAME names (on
+loopback when all are on one host), without authentication. Anybody who can reach these ports can disturb a broadcast; a
+version cannot be forged, since its checksum is in the manifest.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, call, leave_
 
 POLL_S = 0.02
 IN_FLIGHT, MESSAGE_BYTES = 8, 4 << 20
-"""Messages on their way at once: a receiver asks for each, and the time that this takes is lost otherwise. It waits for all of them from the
-same moment on, so that a time limit is for so many bytes, whatever the tensors' sizes."""
+"""Messages on their way at once, and bytes of each. A receiver asks for each message, and waits for that time
+otherwise. It waits for all of them from the same moment on, so that a time limit is for this many bytes, whatever the
+tensors' sizes."""
 dist: Any = torch.distributed
-"""Process groups that are made by hand have no types."""
+"""torch.distributed without types: it has none for process groups that are made by hand."""
 
 
 class GlooGroup:
-    """Rank 0 sends. See relax_hpc.weights.groups.protocol.Group."""
+    """A gloo group, of which rank 0 sends. See relax_hpc.weights.groups.protocol.Group."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float, local: bool) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -70,7 +71,7 @@ class GlooGroup:
         self.broadcast([message], timeout_s)
 
     def close(self) -> None:
-        """Its connections go with it."""
+        """Close the group's connections."""
         del self._group
 
 
@@ -132,7 +133,7 @@ class GlooRendezvous:
 
 @contextlib.contextmanager
 def _as_group_errors() -> Iterator[None]:
-    """What torch raises: a store whose file is gone, a member that does not connect."""
+    """Raise torch's errors as GroupError: a store whose file is gone, a member that does not connect."""
     try:
         yield
     except RuntimeError as error:

@@ -1,11 +1,12 @@
-"""A group over MPI, between processes that come and go: each has a child that speaks MPI (see mpi_process.py) and may crash.
+"""A group over MPI, between processes that come and go: each has a child that speaks MPI (see mpi_process.py) and may
+crash.
 
-    worker:  weights/group-ID/NAME        the port it opened          trainer: weights/group-ID.json    who is connected to
-    trainer ──Connect──► worker (Accept), one after the other; then a broadcast is one Issend to each
+  worker:  weights/group-ID/NAME        the port it opened          trainer: weights/group-ID.json    who is connected to
+  trainer ──Connect──► worker (Accept), one after the other; then a broadcast is one Issend to each
 
-MPICH over UCX crashes a sender whose receiver was killed in mid-transfer, and reports nothing where a peer just does not
-answer. Both break the group, within the time limit: the child is killed, the version goes by files, and the next
-group has a child of its own. One whose group was given up in good request is used again.
+MPICH over UCX crashes a sender whose receiver was killed in mid-transfer, and reports nothing where a peer just does
+not answer. Both break the group, within the time limit: the child is killed, the version goes by files, and the next
+group has a new child. A child whose group was given up in good order is used again.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ PROGRAM = Path(__file__).with_name("mpi_process.py")
 
 _lock = threading.Lock()
 _ready: list[BackendProcess] = []
-"""Not in a group."""
+"""Children that are in no group."""
 
 
 def take_process() -> BackendProcess:
-    """One that is in no group. Raises RunError when MPI does not work here."""
+    """Take a child that is in no group, or start one. Raises RunError when MPI does not work here."""
     while True:
         with _lock:
             process = _ready.pop() if _ready else None
@@ -101,7 +102,8 @@ class MpiRendezvous:
         return MpiGroup(process, self.buffers, True, self._timeout_s, lambda: False), connected
 
     def _ports(self, group_id: str, names: frozenset[str]) -> dict[str, str]:
-        """Of those who answer. A worker whose MPI is not there yet answers at once, and says its port later."""
+        """Call a group, and wait for answers; returns name -> port of the workers that answered. A worker whose MPI is
+        not there yet answers at once, and names its port later."""
         assert self._commit_dir is not None
         for old in self._run.weights.glob("group-*"):
             shutil.rmtree(old, ignore_errors=True)
@@ -159,7 +161,8 @@ class MpiRendezvous:
 
 
 def _process() -> BackendProcess:
-    """MPI worked here when the meeting was made: what is wrong now may pass."""
+    """Take a child for a group. MPI worked here when the rendezvous was made, so an error now may pass: it becomes a
+    GroupError."""
     try:
         return take_process()
     except RunError as error:

@@ -1,10 +1,11 @@
-"""The process that speaks MPI for a trainer or a worker, so that MPI may crash: `python mpi_process.py SOCKET MEMORY PARENT`.
+"""The process that speaks MPI for a trainer or a worker, so that MPI may crash: `python mpi_process.py SOCKET MEMORY
+PARENT`.
 
-    parent ──{"call": …}──► socket ──► MPI ──► {"value": …} or {"error": …} ──► parent
-    bytes ──► memory that both have mapped ──► MPI_Issend … MPI_Irecv ──► memory that both have mapped ──► bytes
+  parent ──{"call": …}──► socket ──► MPI ──► {"value": …} or {"error": …} ──► parent
+  bytes ──► memory that both have mapped ──► MPI_Issend … MPI_Irecv ──► memory that both have mapped ──► bytes
 
-It imports nothing of relax_hpc, so that it is there in the time that MPI needs; and it leaves when its parent is gone.
-One MPI_COMM_WORLD for all would be ended by MPI as soon as one process dies. So each asks an mpiexec of Hydra (MPICH, Intel
+It imports nothing of relax_hpc, so that it starts in the time that MPI needs; and it ends when its parent is gone. MPI
+would end a common MPI_COMM_WORLD as soon as one process dies. So each process asks an mpiexec of Hydra (MPICH, Intel
 MPI, MVAPICH) for a job of one, initializes MPI in itself, and connects to the others by ports.
 """
 
@@ -28,18 +29,20 @@ from pathlib import Path
 from typing import Any
 
 SLOTS, SLOT_BYTES = 8, 4 << 20
-"""Together no more than a processor's cache: what was copied into a slot is sent from there."""
+"""Number of slots and bytes of each. Together they are no more than a processor's cache: bytes copied into a slot are
+sent from the cache."""
 MESSAGE_BYTES = 1 << 16
 SPIN_S = 0.001
 IDLE_POLL_S = 0.002
 LOOK_S = 1.0
 PMI = ("PMI_FD", "PMI_RANK", "PMI_SIZE", "PMI_PORT", "PMI_ID")
 SAY = "import os, sys; print({n: os.environ[n] for n in ('PMI_PORT', 'PMI_ID')}, flush=True); sys.stdin.read()"
-"""The one process that mpiexec starts: hands its place on, and leaves when we are gone."""
+"""Program of the one process that mpiexec starts: it hands its place on, and ends when we are gone."""
 
 
 def begin() -> tuple[Any, subprocess.Popen[str]]:
-    """mpi4py's MPI, initialized as a job of this process alone, and that job, to be kept. Raises RuntimeError."""
+    """Initialize mpi4py's MPI as a job of this process alone; returns it and that job, which must be kept. Raises
+    RuntimeError."""
     try:
         import mpi4py
     except ImportError as error:
@@ -79,7 +82,7 @@ def begin() -> tuple[Any, subprocess.Popen[str]]:
 
 
 def _unlink_memory() -> None:
-    """Take the names from memory that MPICH shares with its job, which is this process: nobody would when it is killed."""
+    """Remove the names of memory that MPICH shares with its job, which is this process: nobody would when it is killed."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/dev/shm/mpich_shm_")
         if path[1] and "(deleted)" not in line:
@@ -87,22 +90,22 @@ def _unlink_memory() -> None:
 
 
 class Backend:
-    """Carries out what its parent asks for: calls one by one, moves as many at a time as there are slots."""
+    """Carries out its parent's calls: calls one by one, moves as many at a time as there are slots."""
 
     failures: type[Exception]
-    """What is told to the parent, and is no end of this process."""
+    """Exceptions that are reported to the parent, and do not end this process."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
         self.moves: deque[Any] = deque()
-        """Those that were begun, in order."""
+        """Moves that were begun, in order."""
 
     def done(self, move: Any) -> bool:
-        """Whether it has ended well. Raises one of `failures` where it failed."""
+        """Return True if the move has ended well. Raises one of `failures` where it failed."""
         raise NotImplementedError
 
     def serve(self) -> None:
-        """Until the parent is gone."""
+        """Serve calls until the parent is gone."""
         idle, waited_since = False, 0.0
         while True:
             if select.select([self._channel], [], [], 0 if self.moves else None)[0]:
@@ -122,7 +125,7 @@ class Backend:
                 os.sched_yield()
 
     def _ended(self) -> bool:
-        """Whether the first move is over, and said to be."""
+        """Check the first move; returns True if it is over, after telling the parent."""
         try:
             if not self.done(self.moves[0]):
                 return False
@@ -133,7 +136,7 @@ class Backend:
         return True
 
     def _answer(self, asked: dict[str, Any]) -> None:
-        """A move is answered when it is done."""
+        """Carry out a call and answer it. A move is answered later, when it is done."""
         try:
             call = asked.pop("call")
             value = getattr(self, call)(**asked)
@@ -148,13 +151,13 @@ class Backend:
 
 
 class MpiBackend(Backend):
-    """Connections to the others of a group."""
+    """Connections to the other processes of a group, over MPI."""
 
     def __init__(self, channel: socket.socket, memory: mmap.mmap) -> None:
-        """Raises RuntimeError when there is no MPI to speak."""
+        """Raises RuntimeError when MPI cannot be used."""
         super().__init__(channel)
         self._memories = [memoryview(memory)]
-        """The slots, and what is shared besides."""
+        """The slots, then further memory that is shared."""
         self._mpi, self._job = begin()
         self.failures = self._mpi.Exception
         self._peers: list[Any] = []
@@ -164,12 +167,12 @@ class MpiBackend(Backend):
         return bool(self._mpi.Request.Testall(move))
 
     def begin(self) -> None:
-        """A new group. The connections of the one before stay: to free one waits for the other side."""
+        """Begin a new group. The connections of the one before stay: freeing one waits for the other side."""
         self._peers = []
         self._shut()
 
     def open(self) -> str:
-        """A port to be connected to."""
+        """Open a port to be connected to, and return its name."""
         self._port = str(self._mpi.Open_port())
         return self._port
 
@@ -190,27 +193,27 @@ class MpiBackend(Backend):
         self._peers.append(peer)
 
     def share(self, descriptor: int) -> int:
-        """Map memory; its number."""
+        """Map shared memory; returns its number."""
         with os.fdopen(descriptor, "r+b") as file:
             self._memories.append(memoryview(mmap.mmap(file.fileno(), 0)))
         return len(self._memories) - 1
 
     def move(self, begin: int, size: int, sends: bool, memory: int = 0) -> None:
-        """Bytes from there to every peer, or into there from the one there is."""
+        """Begin to send bytes of a memory to every peer, or to receive them from the only one."""
         buffer = [self._memories[memory][begin : begin + size], self._mpi.BYTE]
         # Synchronous: what is done has been taken, and a sender that leaves then takes nothing with it.
         self.moves.append([(peer.Issend if sends else peer.Irecv)(buffer, 0, 0) for peer in self._peers])
 
 
 def _leave_with(parent: int) -> None:
-    """We may be waiting for somebody when the parent dies."""
+    """End this process when its parent dies, also while another thread waits for a peer."""
     while os.getppid() == parent:
         time.sleep(LOOK_S)
     os._exit(1)
 
 
 def run(make: Callable[[socket.socket, mmap.mmap], Backend]) -> None:
-    """What is asked for by our parent, who gave us a socket and memory; until it is gone."""
+    """Serve the parent, which gave us a socket and memory, until it is gone."""
     descriptor, memory, parent = map(int, sys.argv[1:4])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash in here is nothing unheard of
     threading.Thread(target=_leave_with, args=(parent,), daemon=True).start()

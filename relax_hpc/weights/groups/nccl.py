@@ -1,10 +1,11 @@
 """A group over NCCL: weights go from GPU to GPU, by a child on each side (nccl_process.py); gloo says what comes.
 
-    trainer ──gloo──► what comes ──► worker                           nobody's GPU waits between two versions
-    trainer ──slots──► child ──NCCL──► child ──slots──► worker        the bytes
+  trainer ──gloo──► what comes ──► worker                           nobody's GPU waits between two versions
+  trainer ──slots──► child ──NCCL──► child ──slots──► worker        the bytes
 
-A child is of one group, and killed with it: what a member that died or hangs leaves on a GPU ends with the child. NCCL opens ports
-without authentication, on the interface that NCCL_SOCKET_IFNAME names; for what comes of it see gloo.py.
+A child belongs to one group, and is killed with it: whatever a member that died or hangs leaves on a GPU ends with the
+child. NCCL opens ports without authentication, on the interface that NCCL_SOCKET_IFNAME names; the consequences are
+those in gloo.py.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from relax_hpc.weights.groups.rendezvous import Called
 
 PROGRAM = Path(__file__).with_name("nccl_process.py")
 START_S = 300.0
-"""For a child to import torch, from whatever file system, and to reach its GPU."""
+"""Seconds for a child to import torch, from whatever file system, and to reach its GPU."""
 
 
 class NcclGroup:
-    """Rank 0 sends. See relax_hpc.weights.groups.protocol.Group."""
+    """An NCCL group, of which rank 0 sends. See relax_hpc.weights.groups.protocol.Group."""
 
     def __init__(self, control: Group, child: BackendProcess, sends: bool, timeout_s: float) -> None:
         self._control, self.child, self._sends, self._timeout_s = control, child, sends, timeout_s
@@ -48,14 +49,14 @@ class NcclGroup:
 
 
 class NcclRendezvous(GlooRendezvous):
-    """See relax_hpc.weights.collective.Rendezvous. backend: of torch.distributed, for the children."""
+    """See relax_hpc.weights.collective.Rendezvous. backend: the children's backend of torch.distributed."""
 
     def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None, backend: str = "nccl") -> None:
         """Raises RunError when there is no GPU here."""
         super().__init__(run, timeout_s, commit_dir)
         self._backend, self._lock = backend, threading.Lock()
         self._spare: BackendProcess | None = self._child()
-        """That there is a GPU is found now, and the first group is quick."""
+        """A child started in advance: a missing GPU is found now, and the first group is quick."""
 
     def _child(self) -> BackendProcess:
         return BackendProcess("NCCL", PROGRAM, self._backend, start_s=START_S)

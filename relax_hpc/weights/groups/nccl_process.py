@@ -1,9 +1,9 @@
 """The process that speaks NCCL for a trainer or a worker: `python nccl_process.py SOCKET MEMORY PARENT BACKEND`.
 
-    slot ──copy──► GPU ──broadcast──► GPU ──copy──► slot          each slot has a stream of its own, so that they overlap
+  slot ──copy──► GPU ──broadcast──► GPU ──copy──► slot          each slot has a stream of its own, so that they overlap
 
-A broadcast whose sender or receiver is gone would occupy its GPU, and nothing but the end of its process is sure to end it: so it
-has one of its own, which is killed. BACKEND is nccl; with gloo the same goes without a GPU, from slot to slot.
+A broadcast whose sender or receiver is gone would occupy its GPU, and only the end of its process is sure to end it: so
+it has a process of its own, which is killed. BACKEND is nccl; with gloo the bytes go without a GPU, from slot to slot.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from relax_hpc.weights.groups.mpi_process import SLOT_BYTES, SLOTS, Backend, run
 
 cuda: Any = torch.cuda
 dist: Any = torch.distributed
-"""Much of both has no types."""
+"""torch.cuda and torch.distributed without types: much of both has none."""
 
 
 class NcclBackend(Backend):
-    """One group, of which rank 0 sends."""
+    """One group over NCCL, of which rank 0 sends."""
 
     failures = Exception
 
@@ -48,7 +48,7 @@ class NcclBackend(Backend):
             self._streams = [cuda.Stream() for _ in range(SLOTS)]
 
     def join(self, store: str, rank: int, world: int, timeout_s: float, local: bool) -> None:
-        """Meet the others by way of a file, and connect. local: all are on this host."""
+        """Find the others through a file, and connect. local: all are on this host."""
         if local:
             os.environ.setdefault(f"{self._backend.upper()}_SOCKET_IFNAME", "lo")
         dist.init_process_group(
@@ -64,7 +64,7 @@ class NcclBackend(Backend):
             cuda.synchronize()
 
     def move(self, begin: int, size: int, sends: bool) -> None:
-        """A slot's bytes to all others, or into it from rank 0."""
+        """Begin to send a slot's bytes to all others, or to receive them from rank 0."""
         slot = begin // SLOT_BYTES
         host = self._slots[slot][:size]
         if self._backend != "nccl":

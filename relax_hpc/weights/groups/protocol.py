@@ -1,4 +1,4 @@
-"""How a version goes through a group: parts with a description each, checksums on both sides.
+"""Protocol by which a version goes through a group: parts with a description each, checksums on both sides.
 
 first version of a group:    size of a description · the description (names, types, shapes) · segments of bytes · … · END
 the others:                  AGAIN, for their tensors are those of the version before · segments of bytes · …
@@ -23,23 +23,26 @@ from relax_hpc.weights.contents import Contents, entry
 from relax_hpc.weights.parts import Named, in_threads
 
 SEGMENT_BYTES = 2 << 20
-"""Smaller tensors are put together to so many bytes, since each message costs a fraction of a millisecond; larger ones are sent from where they
-are, and received where they stay."""
+"""Bytes to which smaller tensors are put together, since each message costs a fraction of a millisecond. Larger ones
+are sent from where they are, and received where they stay."""
 PART_BYTES = 8 << 20
-"""Is described together; while it is on its way, checksums of the next one are made, and its small tensors put together."""
+"""Bytes of tensors that are described together. While one such part is on its way, checksums of the next one are made,
+and its small tensors put together."""
 END, OVER, AGAIN = 0, -1, -2
-"""In place of a size: the version is whole; the group is given up; the parts of the version before, with new bytes."""
+"""Sent in place of a description's size: the version is whole; the group is given up; the parts of the version before,
+with new bytes."""
 ALIGNMENT = 16
 IDLE_S = 24 * 3600.0
-"""Between two versions; a sender that dies is noticed at once, one whose host is lost when a new group is formed."""
+"""Longest wait in seconds between two versions. A sender that dies is noticed at once, one whose host is lost when a
+new group is formed."""
 
 Arrived = Callable[[int], None]
 Described = list[tuple[str, str, tuple[int, ...]]]
-"""The tensors of a part: name, type as safetensors calls it, shape."""
+"""The tensors of a part: name, type in safetensors' notation, shape."""
 
 
 class GroupError(Exception):
-    """The group did not come about, or broke: a member is gone, or did not take part in time."""
+    """The group was not formed, or broke: a member is gone, or did not take part in time."""
 
 
 class Group(Protocol):
@@ -48,21 +51,24 @@ class Group(Protocol):
     def broadcast(
         self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
     ) -> None:
-        """Send these bytes, or receive into them; nobody waits longer than `timeout_s` for another. Raises GroupError.
+        """Send the tensors' bytes, or receive into them; nobody waits longer than `timeout_s` for another. Raises
+        GroupError.
 
-        arrived: called with the place of every tensor in `tensors`, one after the other, while later ones are on their way.
+        arrived: called with the place of every tensor in `tensors`, one after the other, while later ones are on their
+        way.
         """
         ...
 
     def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
-        """The same for what says which bytes come, or whether there are any."""
+        """Send or receive a small message that says which bytes come, or whether there are any. Raises GroupError."""
         ...
 
     def close(self) -> None: ...
 
 
 class BufferPool:
-    """Memory to receive into, or to send from. Used again: pages that are touched for the first time cost more than what is written there."""
+    """Memory to receive into, or to send from. It is used again: touching pages for the first time costs more than
+    writing to them."""
 
     def __init__(self) -> None:
         self._spare: dict[int, list[Tensor]] = {}
@@ -74,19 +80,19 @@ class BufferPool:
             return self._new(nbytes)
 
     def give_back(self, segments: Sequence[Tensor]) -> None:
-        """Nobody looks at them any more."""
+        """Give segments back for later use; nobody may look at them any more."""
         for segment in segments:
             self._spare.setdefault(len(segment), []).append(segment)
 
     def abandon(self, segments: Sequence[Tensor]) -> None:
-        """The group that they were for has broken: something may still arrive there, so they are not used again."""
+        """Drop segments whose group has broken: bytes may still arrive there, so they are not used again."""
 
     def _new(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class Outgoing:
-    """The sender's end of a group. room: to put small tensors together in."""
+    """The sender's end of a group. buffers: memory to put small tensors together in."""
 
     def __init__(self, group: Group, buffers: BufferPool) -> None:
         self.group, self._buffers = group, buffers
@@ -94,7 +100,8 @@ class Outgoing:
         """The parts of the last version."""
 
     def send(self, export: Export, bucket_bytes: int, progress: Progress) -> tuple[Contents, GroupError | None]:
-        """Export a version into the group; what it is, and how the group broke, if it did: then it is of no more use."""
+        """Export a version into the group. Returns its contents, and the error if the group broke: then the group is of
+        no more use."""
         contents: Contents = {}
         sent: list[Described] = []
         broken: list[GroupError] = []
@@ -127,13 +134,13 @@ class Outgoing:
         return contents, broken[0] if broken else None
 
     def dismiss(self) -> None:
-        """Tell the members that this group sends no more."""
+        """Tell the members that this group sends no more, and close it."""
         with contextlib.suppress(GroupError):  # then they know
             self.group.tell(torch.tensor([OVER]))
         self.group.close()
 
     def _packed(self, part: Named) -> tuple[Contents, list[Tensor], list[Tensor]]:
-        """What a part is; its bytes, in segments; and those of them that are of our room."""
+        """Prepare a part: returns its contents; its bytes, in segments; and those segments that belong to our buffers."""
         entries: Contents = {}
         segments, used = [], []
         for run in _segments([tensor.nbytes for _, tensor in part]):
@@ -172,7 +179,7 @@ class Outgoing:
 
 
 class _Turns:
-    """Threads that go on in the order of their numbers."""
+    """Makes threads continue in the order of their numbers."""
 
     def __init__(self) -> None:
         self._next, self._moved = 0, threading.Condition()
@@ -182,7 +189,7 @@ class _Turns:
             self._moved.wait_for(lambda: self._next == number)
 
     def pass_on(self, number: int) -> None:
-        """The next one, after this one's turn."""
+        """Wait for the turn of `number`, then let the next one continue."""
         self.wait_for(number)
         with self._moved:
             self._next += 1
@@ -200,7 +207,7 @@ class Received:
 
 
 class Incoming:
-    """A receiver's end of a group. room: to receive into."""
+    """A receiver's end of a group. buffers: memory to receive into."""
 
     def __init__(self, group: Group, buffers: BufferPool) -> None:
         self.group, self._buffers = group, buffers
@@ -208,7 +215,8 @@ class Incoming:
         """The parts of the last version."""
 
     def receive(self, begun: Callable[[], None]) -> Received | None:
-        """The next version; None when the group is given up. `begun`: called when it begins to come. Raises GroupError."""
+        """Receive the next version; None when the group is given up. `begun`: called when it begins to come. Raises
+        GroupError."""
         received = Received()
         try:
             return self._receive(received, begun)
@@ -259,13 +267,14 @@ class Incoming:
 
 
 def pieces(tensor: Tensor, nbytes: int) -> list[Tensor]:
-    """Its bytes, at most so many in each; none of an empty one. A group cuts alike on all sides."""
+    """Cut a tensor's bytes into pieces of at most `nbytes`; none of an empty one. All sides of a group cut alike."""
     data = tensor.view(torch.uint8)
     return [data[begin : begin + nbytes] for begin in range(0, len(data), nbytes)]
 
 
 def _segments(sizes: list[int]) -> list[list[int]]:
-    """Which pieces are sent as one: neighbors up to SEGMENT_BYTES; a larger one alone. The same on both sides."""
+    """Group the indices of pieces that are sent as one segment: neighbors up to SEGMENT_BYTES; a larger one alone. Both
+    sides compute the same."""
     runs: list[list[int]] = []
     total = 0
     for i, size in enumerate(sizes):
@@ -278,5 +287,5 @@ def _segments(sizes: list[int]) -> list[list[int]]:
 
 
 def _padded(size: int) -> int:
-    """Every piece of a segment begins where any type may."""
+    """Round a size up so that the next piece of the segment begins where any type may."""
     return -(-size // ALIGNMENT) * ALIGNMENT

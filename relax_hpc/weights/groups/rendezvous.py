@@ -1,10 +1,10 @@
-"""Where the members of a group find each other: in the run directory. The same for gloo, NCCL and MPI.
+"""Rendezvous: the members of a group find each other in the run directory, whether they then use gloo, NCCL or MPI.
 
-    worker:  weights/members/NAME             "I am here" ──► the trainer sees a name that its group lacks
-    trainer: weights/group.json {id, names} ──► every worker named there answers ──► those who did are connected
+  worker:  weights/members/NAME             "I am here" ──► the trainer sees a name that its group lacks
+  trainer: weights/group.json {id, names} ──► every worker named there answers ──► those who did are connected
 
-Nobody waits for the dead: who does not answer within seconds is left out, and its name is removed. One that lives says
-its name again.
+Nobody waits for the dead: a worker that does not answer within seconds is left out, and its name is removed. If it
+lives, it announces its name again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from relax_hpc.files.publish import read_json, replace, to_json
 from relax_hpc.files.run_dir import RunDir
 
 CHECK_IN_S = 5.0
-"""A worker answers from a thread of its own, however busy it is; attribute caches of NFS may take three seconds."""
+"""Seconds for a worker to answer. It does so from a thread of its own, however busy it is; attribute caches of NFS may
+take three seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Called:
     id: str
     names: tuple[str, ...]
     local: bool
-    """Whether all of it is on one host."""
+    """True where all members are on one host."""
 
 
 def members_folder(run: RunDir) -> Path:
@@ -37,7 +38,7 @@ def members_folder(run: RunDir) -> Path:
 
 
 def announce(run: RunDir, name: str) -> None:
-    """A worker's side: say that it is here, where that is not said."""
+    """Announce a worker, on its own side, unless its name is there already."""
     path = members_folder(run) / name
     if not path.exists():
         members_folder(run).mkdir(exist_ok=True)
@@ -50,7 +51,7 @@ def leave_out(run: RunDir, names: Iterable[str]) -> None:
 
 
 def call(run: RunDir, commit_dir: Path, group_id: str, names: frozenset[str]) -> Called:
-    """The trainer's side: name a group. Raises FileNotFoundError if fenced."""
+    """Name a group, on the trainer's side. Raises FileNotFoundError if fenced."""
     hosts = {str((read_json(members_folder(run) / name) or {}).get("host", "")) for name in names}
     group = Called(group_id, tuple(sorted(names)), hosts <= {os.uname().nodename})
     replace(run.weights / "group.json", to_json(asdict(group)), commit_dir=commit_dir, durable=False)
@@ -58,6 +59,6 @@ def call(run: RunDir, commit_dir: Path, group_id: str, names: frozenset[str]) ->
 
 
 def called(run: RunDir) -> Called | None:
-    """The group that is to be, or is."""
+    """The group that was called last, formed or still forming; None before the first."""
     about: dict[str, Any] | None = read_json(run.weights / "group.json")
     return None if about is None else Called(about["id"], tuple(about["names"]), about["local"])

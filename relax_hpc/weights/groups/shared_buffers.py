@@ -1,4 +1,5 @@
-"""Memory that a process and its child have mapped: what lies there goes to a group, and comes from it, without a copy between the two."""
+"""Memory that a process and its child have both mapped: bytes in it go to a group, and come from it, without a copy
+between the two."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ from torch import Tensor
 from relax_hpc.weights.groups.protocol import BufferPool
 
 ARENA_BYTES = 1 << 30
-"""The first one; each is as large as all before it. Only what was written to is there."""
+"""Bytes of the first arena; each further one is as large as all before it. Only pages that were written to take memory.
+"""
 ALIGNMENT = 64
 
 
 class Arena:
-    """A file that only memory holds."""
+    """A file that exists in memory alone."""
 
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("relax_hpc-weights")
@@ -31,7 +33,8 @@ class Arena:
 
 
 class SharedBufferPool(BufferPool):
-    """For groups whose child is dead when they break: memory is used again then too, and would not be freed otherwise."""
+    """Buffers for groups whose child is dead when they break: memory is used again then too, and would not be freed
+    otherwise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +42,7 @@ class SharedBufferPool(BufferPool):
         self._free_from, self._lock = 0, threading.Lock()
 
     def find(self, data: NDArray[np.uint8]) -> tuple[Arena, int] | None:
-        """Where these bytes lie, if they do."""
+        """Find the arena in which these bytes lie, and their place in it; None where they lie in none."""
         address = data.__array_interface__["data"][0]
         for arena in self.arenas:
             if 0 <= (begin := address - arena.memory.data_ptr()) < len(arena.memory):

@@ -1,11 +1,12 @@
 """The index of a distributed checkpoint (`.metadata`), read as data: nothing in it is imported, called or written to.
 
-    bytes ──_Reader: a pickle's few data opcodes──► numbers, texts, tuples, lists, dicts, _Named, _Made ──read()──► Metadata
+  bytes ──_Reader: a pickle's few data opcodes──► numbers, texts, tuples, lists, dicts, _Named, _Made ──read()──► Metadata
 
-torch writes the index as a pickle, and unpickles it with all that a pickle can do. A run's directory is shared, so here a
-name stays a name, and what would be made by calling it stays a record of name and arguments. Out of those the tensors
-are picked (names, shapes, places in files), each value checked. The rest is never looked at; so it does not matter that
-Python 3.11.0 to 3.11.3 write an enumeration's member as a call of getattr, and others as a call of its class.
+torch writes the index as a pickle, and unpickles it with all that a pickle can do. A run's directory is shared, so here
+a name stays a name, and an object that would be made by calling it stays a record of name and arguments. Out of those
+the tensors are picked (names, shapes, places in files), each value checked. The rest is never looked at; so it does not
+matter that Python 3.11.0 to 3.11.3 write an enumeration's member as a call of getattr, and others as a call of its
+class.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from relax_hpc.files.errors import RunError
 
 NAME = ".metadata"
 DEPTH = 50
-"""Collections in collections; an index has about ten."""
+"""Most levels of collections in collections; an index has about ten."""
 UNDECODABLE = (
     *(
         AttributeError,
@@ -49,18 +50,19 @@ UNDECODABLE = (
     ),
     *(pickle.UnpicklingError, struct.error),
 )
-"""What decoding damaged or hostile bytes may raise (RuntimeError: too deep a recursion, and torch's own errors)."""
+"""Exceptions that decoding damaged or hostile bytes may raise (RuntimeError: too deep a recursion, and torch's own
+errors)."""
 
 
 class _Named(NamedTuple):
-    """A class or function that the pickle names."""
+    """A class or function that the pickle names, not looked up."""
 
     module: str
     name: str
 
 
 class _Made:
-    """What the pickle makes by calling `maker`, and what it then sets on it."""
+    """An object that the pickle would make by calling `maker` with `given`, and the state that it would set on it."""
 
     __slots__ = ("maker", "given", "state")
 
@@ -69,7 +71,8 @@ class _Made:
 
 
 class _Reader(pickle._Unpickler):
-    """Reads a pickle into plain data, _Named and _Made. The pure-Python unpickler: what each opcode does can be said."""
+    """Reads a pickle into plain data, _Named and _Made. It is the pure-Python unpickler, since there the effect of each
+    opcode can be chosen."""
 
     stack: list[Any]
     metastack: list[list[Any]]
@@ -129,14 +132,15 @@ _Reader.dispatch = _Opcodes({code: _OWN.get(name) or pickle._Unpickler.dispatch[
 
 
 def tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors that the checkpoint in `folder` has, by name. Raises RunError, which names the file."""
+    """The tensors of the checkpoint in `folder`, by name. Raises RunError, which names the file."""
     return {
         n: about for n, about in read(folder).state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)
     }
 
 
 def read(folder: Path) -> Metadata:
-    """The tensors of the checkpoint in `folder`, and where they lie. Raises RunError, which names the file."""
+    """Read the tensors of the checkpoint in `folder`, and their places in its files. Raises RunError, which names the
+    file."""
     path = folder / NAME
     try:
         about = path.stat()
@@ -151,7 +155,8 @@ def read(folder: Path) -> Metadata:
 
 @functools.lru_cache(maxsize=1)
 def _read(path: Path, version: tuple[int, ...]) -> Metadata:
-    """Kept, since a checkpoint is loaded in several parts, and each asks for the index."""
+    """Read an index. The result is kept, since a checkpoint is loaded in several parts, and each asks for it. version:
+    changes with the file."""
     index = _state(_Reader(io.BytesIO(path.read_bytes())).load(), "Metadata")
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         _text(name): _tensor(about)
@@ -186,7 +191,8 @@ def _state(value: Any, name: str) -> dict[str, Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Objects are pickles of their own, and none is ever loaded: they are as good as absent."""
+    """Return True for a tensor. Other entries are objects, pickles of their own: none is ever loaded, so they count as
+    absent."""
     return isinstance(value, _Made) and value.maker == (
         "torch.distributed.checkpoint.metadata",
         "TensorStorageMetadata",

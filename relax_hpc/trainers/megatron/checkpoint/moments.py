@@ -1,7 +1,8 @@
 """AdamW's state of Megatron's distributed optimizer, parameter by parameter as the model has them.
 
-Each data-parallel process holds a range of every flat buffer. Megatron-core 0.16 has formats of its own for it; the one that
-loads under any plan loses the place of parameters where a buffer has several buckets, as with tied weights and stages.
+Each data-parallel process holds a range of every flat buffer. Megatron-core 0.16 has formats of its own for this state;
+the one that loads under any plan loses the place of parameters where a buffer has several buckets, as with tied weights
+and stages.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_ma
 from torch import Tensor
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
-"""Of each parameter: its master weight and AdamW's two moments, float32."""
+"""State of each parameter: its master weight and AdamW's two moments, float32."""
 META = torch.device("meta")
 
 
 def fresh(optimizer: Any, steps: int = 0) -> None:
-    """Zero moments, as after no step."""
+    """Set the moments to zero, and the number of steps to `steps`."""
     adam = optimizer.optimizer
     adam.state.clear()
     for group in adam.param_groups:
@@ -42,7 +43,8 @@ def count_steps(optimizer: Any, steps: int) -> None:
 
 
 def gathered(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
-    """The state as sharded tensors, beside those of the model; collective. Values on the processes that will write them."""
+    """The state as sharded tensors, beside those of the model; collective. Values are on the processes that will write
+    them."""
     found: dict[str, Any] = {}
     for number, optimizer, parameter, place in _parameters(optimizers, model):
         held = _range(optimizer, parameter)
@@ -61,7 +63,7 @@ def gathered(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def name_of(key: str, parameter: str) -> str:
-    """What a parameter's state is called in a checkpoint."""
+    """The name of a parameter's state in a checkpoint."""
     return f"optimizer.{key}.{parameter}"
 
 
@@ -75,7 +77,8 @@ def expected(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_fill(optimizers: list[Any], model: dict[str, Any], most_bytes: int) -> Iterator[dict[str, Any]]:
-    """The same to load into, a part at a time: each is put into place before the next. Yields equally often everywhere."""
+    """The state's tensors to load into, some at a time: put each part into place before asking for the next. Every
+    process is given equally many parts."""
     every = list(_parameters(optimizers, model))
     parts: list[list[Any]] = [[]]
     size = 0
@@ -97,7 +100,7 @@ def to_fill(optimizers: list[Any], model: dict[str, Any], most_bytes: int) -> It
 
 
 def put(optimizers: list[Any], model: dict[str, Any], loaded: dict[str, Tensor]) -> None:
-    """Take what was loaded into the ranges that this process holds."""
+    """Copy loaded state into the ranges that this process holds."""
     for number, optimizer, parameter, _ in _parameters(optimizers, model):
         held = _range(optimizer, parameter)
         if held and f"{number}/{KEYS[0]}" in loaded:
@@ -107,7 +110,8 @@ def put(optimizers: list[Any], model: dict[str, Any], loaded: dict[str, Tensor])
 
 
 def _parameters(optimizers: list[Any], model: dict[str, Any]) -> Iterator[tuple[int, Any, Any, Any]]:
-    """(a number, optimizer, parameter, its place in the model), in the same order on all data-parallel processes."""
+    """All parameters as (a number, optimizer, parameter, its place in the model), in the same order on all
+    data-parallel processes."""
     places = {id(place.data): place for place in nested_values(model)}
     every = [(o, parameter) for o in optimizers for buffer in o.buffers for parameter in buffer.param_index_map]
     for number, (optimizer, parameter) in enumerate(every):
@@ -115,7 +119,7 @@ def _parameters(optimizers: list[Any], model: dict[str, Any]) -> Iterator[tuple[
 
 
 def _range(optimizer: Any, parameter: Any) -> slice | None:
-    """The part of the flattened parameter that this process optimizes."""
+    """The part of the flattened parameter that this process optimizes; None where it has none."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:

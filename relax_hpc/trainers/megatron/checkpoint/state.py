@@ -1,10 +1,10 @@
-"""Checkpoints as Megatron-core's distributed ones (torch_dist), which load under any other plan.
+"""Checkpoints in Megatron-core's distributed format (torch_dist), which load under any other plan.
 
-    common.pt metadata.json .metadata __RANK_N.distcp   weights, reference, critic, AdamW's moments and master weights, steps
-    rng.safetensors                                     every process's random state
+  common.pt metadata.json .metadata __RANK_N.distcp   weights, reference, critic, AdamW's moments and master weights, steps
+  rng.safetensors                                     every process's random state
 
-Each tensor is stored by its name and place in the whole model. Of the optimizer no more is stored than tensors and the
-number of steps (moments.py): parameter groups are made from the recipe, and how many there are depends on the plan.
+Each tensor is stored by its name and place in the whole model. Of the optimizer, only tensors and the number of steps
+are stored (moments.py): parameter groups are made from the recipe, and their number depends on the plan.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ FILES_PER_PROCESS = 2
 filesystem_async._get_write_results_queue = queue.SimpleQueue
 NO_ROOM = re.compile(r"\[Errno (28|122)\]|No space left|quota", re.IGNORECASE)
 PART = re.compile(r"__(\d+)_\d+\.distcp$")
-"""A file of one process."""
+"""Matches the name of a file that one process wrote."""
 
 
 def sharded(chunks: list[Policy], groups: ProcessGroupCollection, prefix: str = "") -> dict[str, Any]:
-    """What this process has of the model, and where in the whole it belongs."""
+    """The tensors of the model that this process has, with their places in the whole."""
     how = {"non_homogeneous_layers": True, "dp_cp_group": groups.dp_cp}
     state = {f"chunk{i}": chunk.sharded_state_dict(prefix, metadata=how) for i, chunk in enumerate(chunks)}
     # objects (a place for FP8's scales) would be pickles; they are empty
@@ -91,14 +91,16 @@ class Saving:
 
 
 def _copied(file: Any) -> Any:
-    """Megatron copies from the GPU; on the CPU, the next step would change what is being written."""
+    """Copy a file's tensors where they are on the CPU: the next step would change them during the write. On a GPU,
+    Megatron copies them itself."""
     path, name, (data, tensors) = file
     alone = torch.cuda.is_available()
     return path, name, (data, [(item, tensor if alone else tensor.clone()) for item, tensor in tensors])
 
 
 def _write(transforms: Any, file: Any) -> Any:
-    """Write a file; its table of contents, or the exception; and its name with the checksum of what is there, while that is in memory."""
+    """Write a file. Returns its table of contents, or the exception; and its name with the checksum of its content,
+    which is made while that is in memory."""
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     to_do: queue.Queue[int] = queue.Queue()
     to_do.put(0)
@@ -108,7 +110,8 @@ def _write(transforms: Any, file: Any) -> Any:
 
 
 def verify(folder: Path) -> None:
-    """Compare the checkpoint's files with its seal, each on one process: who read its part before has it in memory then.
+    """Compare the checkpoint's files with its seal, each on one process: the one that then has it in memory for reading
+    its part.
 
     Collective. Raises DamagedCheckpoint, on every process.
     """
@@ -128,7 +131,8 @@ def verify(folder: Path) -> None:
 
 
 def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The values of `state` from `folder`, and numbers of steps; collective. Raises RunError for what is torn."""
+    """Load the values of `state` from `folder`, and the numbers of steps; collective. Raises RunError for a torn
+    checkpoint."""
     try:
         # processes may ask for different parts at a time, so none can check that together they ask for all
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
@@ -141,7 +145,7 @@ def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> None:
     """Raise RunError, on every process and before anything is read, when the checkpoint is of another model.
 
-    `everything`: what the checkpoint has beside `state` is a difference too.
+    `everything`: tensors that the checkpoint has beyond `state` are a difference too.
     """
     saved = {name: list(about.size) for name, about in tensors(folder).items()}
     mine = {}

@@ -1,9 +1,11 @@
-"""Hugging Face folder <-> Megatron-core distributed checkpoint, on one process, a tensor at a time on the way out.
+"""Conversion of a Hugging Face folder to a Megatron-core distributed checkpoint and back, on one process, a tensor at a
+time on the way out.
 
-    to_megatron   model.safetensors … ──► Megatron's parameters ──► torch_dist, with config.json and tokenizer beside it
-    to_hugging    torch_dist ──► Megatron's parameters ──► model-0000N-of-0000M.safetensors
+  to_megatron   model.safetensors … ──► Megatron's parameters ──► torch_dist, with config.json and tokenizer beside it
+  to_hugging    torch_dist ──► Megatron's parameters ──► model-0000N-of-0000M.safetensors
 
-What a training run saved has float32 master weights: those are taken, else the weights themselves, in their own type.
+A checkpoint of a training run has float32 master weights: those are taken. Otherwise the weights themselves are, in
+their own type.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from relax_hpc.trainers.megatron.export import weights
 from relax_hpc.trainers.megatron.model import build, transformer_config
 
 FILE_BYTES = 5 * 2**30
-"""Of a safetensors file at most."""
+"""The most bytes of a safetensors file."""
 INDEX = "model.safetensors.index.json"
 MASTER = moments.name_of("param", "")
 
@@ -47,7 +49,8 @@ def to_megatron(source: Path, output: Path) -> None:
 
 @supported
 def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None) -> None:
-    """Write the weights of the checkpoint `source` into `output`; `model` has config.json and the tokenizer. Raises RunError.
+    """Write the weights of the checkpoint `source` into `output`; `model` has config.json and the tokenizer. Raises
+    RunError.
 
     `dtype`: the type that they are written in; by default the one that they have.
     """
@@ -71,14 +74,14 @@ def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None
 
 
 def _trainer(dtype: torch.dtype, source: Path) -> Trainer:
-    """One process with weights of this type."""
+    """The trainer table of one process with weights of this type."""
     if dtype not in (torch.float32, torch.bfloat16):
         raise RunError(f"the weights in '{source}' are {dtype}: float32 and bfloat16 are known; convert them first")
     return Trainer.model_validate({"backend": "megatron", "dtype": str(dtype).removeprefix("torch.")})
 
 
 def _write(tensors: Any, output: Path) -> None:
-    """As safetensors files of at most FILE_BYTES; with an index where there are several."""
+    """Write the tensors as safetensors files of at most FILE_BYTES; with an index where there are several."""
     files: dict[str, str] = {}
     part: dict[str, torch.Tensor] = {}
     number = size = total = 0

@@ -41,19 +41,20 @@ RULES: list[tuple[str, Kind, tuple[str, ...]]] = [
     (_L + _E + r"(local_experts\.(?P<expert>\d+)\.linear_fc1\.weight|linear_fc1\.weight(?P<grouped>\d+))", "gated", (_EXPERT + "gate_proj.weight", _EXPERT + "up_proj.weight")),
     (_L + _E + r"(local_experts\.(?P<expert>\d+)\.linear_fc2\.weight|linear_fc2\.weight(?P<grouped>\d+))", "columns", (_EXPERT + "down_proj.weight",)),
 ]  # fmt: skip
-"""(Megatron's name, how it is cut, Hugging Face's names); the second way to write a name is Transformer Engine's."""
+"""(Megatron's name, how it is cut, Hugging Face's names). Where a name has two spellings, the second is Transformer
+Engine's."""
 
 
 @dataclass(frozen=True, slots=True)
-class PartialRollout:
-    """One parameter of Megatron's."""
+class Part:
+    """One of Megatron's parameters, as the parts of Hugging Face's tensors that it holds."""
 
     kind: Kind
     names: tuple[str, ...]  # Hugging Face's
     expert: bool
 
     def join(self, shards: Sequence[Tensor], model: Any) -> list[Tensor]:
-        """Hugging Face's tensors from all shards, in their order; `model` is its configuration."""
+        """Join all shards, in their order, to Hugging Face's tensors; `model` is its configuration."""
         if self.kind == "whole":
             return [shards[0]]
         if self.kind == "columns":
@@ -70,7 +71,7 @@ class PartialRollout:
         return [whole]
 
     def cut(self, read: Reader, shard: int, shards: int, model: Any) -> Tensor:
-        """Shard number `shard` of `shards`, of which no more is read than is needed."""
+        """Cut out shard number `shard` of `shards`; no more is read than it needs."""
         sources = [read(name) for name in self.names]
         if self.kind == "whole":
             return _tensor(sources[0][:])
@@ -91,15 +92,15 @@ class PartialRollout:
         return torch.cat(parts)
 
 
-def part_of(name: str, layer: int | None, first_expert: int) -> PartialRollout:
-    """The part that a parameter of this process is, from its local name; `layer` counts over all stages."""
+def part_of(name: str, layer: int | None, first_expert: int) -> Part:
+    """Look up a parameter of this process by its local name; `layer` counts over all stages."""
     for pattern, kind, names in RULES:
         match = re.fullmatch(pattern, name)
         if match:
             found = match.groupdict()
             local = found.get("expert") or found.get("grouped")
             values = {**found, "layer": layer, "expert": int(local or 0) + first_expert}
-            return PartialRollout(kind, tuple(n.format(**values) for n in names), local is not None)
+            return Part(kind, tuple(n.format(**values) for n in names), local is not None)
     raise RunError(
         f"Megatron's parameter '{name}' has no Hugging Face name here: the megatron backend does not know this model"
     )

@@ -1,7 +1,8 @@
-"""Weights between a Hugging Face folder, the processes' shards, and the transport: no process of a trainer ever holds the whole model.
+"""Weights between a Hugging Face folder, the processes' shards, and the transport: no process of a trainer ever holds
+the whole model.
 
 fill     every process reads its own shards from the safetensors files
-take     the same from a version's tensors, which are mapped from files, or came by broadcast
+take     every process cuts its own shards from a version's tensors, which are mapped from files, or came by broadcast
 export   shards ──a bucket at a time──► process 0 ──joined──► (Hugging Face name, tensor)
 """
 
@@ -22,17 +23,18 @@ from torch.nn import Parameter
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.trainers.build import files_of
-from relax_hpc.trainers.megatron.export.weight_names import PartialRollout, Reader, part_of
+from relax_hpc.trainers.megatron.export.weight_names import Part, Reader, part_of
 from relax_hpc.trainers.megatron.head import Critic, Policy
 
 BUCKET_BYTES = 256 * 2**20
-"""Weights on their way to process 0 at once."""
+"""Bytes of weights on their way to process 0 at once."""
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-Held = dict[PartialRollout, Parameter]
+Held = dict[Part, Parameter]
 
 
 def parts(chunks: Iterable[Policy], groups: ProcessGroupCollection) -> Held:
-    """This process's parameters; the copy of tied weights on the last stage belongs to the first one's, a critic's head to none."""
+    """This process's parameters. The last stage's copy of tied weights counts as the first stage's, and a critic's head
+    is left out."""
     held: Held = {}
     for chunk in chunks:
         experts = (chunk.config.num_moe_experts or 0) // groups.ep.size()
@@ -66,13 +68,13 @@ def fill(chunks: list[Policy], folder: Path, model: Any, groups: ProcessGroupCol
 def take(
     chunks: list[Policy], tensors: Mapping[str, Tensor], where: Path, model: Any, groups: ProcessGroupCollection
 ) -> None:
-    """The same from a version's tensors, which `where` has."""
+    """Cut this process's shards from a version's tensors; `where` names their place in errors."""
     _fill(chunks, tensors, lambda name: _InMemory(tensors[name]), where, model, groups)
 
 
 @dataclass(frozen=True, slots=True)
 class _InMemory:
-    """A tensor that is read as a safetensors file's are."""
+    """A tensor in memory with the interface of one in a safetensors file."""
 
     tensor: Tensor
 
@@ -92,7 +94,7 @@ def _fill(
     model: Any,
     groups: ProcessGroupCollection,
 ) -> None:
-    """names: those that `read` knows."""
+    """Fill the model from tensors that `read` gives by name. names: those that `read` knows."""
     held = parts(chunks, groups)
     absent = sorted({name for part in held for name in part.names if name not in names})
     if absent:
@@ -112,7 +114,7 @@ def _fill(
 
 
 def _copy_tied(chunks: list[Policy], groups: ProcessGroupCollection) -> None:
-    """Give the last stage its copy of tied weights: the first one's, and what the last one has is zero until then."""
+    """Give the last stage its copy of tied weights: it sets its own to zero, and the first stage's are added to them."""
     if groups.pp.size() == 1 or not chunks[0].share_embeddings_and_output_weights:
         return
     for chunk in chunks:
@@ -127,14 +129,14 @@ def _copy_tied(chunks: list[Policy], groups: ProcessGroupCollection) -> None:
 class Entry:
     """A part on its way to process 0."""
 
-    part: PartialRollout
+    part: Part
     shape: tuple[int, ...]  # of a shard
     dtype: torch.dtype
     holders: list[int]  # the process that has shard 0, 1, …
 
 
 def plan_export(held: Held, groups: ProcessGroupCollection) -> list[Entry]:
-    """Who sends what, the same on every process; collective."""
+    """Plan the export: the shards that each process sends, the same plan on every process; collective."""
     mine = []
     for part, parameter in held.items():
         group = groups.expt_tp if part.expert else groups.tp
@@ -143,7 +145,7 @@ def plan_export(held: Held, groups: ProcessGroupCollection) -> list[Entry]:
             mine.append((part, tuple(parameter.shape), parameter.dtype, group.rank(), dist.get_rank()))
     every: list[Any] = [mine] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    found: dict[PartialRollout, dict[int, int]] = {}
+    found: dict[Part, dict[int, int]] = {}
     about = {}
     for part, shape, dtype, shard, rank in (one for said in every for one in said):
         found.setdefault(part, {})[shard] = rank
@@ -153,13 +155,13 @@ def plan_export(held: Held, groups: ProcessGroupCollection) -> list[Entry]:
 
 
 def _order(name: str) -> tuple[Any, ...]:
-    """Embedding, layers, norm, head; numbers by value."""
+    """Sort key of names: embedding, layers, norm, head; numbers by value."""
     first = 0 if "embed" in name else 1 if ".layers." in name else 2
     return first, *((0, int(word)) if word.isdigit() else (1, word) for word in name.split("."))
 
 
 def buckets(entries: list[Entry], bucket_bytes: int) -> Iterator[list[Entry]]:
-    """Entries of at most `bucket_bytes` together; a larger one stands alone."""
+    """Split the entries into lists of at most `bucket_bytes`; a larger entry is a list of its own."""
     bucket: list[Entry] = []
     size = 0
     for entry in entries:
@@ -177,7 +179,8 @@ def buckets(entries: list[Entry], bucket_bytes: int) -> Iterator[list[Entry]]:
 def export(
     held: Held, entries: list[Entry], model: Any, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """On process 0 the whole model, tensor by tensor, on the CPU; the others send their shards and yield nothing."""
+    """Export the model: process 0 yields all of it, tensor by tensor, on the CPU; the others send their shards and
+    yield nothing."""
     rank = dist.get_rank()
     for bucket in buckets(entries, bucket_bytes):
         if rank:
@@ -187,23 +190,24 @@ def export(
 
 
 def _joined(
-    bucket: list[Entry], arrived: dict[PartialRollout, list[Tensor]], model: Any, dtype: torch.dtype
+    bucket: list[Entry], arrived: dict[Part, list[Tensor]], model: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """A bucket's tensors; a generator of its own, so that nothing of it is left when the next one arrives."""
+    """Join a bucket's tensors. It is a generator of its own so that nothing of the bucket is left when the next one
+    arrives."""
     for entry in bucket:
         for name, tensor in zip(entry.part.names, entry.part.join(arrived.pop(entry.part), model), strict=True):
             yield name, tensor.to("cpu", dtype, copy=True)
 
 
 def _send(bucket: list[Entry], held: Held, rank: int) -> None:
-    """This process's shards of a bucket, flat."""
+    """Send this process's shards of a bucket, flattened."""
     mine = [held[entry.part].detach().flatten() for entry in bucket if rank in entry.holders]
     if mine:
         dist.send(torch.cat(mine), dst=0)
 
 
-def _receive(bucket: list[Entry], held: Held) -> dict[PartialRollout, list[Tensor]]:
-    """All shards of a bucket's parts."""
+def _receive(bucket: list[Entry], held: Held) -> dict[Part, list[Tensor]]:
+    """Receive all shards of a bucket's parts."""
     device = next(iter(held.values())).device
     flat: dict[int, Tensor] = {}
     waiting = []
@@ -214,7 +218,7 @@ def _receive(bucket: list[Entry], held: Held) -> dict[PartialRollout, list[Tenso
     for work in waiting:
         assert work is not None  # this process is of the group
         work.wait()
-    arrived: dict[PartialRollout, list[Tensor]] = {}
+    arrived: dict[Part, list[Tensor]] = {}
     for entry in bucket:
         arrived[entry.part] = []
         for sender in entry.holders:
