@@ -1,5 +1,4 @@
-"""PPO (arXiv 1707.06347): advantages and returns from a critic's values, the policy's clipped loss, the critic's own
-loss.
+"""PPO (arXiv 1707.06347): advantages and returns from a critic's values, the clipped losses of both.
 
 rewards - overlong, less KL token by token ──► rewards of tokens ─┬─ values, λ of the policy ──► advantages (whitened)
                                                                   └─ values, λ of the critic ──► + values = returns

@@ -1,7 +1,7 @@
 """The built-in algorithms: an estimate of advantages, a surrogate loss, and the terms that all of them may have.
 
 rewards - overlong - KL in the reward ──estimate──► advantages
-                 less the reverse KL to a teacher, where there is one
+                                  less the reverse KL to a teacher, where there is one
 log ρ, advantages ──surrogate──► × correction × opsm ──► + KL to the reference - entropy ──► × weight in the mean
 """
 

@@ -1,7 +1,7 @@
 """The torch engine: batched generation with transformers, in the worker's own process.
 
-  prompts ──each distinct one once──► prefill ──cache rows repeated──► samples_per_prompt rows each
-  rows ──forward one position, draw──► tokens ──ended?──► the cache is compacted to the rows that continue
+    prompts ──each distinct one once──► prefill ──cache rows repeated──► samples_per_prompt rows each
+    rows ──forward one position, draw──► tokens ──ended?──► the cache is compacted to the rows that continue
 
 Prompts, with the tokens that their answers have already, are padded on the left, so that all rows write the same
 position of the cache, and one call does for all of them.

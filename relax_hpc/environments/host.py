@@ -1,9 +1,8 @@
-"""Hosts of environments: built-in ones live in this process, a user's own in processes that may be killed (see
-child.py).
+"""Hosts of environments: built-in ones live here, a user's own in processes that may be killed (see child.py).
 
 Environments ──seats, spread──► Host ──one call at a time──► child: reset, step, close ──► Turns, or the error
-                └── no answer in time, or it died: that seat fails; the others that lived there begin anew in
-                    a new child and are shown the answers that they had, which must lead to the same observations
+                                 └── no answer in time, or it died: that seat fails; the others that lived there begin anew in
+                                     a new child and are shown the answers that they had, which must lead to the same observations
 """
 
 from __future__ import annotations

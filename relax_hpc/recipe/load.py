@@ -1,7 +1,7 @@
 """Reading and writing of recipes: a TOML file and `--set a.b=c` become a checked Recipe, and a Recipe becomes TOML
 again.
 
-  TOML file ──► + overrides ──► strict models ──► paths made absolute ──► Recipe ──► dump_recipe ──► RUN/recipe.toml
+    TOML file ──► + overrides ──► strict models ──► paths made absolute ──► Recipe ──► dump_recipe ──► RUN/recipe.toml
 
 A run may be resumed from anywhere, so no relative path is kept. Things that must exist already (prompt files,
 model.path, FILE.py:NAME) are looked up in the recipe's folder first, then in the working directory; a value from

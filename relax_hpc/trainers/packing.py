@@ -1,7 +1,7 @@
 """Samples -> micro-batches: balanced over data-parallel ranks, under a token budget, packed into rows with little
 padding.
 
-  samples ──join──► trees ──balance──► a share of trees a rank ──cut──► micro-batches of rows of trees ──pack──► arrays
+    samples ──join──► trees ──balance──► a share of trees a rank ──cut──► micro-batches of rows of trees ──pack──► arrays
 
 A tree is a prompt followed by several answers to it that are trained on behind one copy of it: where prompts are longer
 than answers, that saves most of the work. The whole plan depends on the samples alone: every process computes it and

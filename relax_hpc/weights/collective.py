@@ -1,8 +1,8 @@
 """Broadcast of versions from the trainer to all workers at once, while they are exported: the common part of gloo, NCCL
 and MPI.
 
-  trainer: export ──► parts ──► threads: checksums; broadcast, one after the other ──► manifest ──► latest
-  worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
+    trainer: export ──► parts ──► threads: checksums; broadcast, one after the other ──► manifest ──► latest
+    worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
 
 A version that was received is not served before latest.json names its checksum, so a sender that was superseded, or
 died in the middle, changes nothing. A worker that missed a broadcast (it came later, or was left out of a group that

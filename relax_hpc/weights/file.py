@@ -1,7 +1,7 @@
 """The file transport: a version is a folder of safetensors files and a manifest, published like a shard.
 
-  trainer: export ──quarter buckets──► threads: checksum, write, fsync ──► folder renamed into place ──► manifest ──► latest
-  worker:  latest ──► manifest ──► parts mapped by threads, compared ──► engine
+    trainer: export ──quarter buckets──► threads: checksum, write, fsync ──► folder renamed into place ──► manifest ──► latest
+    worker:  latest ──► manifest ──► parts mapped by threads, compared ──► engine
 
 With a folder in memory (`node_cache`) the first worker of a node copies a version there and the others map that copy.
 With `full_every` above 1 the shared disk gets only the changes since the version before, and every so often a whole

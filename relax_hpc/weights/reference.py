@@ -1,7 +1,7 @@
 """The reference weights: the policy before step 0, kept once for the whole run, so that scorers can hold them.
 
-  trainer, before step 0: export ──threads: checksum, write, fsync──► INCARNATION/reference ──rename──► RUN/reference
-  scorer:                 RUN/reference ──parts mapped, compared with their checksums──► model
+    trainer, before step 0: export ──threads: checksum, write, fsync──► INCARNATION/reference ──rename──► RUN/reference
+    scorer:                 RUN/reference ──parts mapped, compared with their checksums──► model
 
 A trainer that begins anew (it died before its first checkpoint) compares its weights with these, and replaces them
 where they differ.

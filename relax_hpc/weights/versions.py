@@ -1,9 +1,9 @@
 """The versions of a run: their manifests, and the name of the newest; the same files for every transport.
 
-  WEIGHTS/v00000012.l0.json        the manifest; it makes the version exist, and is created exclusively
-  WEIGHTS/v00000012.l0.i3/         its tensors, where they are on disk (see parts.py); written by incarnation 3
-  WEIGHTS/latest.json              the newest version's name: the one small file that workers poll
-  WEIGHTS/wanted/                  made by a worker that needs the newest version on disk
+    WEIGHTS/v00000012.l0.json        the manifest; it makes the version exist, and is created exclusively
+    WEIGHTS/v00000012.l0.i3/         its tensors, where they are on disk (see parts.py); written by incarnation 3
+    WEIGHTS/latest.json              the newest version's name: the one small file that workers poll
+    WEIGHTS/wanted/                  made by a worker that needs the newest version on disk
 
 A replayed version is compared with the manifest of the one published before. If the checksums differ (another GPU,
 another layout), it opens a new lineage and is published whole; workers that hold the old one take the new one.

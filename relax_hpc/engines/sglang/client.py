@@ -1,8 +1,8 @@
 """Client of SGLang's server over HTTP; each answer's status is checked.
 
-  generate                                       tokens in, tokens out; asked again where the server did not answer
-  pause ► update_from_disk ► resume              a version from a folder
-  pause ► begin_update ► receive … ► end_update ► resume      a version through a torch.distributed group (see group.py)
+    generate                                       tokens in, tokens out; asked again where the server did not answer
+    pause ► update_from_disk ► resume              a version from a folder
+    pause ► begin_update ► receive … ► end_update ► resume      a version through a torch.distributed group (see group.py)
 
 Between pause and resume requests stay where they are. Their cache is thrown away, and computed again with the new
 weights, so that every token's logprob is of the version that it is said to be of.

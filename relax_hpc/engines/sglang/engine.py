@@ -1,7 +1,7 @@
 """The SGLang engine: a server of this worker's own, or one at an address, spoken to over HTTP.
 
-  prompts ──one request each, for all of its samples──► server (or several: fleet.py) ──► tokens, logprobs, the version of each token
-  a newer version in mid-generation: pause ► load ► resume; requests continue with the new weights, spans say where
+    prompts ──one request each, for all of its samples──► server (or several: fleet.py) ──► tokens, logprobs, the version of each token
+    a newer version in mid-generation: pause ► load ► resume; requests continue with the new weights, spans say where
 
 A server that is lost is started again in place, without weights: EngineRestarted says that they are to be loaded again.
 """

@@ -1,7 +1,7 @@
 """Several servers of one worker behind sglang-router, and a client that asks them as one.
 
-  requests ──► router ──► one of the servers each
-  pause, load, resume, abort … ──► every server: all have one version, or none is asked anything
+    requests ──► router ──► one of the servers each
+    pause, load, resume, abort … ──► every server: all have one version, or none is asked anything
 
 A server or a router that is lost takes the others with it: all are started again in place.
 """

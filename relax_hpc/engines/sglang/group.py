@@ -1,7 +1,7 @@
 """A torch.distributed group that brings new weights to a server that shares no folder with us: we are rank 0, its
 processes the others.
 
-  begin_update, its status checked ──► HTTP says what comes, gloo brings it, bucket by bucket ──► end_update
+    begin_update, its status checked ──► HTTP says what comes, gloo brings it, bucket by bucket ──► end_update
 
 The group's store and gloo listen, without authentication, on the address by which we reach the server. Anybody who can
 reach these ports can disturb a load.

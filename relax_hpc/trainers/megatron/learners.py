@@ -1,6 +1,6 @@
 """Common part of Megatron-core trainers of the policy and of a critic: gradients, updates, checkpoints.
 
-  rollouts ──split.py: forward, the model's output at its targets, loss, backward──► gradients ──► norm ──finite?──► AdamW
+    rollouts ──split.py: forward, the model's output at its targets, loss, backward──► gradients ──► norm ──finite?──► AdamW
 
 Each loss is divided by one global token count before its backward, and gradients are summed over all processes that
 hold other tokens: the sums are the same under every plan.

@@ -1,6 +1,6 @@
 """Packing for Megatron: sequences end to end in one row, as many micro-batches on every data-parallel rank.
 
-  samples ──balance──► a share a rank ──balance──► micro-batches under the token budget ──pack──► this rank's tokens
+    samples ──balance──► a share a rank ──balance──► micro-batches under the token budget ──pack──► this rank's tokens
 
 Every rank must make the same number of forward passes, since experts and pipeline stages meet in them. With context
 parallelism over C processes each sequence is cut into 2C chunks, and process c holds chunks c and 2C - 1 - c.

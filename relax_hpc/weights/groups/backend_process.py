@@ -1,7 +1,7 @@
 """A child process that moves bytes for its parent, so that MPI or NCCL in it may crash or hang: then it is killed.
 
-  parent ──{"call": …}──► socket ──► child ──► {"value": …} or {"error": …} ──► parent
-  bytes ──► slots of memory that both have mapped ──► the group ──► slots ──► bytes       or straight from and into shared buffers
+    parent ──{"call": …}──► socket ──► child ──► {"value": …} or {"error": …} ──► parent
+    bytes ──► slots of memory that both have mapped ──► the group ──► slots ──► bytes       or straight from and into shared buffers
 
 The other side of this is Backend in mpi_process.py.
 """

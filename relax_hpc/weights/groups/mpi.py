@@ -1,8 +1,8 @@
 """A group over MPI, between processes that come and go: each has a child that speaks MPI (see mpi_process.py) and may
 crash.
 
-  worker:  weights/group-ID/NAME        the port it opened          trainer: weights/group-ID.json    who is connected to
-  trainer ──Connect──► worker (Accept), one after the other; then a broadcast is one Issend to each
+    worker:  weights/group-ID/NAME        the port it opened          trainer: weights/group-ID.json    who is connected to
+    trainer ──Connect──► worker (Accept), one after the other; then a broadcast is one Issend to each
 
 MPICH over UCX crashes a sender whose receiver was killed in mid-transfer, and reports nothing where a peer just does
 not answer. Both break the group, within the time limit: the child is killed, the version goes by files, and the next

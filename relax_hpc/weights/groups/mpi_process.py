@@ -1,8 +1,8 @@
 """The process that speaks MPI for a trainer or a worker, so that MPI may crash: `python mpi_process.py SOCKET MEMORY
 PARENT`.
 
-  parent ──{"call": …}──► socket ──► MPI ──► {"value": …} or {"error": …} ──► parent
-  bytes ──► memory that both have mapped ──► MPI_Issend … MPI_Irecv ──► memory that both have mapped ──► bytes
+    parent ──{"call": …}──► socket ──► MPI ──► {"value": …} or {"error": …} ──► parent
+    bytes ──► memory that both have mapped ──► MPI_Issend … MPI_Irecv ──► memory that both have mapped ──► bytes
 
 It imports nothing of relax_hpc, so that it starts in the time that MPI needs; and it ends when its parent is gone. MPI
 would end a common MPI_COMM_WORLD as soon as one process dies. So each process asks an mpiexec of Hydra (MPICH, Intel

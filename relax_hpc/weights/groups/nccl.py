@@ -1,7 +1,7 @@
 """A group over NCCL: weights go from GPU to GPU, by a child on each side (nccl_process.py); gloo says what comes.
 
-  trainer ──gloo──► what comes ──► worker                           nobody's GPU waits between two versions
-  trainer ──slots──► child ──NCCL──► child ──slots──► worker        the bytes
+    trainer ──gloo──► what comes ──► worker                           nobody's GPU waits between two versions
+    trainer ──slots──► child ──NCCL──► child ──slots──► worker        the bytes
 
 A child belongs to one group, and is killed with it: whatever a member that died or hangs leaves on a GPU ends with the
 child. NCCL opens ports without authentication, on the interface that NCCL_SOCKET_IFNAME names; the consequences are

@@ -1,7 +1,7 @@
 """Rendezvous: the members of a group find each other in the run directory, whether they then use gloo, NCCL or MPI.
 
-  worker:  weights/members/NAME             "I am here" ──► the trainer sees a name that its group lacks
-  trainer: weights/group.json {id, names} ──► every worker named there answers ──► those who did are connected
+    worker:  weights/members/NAME             "I am here" ──► the trainer sees a name that its group lacks
+    trainer: weights/group.json {id, names} ──► every worker named there answers ──► those who did are connected
 
 Nobody waits for the dead: a worker that does not answer within seconds is left out, and its name is removed. If it
 lives, it announces its name again.

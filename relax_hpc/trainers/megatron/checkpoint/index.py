@@ -1,6 +1,6 @@
 """The index of a distributed checkpoint (`.metadata`), read as data: nothing in it is imported, called or written to.
 
-  bytes ──_Reader: a pickle's few data opcodes──► numbers, texts, tuples, lists, dicts, _Named, _Made ──read()──► Metadata
+    bytes ──_Reader: a pickle's few data opcodes──► numbers, texts, tuples, lists, dicts, _Named, _Made ──read()──► Metadata
 
 torch writes the index as a pickle, and unpickles it with all that a pickle can do. A run's directory is shared, so here
 a name stays a name, and an object that would be made by calling it stays a record of name and arguments. Out of those

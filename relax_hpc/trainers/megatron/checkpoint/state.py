@@ -1,7 +1,7 @@
 """Checkpoints in Megatron-core's distributed format (torch_dist), which load under any other plan.
 
-  common.pt metadata.json .metadata __RANK_N.distcp   weights, reference, critic, AdamW's moments and master weights, steps
-  rng.safetensors                                     every process's random state
+    common.pt metadata.json .metadata __RANK_N.distcp   weights, reference, critic, AdamW's moments and master weights, steps
+    rng.safetensors                                     every process's random state
 
 Each tensor is stored by its name and place in the whole model. Of the optimizer, only tensors and the number of steps
 are stored (moments.py): parameter groups are made from the recipe, and their number depends on the plan.

@@ -1,8 +1,8 @@
 """Conversion of a Hugging Face folder to a Megatron-core distributed checkpoint and back, on one process, a tensor at a
 time on the way out.
 
-  to_megatron   model.safetensors … ──► Megatron's parameters ──► torch_dist, with config.json and tokenizer beside it
-  to_hugging    torch_dist ──► Megatron's parameters ──► model-0000N-of-0000M.safetensors
+    to_megatron   model.safetensors … ──► Megatron's parameters ──► torch_dist, with config.json and tokenizer beside it
+    to_hugging    torch_dist ──► Megatron's parameters ──► model-0000N-of-0000M.safetensors
 
 A checkpoint of a training run has float32 master weights: those are taken. Otherwise the weights themselves are, in
 their own type.
