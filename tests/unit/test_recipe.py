@@ -179,7 +179,7 @@ def test_a_text_value_cannot_smuggle_in_more_keys(tiny: Path) -> None:
             "scorer={scores=['recomputed']}",
             ["of which algorithm.name = 'grpo' makes nothing", "old_logprobs = 'recomputed'"],
         ),
-        ("scorer.processes=2", ["'scorer.scores' is missing", "each one that the algorithm needs"]),
+        ("scorer.processes=2", ["'scorer.scores' is missing", "the algorithm must need each of them"]),
         ("critic={}", ["[critic] is for algorithm.name = 'ppo'", "it is 'grpo'", "leave the table out"]),
         ("algorithm={name='sft', group_size=4}", ["unknown key 'algorithm.group_size'", "aggregate"]),
         ("trainer.updates_per_step=33", ["trainer.updates_per_step = 33", "prompts_per_step = 32"]),
