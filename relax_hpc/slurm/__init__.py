@@ -1,1 +1,1 @@
-"""Runs on a Slurm cluster: `plan` and `steps` and `render` are pure; `send` and `queue_state` talk to Slurm; `submit` does it all."""
+"""Runs on a Slurm cluster: `plan`, `srun` and `submission.scripts` are pure; `client` and `submission` talk to Slurm."""

@@ -1,4 +1,4 @@
-"""What runs inside Slurm jobs: the leader (a supervisor that starts the groups as steps), or a job of rollout nodes.
+"""Entry point of a run's Slurm jobs: the leader (a supervisor that starts groups as steps), or a job of rollout nodes.
 
 leader:  is the run over? ► lease ► queue the successor ► supervise ► outcome ► cancel or requeue
 rollout: srun one node agent a node, until the run is over or the job's time is
@@ -45,19 +45,25 @@ from relax_hpc.supervise.supervisor import Supervisor, sweep
 from relax_hpc.telemetry import Telemetry
 
 SWEEP_S = 300.0
-"""Unfinished files younger than this may be those of a worker that lives."""
+"""Least age of an unfinished file to remove: a younger one may be that of a living worker."""
 SUCCESSOR_RETRY_LOOKS = 6
-"""From a refusal of the successor to the next attempt, in units of slurm.ask_every_s: 3 minutes by default."""
+"""Wait between a refusal of the successor and the next attempt, in units of slurm.ask_every_s: 3 minutes by default."""
 EXIT_CODES = {"failed": 1, "preempted": 75}
-"""Exit code of a leader by its outcome, 0 for the others. 75 is EX_TEMPFAIL of sysexits.h, "try again later": the run is not over, only
-this job is, and sacct must not show it as one that completed."""
+"""Exit code of a leader by its outcome, 0 for the others.
+
+75 is EX_TEMPFAIL of sysexits.h, "try again later": this job is over and the run is not, so sacct must not show the job
+as
+completed.
+"""
 HELD_S = 90.0
-"""How long a job waits for a lease whose holder Slurm knows nothing of."""
+"""How long a job waits for a lease when Slurm knows nothing of its holder."""
 
 
 def lead(run: RunDir) -> int:
-    """Go on with the run as its leader until it, or this job, is over; the exit code."""
-    asked = Asked(signal.SIGTERM, signal.SIGUSR2)  # nor must what follows the supervisor be cut short
+    """Lead the run until it, or this job, is over; return the exit code."""
+    asked = Asked(
+        signal.SIGTERM, signal.SIGUSR2
+    )  # set before and kept after the supervisor: what follows it must not be cut short either
     recipe, job = at_first(run)(lambda: load_recipe(run.recipe)), _own_job()
     keep_private(recipe.run.group_access)
     assert recipe.slurm is not None
@@ -93,9 +99,9 @@ def lead(run: RunDir) -> int:
 
 
 class Asked:
-    """Whether this process was asked to end, from here on: nothing else becomes of the signal.
+    """A flag that is True once this process was asked to end; the signals do nothing else from here on.
 
-    A flag and no threading.Event: a handler that sets one while its own thread waits for it may wait for itself.
+    It is no threading.Event: a handler that sets one while its own thread waits for it may wait for itself.
     """
 
     def __init__(self, *numbers: signal.Signals) -> None:
@@ -117,7 +123,7 @@ def queue_until_taken(chain: Chain, io: IoRetry, retry_s: float, ended: threadin
         wait=wait_fixed(retry_s),
         sleep=sleep_using_event(ended),
         stop=stop_when_event_set(ended),
-        retry_error_callback=lambda state: None,  # it is written down, and tried once more at the job's end
+        retry_error_callback=lambda state: None,  # the refusal is written down; one more try comes at the job's end
     )
     retrying(io, chain.queue_successor)
 
@@ -130,7 +136,10 @@ def supervise(
     asked: Callable[[], bool],
     signalled: Callable[[], None],
 ) -> dict[str, Any]:
-    """Carry the run on; `asked`: whether this job was asked to end already, `signalled` is called when it is."""
+    """Supervise the run and return its outcome.
+
+    `asked`: returns True if this job was asked to end already; `signalled`: called when it is.
+    """
     telemetry = Telemetry(run, "supervisor", lease.number)
     io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
     trainers, workers = io(lambda: groups(run, recipe, telemetry))
@@ -144,7 +153,7 @@ def supervise(
 
 
 def groups(run: RunDir, recipe: Recipe, telemetry: Telemetry) -> tuple[StepTrainers, Together]:
-    """The trainer, and all that works beside it; nothing is started."""
+    """Make the trainer steps and all that works beside them; start nothing."""
     plan = make_plan(recipe)
     python = step_command(plan)
     trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(_own_job()))
@@ -172,7 +181,7 @@ def renewing(lease: Lease) -> Iterator[None]:
 
     def renew() -> None:
         while not ended.wait(RENEW_S):
-            with contextlib.suppress(OSError):  # the next one may do well
+            with contextlib.suppress(OSError):  # the next renewal may succeed
                 if not lease.renew():
                     return
 
@@ -186,7 +195,10 @@ def renewing(lease: Lease) -> Iterator[None]:
 
 
 def wait_for_lease(run: RunDir, io: IoRetry, asked: Callable[[], bool]) -> Lease | None:
-    """The lease; of a holder that died a moment ago too. None when this job was asked to end before. Raises RunError when it is held all the same."""
+    """Take the lease, waiting for it where its holder died a moment ago. None when this job was asked to end before.
+
+    Raises RunError when the lease is still held after HELD_S.
+    """
     deadline = time.monotonic() + HELD_S
     while not asked():
         try:

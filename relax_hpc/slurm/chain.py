@@ -1,4 +1,4 @@
-"""Which job goes on with a run: successors queued in advance, requeueing where chains are not wanted, and when to stop.
+"""The chain of leader jobs: successors queued in advance, requeueing where chains are not wanted, and when to stop.
 
 job k starts ► queues job k + 1 (afterany:k) ► … preempted, timed out, node lost … ► job k + 1 starts at once
                                              ► done, stopped, cancelled by a person ► job k + 1 is cancelled
@@ -28,16 +28,16 @@ NO_SUCCESSOR = "no successor queued: this run ends with this job"
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """A job that led the run, as written down when it began."""
+    """A job that led the run, as recorded when it began."""
 
     job: str
     progress: tuple[int, int]
-    """Ledger entries there were, and the step of the newest checkpoint."""
+    """(ledger entries there were, step of the newest checkpoint)."""
     time: float
 
 
 class Chain:
-    """The leader jobs of a run, from inside one of them."""
+    """The leader jobs of a run, seen from inside one of them."""
 
     def __init__(self, run: RunDir, slurm: Slurm, job: str) -> None:
         self._run, self._slurm, self.job = run, slurm, job
@@ -46,11 +46,13 @@ class Chain:
         self._led: Leader | None = None
 
     def begin(self) -> str | None:
-        """Why this job must not go on with the run, after canceling what else waits; None when it must."""
+        """Return the reason why this job must not go on with the run, after canceling what else waits; None when it
+        must go on.
+        """
         before = self._read()
         cancelled = self._cancelled_before(before)
         if cancelled is not None and holder(self._run) is not None:
-            # It was to go before us and after the one that leads, which ends the chain when it ends.
+            # It stood between us and the job that leads; that one ends the chain when it ends.
             return f"job {cancelled} was cancelled by a person, and the job before it is at work"
         reason = self._over(before, cancelled)
         if reason is not None:
@@ -58,17 +60,19 @@ class Chain:
         return reason
 
     def lead(self) -> None:
-        """Write down that this job leads; the lease is ours."""
+        """Record that this job leads; call it once the lease is held."""
         self._led = self._led or Leader(self.job, self._progress(), time.time())
         before = self._read()
-        if self._led not in before:  # it may have been written when the file system failed
+        if self._led not in before:  # a try that the file system cut short may have written it
             lines = [json.dumps(asdict(leader)).encode() + b"\n" for leader in (*before, self._led)]
             replace(leaders(self._run), b"".join(lines))
 
     def queue_successor(self) -> None:
-        """Have `queue_ahead` jobs wait for this one's end; sbatch may not work on a compute node, then those sent before count.
+        """Queue successors until `queue_ahead` jobs wait for this one's end; those that were sent before count.
 
-        A successor that a person cancelled is not replaced. Raises RunError where Slurm refuses one.
+        sbatch may not work on a compute node: then only those sent before are there. A successor that a person
+        cancelled is not
+        replaced. Raises RunError where Slurm refuses one.
         """
         if self._slurm.restart != "chain":
             return
@@ -84,7 +88,7 @@ class Chain:
             successors.append(self._submit(after=successors[-1] if successors else self.job))
 
     def end(self, outcome: dict[str, Any], warned: bool) -> None:
-        """Cancel what waits when the run is over; have it go on when this job, not the run, came to its end.
+        """End the chain when the run is over; else, when only this job came to its end, have the run go on.
 
         warned: the first signal came while the job ran, as before a time limit or preemption. A job that is ended
         without one (scancel; preemption without a grace time) is requeued by Slurm, if by anybody.
@@ -92,7 +96,7 @@ class Chain:
         if is_final(outcome) or self._unwanted(outcome):
             self.cancel_waiting()
         elif outcome.get("suspect") and self._slurm.restart == "chain":
-            before = self._waiting("leader")  # sent before that was known
+            before = self._waiting("leader")  # successors sent before it was known
             exclude(self._run, outcome["suspect"], outcome["reason"])
             self._submit(after=self.job)
             end_jobs(self._run, before, "its successor avoids a node that keeps failing")
@@ -101,23 +105,23 @@ class Chain:
         elif self._slurm.restart == "requeue" and outcome["outcome"] == "preempted" and warned:
             self._requeue()
         elif self._slurm.restart == "requeue" and outcome["outcome"] == "failed" and self._lost_component():
-            self._submit(after=self.job)  # requeued, it would wait for the component that ended for ever
+            self._submit(after=self.job)  # a requeued job would wait forever for the component that ended
 
     def is_ending(self) -> bool:
-        """Whether Slurm is ending this job at this moment."""
+        """Return True if Slurm is ending this job at this moment."""
         return job_state([self.job])[self.job] == "COMPLETING"
 
     def last(self) -> str | None:
-        """The job that led last."""
+        """Id of the job that led last; None before the first."""
         leaders = self._read()
         return leaders[-1].job if leaders else None
 
     def cancelled_by_a_person(self, job: str) -> bool:
-        """Whether Slurm says that `job` was cancelled, and not by the run itself."""
+        """Return True if Slurm says that `job` was cancelled, and the run itself did not cancel it."""
         return job_state([job])[job] == "CANCELLED" and not ended_by_us(self._run, job)
 
     def stop(self, reason: str) -> None:
-        """Write down that the run was stopped."""
+        """Record that the run was stopped."""
         replace(
             self._run.outcome,
             to_json({"outcome": "stopped", "reason": reason, "step": self._steps(), "time": time.time()}),
@@ -128,7 +132,7 @@ class Chain:
         end_jobs(self._run, self._waiting(*KINDS), "the run is over")
 
     def _unwanted(self, outcome: dict[str, Any]) -> bool:
-        """Whether a person cancelled what was to go on with the run; it is stopped then."""
+        """Return True if a person cancelled the successor; the run is recorded as stopped then, unless it failed."""
         if self._slurm.restart != "chain" or not (cancelled := self._successors()[1]):
             return False
         if outcome["outcome"] != "failed":
@@ -165,7 +169,9 @@ class Chain:
         return next(filter(self.cancelled_by_a_person, self._before(leaders)), None)
 
     def _before(self, leaders: list[Leader]) -> set[str]:
-        """The last leader, and the job that this one waited for: a person may have cancelled it before it led."""
+        """Ids of the last leader and of the job that this one waited for: a person may have cancelled that one before
+        it led.
+        """
         awaited = [
             job["dependency"].removeprefix("afterany:")
             for job in jobs(self._run)
@@ -179,10 +185,12 @@ class Chain:
         return reason
 
     def _requeue(self) -> None:
-        """Where scontrol is missing (in a container) or requeueing is disabled, a new job does the same."""
+        """Have Slurm requeue this job; send a new job where scontrol is missing (in a container) or requeueing is
+        disabled.
+        """
         done = ask(["scontrol", "requeue", self.job])
         if done is not None and done.returncode < 0 and self.is_ending():
-            return  # it worked: scontrol is a process of the job, and was ended with it
+            return  # the requeue worked: scontrol, a process of the job, was ended with it
         if done is None or done.returncode:
             reason = "scontrol is not there, or does not answer" if done is None else done.stderr.strip()
             self._telemetry.metrics("refused", role="successor", reason=reason)
@@ -200,15 +208,21 @@ class Chain:
         return job
 
     def _say(self, why: str) -> None:
-        """Tell the job's log, once for each wording, that nobody goes on after this job."""
+        """Warn in the job's log that nobody goes on after this job; once for each wording."""
         if why != self._said:
             self._said = why
             self._telemetry.log.warning("%s: %s", NO_SUCCESSOR, why)
 
     def _successors(self) -> tuple[list[str], list[str]]:
-        """Leaders that begin when this one has ended, one after the other; or have begun, where it has. One that a leader before this one sent
-        while it was cut off is none: it waits for that one, begins at once, and leaves again. Then those of them that a person cancelled:
-        what waits for this job's end cannot have ended otherwise."""
+        """Return (successors, those that a person cancelled): ids of leader jobs that wait for this job's end, or began
+        at it.
+
+        Successors wait for one another in turn. A job that an earlier leader sent while it was cut off is none: it
+        waits for that
+        leader, begins at once, and leaves again. A job that waits for this one's end and has ended itself was cancelled
+        by a
+        person: it cannot have ended otherwise.
+        """
         sent = [job for job in jobs(self._run) if job["kind"] == "leader" and job["dependency"]]
         states = job_state([job["id"] for job in sent])
         found, cancelled = [self.job], []

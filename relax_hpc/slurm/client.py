@@ -1,10 +1,11 @@
-"""What Slurm says of jobs: their state, why they wait, how to end them. Polite: what cannot be asked is unknown.
+"""Questions to Slurm about jobs: their state, why they wait, how to end them. Where Slurm cannot be asked, the answer is
+unknown.
 
     squeue ──► not there any more ──► sacct, where the site has accounting ──► GONE
     no squeue (in a container, on a compute node) ──► scontrol
 
 The rows of a heterogeneous job (6+0, 6+1) are one job, in the state of its first component. A task of an array (7_2) is
-a job of its own: all that has a number alone, `scancel 7` and `afterany:7` too, means every task of the array.
+a job of its own; the array's number alone means every task of it, in `scancel 7` and `afterany:7` too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 ANSWER_S = 60.0
 """How long a Slurm command may take; a busy controller needs many seconds."""
 GONE = "GONE"
-"""Slurm answers, and does not know the job any more: it ended a while ago."""
+"""State of a job that Slurm, which does answer, no longer knows: it ended a while ago."""
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 ALIVE = WAITING | {"RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
 """States of a job that still holds a place in the queue or on nodes; all others have ended."""
@@ -82,7 +83,7 @@ class Seen(NamedTuple):
     state: str
     """As squeue spells it: PENDING, RUNNING, COMPLETED, …; or GONE."""
     reason: str
-    """Why it waits or ended, as squeue spells it; empty where that is not known."""
+    """Why it waits or ended, as squeue spells it; empty where unknown."""
     ended: tuple[str, ...] = ()
     """Components of a heterogeneous job that ended while its first one lives, each with its state: "6+1 CANCELLED"."""
     nodes: str = ""
@@ -97,19 +98,19 @@ class Seen(NamedTuple):
 def own_job() -> str | None:
     """Id of the job that this process is in, as Slurm's commands take it; None outside of jobs.
 
-    SLURM_JOB_ID of an array's task is a number that one task shares with the array, so a task is ARRAY_TASK.
+    An array's task is named ARRAY_TASK: its SLURM_JOB_ID is a number that one of the tasks shares with the array.
     """
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     return f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
 
 
 def number(job: str) -> tuple[int, ...]:
-    """An id to sort by: of "12" and of "12_3"."""
+    """A sort key for the id of a job: (12,) for "12", (12, 3) for "12_3"."""
     return tuple(int(part) for part in job.split("_"))
 
 
 def look(ids: Iterable[str]) -> dict[str, Seen | None]:
-    """What Slurm says of these jobs; None where it could not be asked."""
+    """Ask Slurm about these jobs; each maps to its Seen, or None where Slurm could not be asked."""
     wanted = list(dict.fromkeys(ids))
     if not wanted:
         return {}
@@ -129,25 +130,25 @@ def look(ids: Iterable[str]) -> dict[str, Seen | None]:
 
 
 def job_state(ids: Iterable[str]) -> dict[str, str | None]:
-    """Their states alone."""
+    """Ask Slurm for the states of these jobs alone; None where it could not be asked."""
     return {job: seen.state if seen else None for job, seen in look(ids).items()}
 
 
 def end_of_job(job: str) -> float | None:
-    """Unix time at which Slurm will end a running job; None where that is not known or never."""
-    said = os.environ.get("SLURM_JOB_END_TIME", "")  # of ours, since 22.05 only where the site's Slurm sets it
+    """Unix time at which Slurm will end a running job; None where unknown or never."""
+    said = os.environ.get("SLURM_JOB_END_TIME", "")  # our own job's, since 22.05 only where the site's Slurm sets it
     if job == own_job() and said.isdecimal():
         return float(said)
     done = ask(["squeue", "-h", "-o", "%e", "-j", job])
     text = done.stdout.split()[0] if done is not None and done.stdout.split() else ""
     try:
         return datetime.fromisoformat(text).timestamp()
-    except ValueError:  # N/A, NONE
+    except ValueError:  # Slurm says N/A or NONE
         return None
 
 
 def reason_in_words(reason: str) -> str:
-    """A reason of squeue's for a person; the reason itself where there are no words for it."""
+    """Put squeue's reason into words; return the reason itself where there are none for it."""
     name, _, details = reason.strip("()").partition(",")
     limit = _LIMIT.fullmatch(name)
     if name in _REASONS:
@@ -161,7 +162,7 @@ def reason_in_words(reason: str) -> str:
 
 
 def cancel(ids: Iterable[str]) -> bool:
-    """End these jobs, whatever they do; whether Slurm took it. Those that have ended already do no harm."""
+    """Cancel these jobs in whatever state they are; return True if Slurm accepted. Jobs that have ended do no harm."""
     wanted = list(dict.fromkeys(ids))
     if not wanted:
         return True
@@ -177,7 +178,7 @@ def our_jobs_of(script: str) -> list[str]:
 
 
 def ask(command: list[str], **variables: str) -> subprocess.CompletedProcess[str] | None:
-    """Run a Slurm command; None when it is not installed or does not answer. `variables`: in its environment."""
+    """Run a Slurm command; None when it is not installed or does not answer. `variables`: added to its environment."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=ANSWER_S, env=outside_job(os.environ) | variables,
@@ -188,7 +189,7 @@ def ask(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
 
 
 def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what describes the job that we are in: a job sent from it would inherit that."""
+    """`environment` without the variables that describe our own job: a job sent from it would inherit them."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
     inside = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_", "PMI2_")
     found = {k: v for k, v in environment.items() if k in kept or not k.startswith(inside)}
@@ -196,12 +197,14 @@ def outside_job(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def whole(job: str) -> str:
-    """Id of the job that a row of squeue's is about: "6" of the component "6+1"; the task "7_2" of an array is one."""
+    """Id of the whole job that a row of squeue is about: "6" for the component "6+1"; an array's task "7_2" is its own
+    job.
+    """
     return re.split(r"[+.]", job.strip(), maxsplit=1)[0]
 
 
 def _of_rows(text: str) -> dict[str, Seen]:
-    """Whole jobs of the rows "id|state|reason", or with nodes and start behind that."""
+    """Parse rows "id|state|reason", with or without nodes and start behind them, into whole jobs."""
     rows = [[word.strip() for word in line.split("|")] for line in text.splitlines()]
     return _together(
         (job, Seen(state.split()[0] if state else GONE, reason, (), *("" if word == "N/A" else word for word in place)))
@@ -210,7 +213,7 @@ def _of_rows(text: str) -> dict[str, Seen]:
 
 
 def _together(rows: Iterable[tuple[str, Seen]]) -> dict[str, Seen]:
-    """Whole jobs: the first component speaks for a heterogeneous one."""
+    """Join rows into whole jobs: the first component speaks for a heterogeneous one."""
     given, found = list(rows), dict[str, Seen]()
     for job, seen in given:
         if whole(job) not in found or job.endswith("+0"):

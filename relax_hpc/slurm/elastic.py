@@ -1,9 +1,10 @@
-"""Further rollout nodes, each a job of its own: a desired number, and what brings it about.
+"""Elastic rollout nodes, each a one-node job: the desired size, and the jobs that are sent or drained to reach it.
 
     relax-hpc scale RUN rollout=N ─┐
-    [slurm.autoscale] ─────────────┴► desired-size.json ──► jobs there are ──► sbatch what is missing, drain what is too much
+    [slurm.autoscale] ─────────────┴► desired-size.json ──► jobs there are ──► sbatch what is missing, drain what is too
+much
 
-The desired size counts all rollout nodes; those that the recipe asks for are always there.
+The desired size counts all rollout nodes; the base nodes of the recipe are always there.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from relax_hpc.supervise.processes import RestartPolicy
 from relax_hpc.telemetry import Telemetry, read_metrics
 
 SOON_S = 300.0
-"""A job that ends within this time of being sent made no progress."""
+"""A job that ends within this time after it was sent made no progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class DesiredSize:
-    """How many rollout nodes the run shall have."""
+    """How many rollout nodes the run shall have, base nodes included."""
 
     rollout: int
     partition: str | None
@@ -39,13 +40,16 @@ class DesiredSize:
 
 
 def desired_size(run: RunDir) -> DesiredSize | None:
-    """The number of rollout nodes that was asked for; None when nobody said anything."""
+    """The desired size that was asked for; None when nobody asked."""
     found = read_json(run.slurm / "desired-size.json")
     return None if found is None else DesiredSize(**found)
 
 
 def set_desired_size(run: RunDir, base: int, rollout: int, partition: str | None, by: str) -> None:
-    """Ask for so many rollout nodes; the same size twice changes nothing. Raises RunError below the recipe's own."""
+    """Ask for `rollout` nodes in all; asking for the same size twice changes nothing.
+
+    Raises RunError below the recipe's own.
+    """
     if rollout < base:
         raise RunError(
             f"rollout={rollout} is less than the {base} rollout nodes that the recipe asks for (rollout.nodes), which are "
@@ -57,7 +61,7 @@ def set_desired_size(run: RunDir, base: int, rollout: int, partition: str | None
 
 
 def clear_desired_size(run: RunDir, base: int) -> None:
-    """Back to the nodes that the recipe asks for: the others drain and leave."""
+    """Go back to the base nodes of the recipe: the others drain and leave."""
     set_desired_size(run, base, base, None, "cancel")
 
 
@@ -71,14 +75,14 @@ class Elastic:
         self._jobs = jobs
         self._draining: set[str] = set()
         self._gone: set[str] | None = None
-        """Jobs that ended, when we looked last; what had ended before our first look is no loss of ours."""
+        """Jobs that had ended at our last look; None before the first: what ended before it is no loss of ours."""
         self._restart_policy = RestartPolicy(recipe.supervision)
         self._refusals = Refusals(telemetry, "elastic job")
         self._first_seen: dict[str, float] = {}
-        """Job -> when we saw it first, by our own clock."""
+        """Job -> when we first saw it, by our own clock."""
 
     def keep(self) -> list[str]:
-        """Bring about the desired size; ids of the jobs that Slurm says are gone."""
+        """Send and drain jobs to reach the desired size; return ids of the jobs that Slurm says are gone."""
         if self._scaler is not None:
             self._scaler.look()
         desired = desired_size(self._run)
@@ -87,19 +91,19 @@ class Elastic:
         alive = [job for job, state in states.items() if state is None or state in ALIVE]
         staying = [job for job in alive if job not in self._draining]
         self._note_lost({job for job in states if job not in alive and job not in self._draining})
-        if desired is None:  # those that a person sent by hand stay
+        if desired is None:  # jobs that a person sent by hand stay
             return [job for job in states if job not in alive]
         missing = desired.rollout - self._base - len(staying)
         if missing > 0 and self._refusals.due and time.monotonic() > self._restart_policy.not_before:
             self._send(missing, desired.partition)
         if missing < 0:
-            # Those that wait in the queue first, then the youngest.
+            # Jobs that wait in the queue leave first, then the youngest.
             last = sorted(staying, key=lambda job: (states[job] in WAITING, number(job)))[missing:]
             self._drain(last, states)
         return [job for job in states if job not in alive]
 
     def _note_lost(self, gone: set[str]) -> None:
-        """Jobs that end soon after they were sent are sent again ever later."""
+        """Count jobs that ended; those that end soon after they were sent are sent again at growing intervals."""
         new, self._gone = gone - (gone if self._gone is None else self._gone), gone
         for job in sorted(new, key=number):
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
@@ -118,7 +122,7 @@ class Elastic:
             self._telemetry.metrics("scale", role="elastic job", job=job, reason="fewer rollout nodes than desired")
 
     def _drain(self, leaving: list[str], states: dict[str, str | None]) -> None:
-        """Pending ones are cancelled; running ones are asked: their node agents end or give back what they generate, and leave."""
+        """Cancel pending jobs; ask running ones to leave: their node agents finish or give back what they generate."""
         cancel([job for job in leaving if states[job] in WAITING])
         for job in leaving:
             if states[job] not in WAITING:
@@ -130,17 +134,19 @@ class Elastic:
 
 
 class Autoscaler:
-    """Changes the desired size by what the trainer's metrics say."""
+    """Changes the desired size according to the trainer's metrics."""
 
     def __init__(self, run: RunDir, recipe: Recipe, policy: Autoscale, telemetry: Telemetry) -> None:
         self._run, self._recipe, self._policy, self._telemetry = run, recipe, policy, telemetry
         self._steps: list[tuple[float, dict[str, Any]]] = []
-        """Lines of the trainer's, each with the time at which we read it, by our own clock."""
+        """Lines of the trainer's metrics, each with our own clock's time of reading it."""
         self._offset = read_metrics(run.metrics / "trainer-0.jsonl")[1]
         self._changed = time.monotonic()
 
     def look(self) -> None:
-        """Read the metrics of new steps, and change the desired size where they say so and the last change is long enough ago."""
+        """Read the metrics of new steps; change the desired size where they call for it and the last change is long
+        enough ago.
+        """
         records, self._offset = read_metrics(self._run.metrics / "trainer-0.jsonl", self._offset)
         now = time.monotonic()
         since = max(self._changed, now - self._policy.window_s)
@@ -161,7 +167,7 @@ class Autoscaler:
         steps = [step for _, step in self._steps]
         seconds = sum(s["step_s"] for s in steps)
         waiting = sum(s["wait_s"] for s in steps) / max(seconds, 1e-9)
-        # After a step's requests were taken, those of max_staleness further steps may lie complete.
+        # Once a step has taken its requests, those of max_staleness further steps may lie complete.
         full = self._recipe.async_.max_staleness * self._recipe.requests_per_step
         depth = min(s["spool_depth"] for s in steps)
         if waiting > self._policy.grow_when_waiting:

@@ -1,7 +1,7 @@
-"""The rollout jobs of a run as its leader keeps them in mind, however many there were: each record is read once, and Slurm is
-asked only for those that are not known to be over.
+"""The job registry: the rollout jobs that the leader keeps track of, however many there were.
 
-They are sent with --no-requeue: one that has ended does not come back.
+Each record is read once, and Slurm is asked only for jobs that are not known to be over. Rollout jobs are sent with
+--no-requeue: one that has ended does not come back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from relax_hpc.slurm.submission.sbatch import job_files
 
 
 class JobRegistry:
-    """All rollout jobs, those of the recipe and elastic ones: one question to Slurm is about all of them."""
+    """All rollout jobs, base and elastic: a single question to Slurm covers them all."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -32,10 +32,10 @@ class JobRegistry:
         self._states |= job_state([job for job in ours if self._states.get(job) in (None, *ALIVE)])
 
     def sent(self, kind: Kind) -> dict[str, float]:
-        """When each job of a kind was sent, the oldest first."""
+        """Job -> when it was sent, for each job of a kind, the oldest first."""
         ours = [about for about in self._records.values() if about["kind"] == kind]
         return {a["id"]: a["submitted"] for a in sorted(ours, key=lambda a: (a["submitted"], number(a["id"])))}
 
     def states(self, kind: Kind) -> dict[str, str | None]:
-        """Their states at the last look, the oldest first; None where Slurm did not answer."""
+        """Job -> state at the last look, for each job of a kind, the oldest first; None where Slurm did not answer."""
         return {job: self._states.get(job) for job in self.sent(kind)}

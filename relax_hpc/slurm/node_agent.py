@@ -1,7 +1,9 @@
-"""The node agent of a rollout node: keeps the workers of its node alive, and says in its heartbeat which there are.
+"""The node agent of a rollout node: keeps the node's workers alive, and lists them in its heartbeat.
 
-    srun (one task a node) ► node agent ► workers 1 … k of this node        heartbeats/node-agent-….json: who works, who was lost
-                                                                            └► the supervisor gives claims back
+    srun (one task a node) ► node agent ► workers 1 … k of this node
+                                └► heartbeats/node-agent-….json: who works, who was lost ► the supervisor gives claims
+back
+
 It outlives the trainer: when the run's leader is lost it waits for the successor, and it leaves when the run is over.
 """
 
@@ -35,15 +37,15 @@ from relax_hpc.telemetry import Telemetry, set_up_logging
 
 POLL_S = 0.05
 ASK_S = 10.0
-"""How often Slurm is asked for a leader that is gone."""
+"""How often Slurm is asked about a leader that is gone."""
 LOOK_S = 1.0
 """How often the run's state is looked at."""
 BASE = "base"
-"""The group that a recipe asks for; further ones come and go."""
+"""Name of the group of nodes that the recipe asks for; further groups come and go."""
 
 
 class NodeAgent:
-    """One node's workers."""
+    """Keeps one node's workers alive until the run, or the node's time, is over."""
 
     def __init__(self, run: RunDir, about: dict[str, Any], names: list[str]) -> None:
         self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
@@ -64,7 +66,9 @@ class NodeAgent:
         """Names the node agent that was started last for this node of the group."""
         self._state, self._looked_at, self._asked_at = "starting", float("-inf"), float("-inf")
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
-        """Asks it about a leader that is gone: it may answer late, and a node agent that waits is silent."""
+        """Thread that asks Slurm about a lost leader: Slurm may answer late, and a node agent that waits for it falls
+        silent.
+        """
         self._asking: Future[bool] | None = None
         assert self.recipe.slurm is not None
         limit_s = self.recipe.supervision.leader_silent_s
@@ -73,7 +77,7 @@ class NodeAgent:
         self._requests = 0
         self._said: dict[str, Any] = {}
         self.left: dict[str, bool] = {}
-        """Workplaces that are not in use any more, and whether their worker died; until the supervisor took them over."""
+        """Claim directory no longer in use -> True if its worker died; kept until the supervisor took it over."""
         self.leaving = self.replaced = False
         self.leader = Holder(run)
 
@@ -82,7 +86,7 @@ class NodeAgent:
         return []
 
     def work(self) -> None:
-        """Until the run is over, or this node's time is."""
+        """Keep the workers until the run is over, or this node's time is."""
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             signal.signal(number, self._leave)
         io = IoRetry(self.run, self.recipe.supervision.io_wait_s, self.telemetry.metrics)
@@ -93,16 +97,19 @@ class NodeAgent:
         self.workers.ask_to_stop()
         deadline = time.monotonic() + GRACE_S
         while any(handle.running for handle in self.workers.handles) and time.monotonic() < deadline:
-            self.say()  # one that leaves is not silent
+            self.say()  # a node agent that is leaving is not silent
             time.sleep(POLL_S)
         self.say()
         self.workers.end(grace_s=0)
-        if not self.replaced:  # else the memory may be the other's, on this node
+        if not self.replaced:  # else another node agent on this node may be using it
             io(lambda: clear_node(self.run, self.recipe))
         self.say(ended=True)
 
     def _tick(self) -> None:
-        """Look after the workers, and now and then at the run; done again where the file system fails in the middle."""
+        """Look after the workers, and every LOOK_S at the run.
+
+        Safe to call again where the file system failed in the middle.
+        """
         if time.monotonic() - self._looked_at < LOOK_S:
             self.workers.look_after()
             self.say()
@@ -119,14 +126,17 @@ class NodeAgent:
         replace(self._place, to_json({"step": self.about["step"]}), durable=False)
 
     def _is_replaced(self) -> bool:
-        """Whether we were thought lost, as on a node that was cut off, and another took our place."""
+        """Return True if we were thought lost, as on a node that was cut off, and another node agent took our place."""
         self.replaced = (read_json(self._place) or self.about)["step"] != self.about["step"]
         if self.replaced:
             self.telemetry.log.warning("another node agent took this one's place: it was not heard of for too long")
         return self.replaced
 
     def over(self) -> bool:
-        """Whether there is nothing to wait for; a leader that is lost is ended here, so that its successor can begin."""
+        """Return True if there is nothing left to wait for.
+
+        A leader that is lost is ended on the way, so that its successor can begin.
+        """
         outcome = outcome_of(self.run)
         if outcome is not None and outcome["outcome"] in ENDED:
             return True
@@ -141,12 +151,14 @@ class NodeAgent:
         return self._silent_s > self.recipe.supervision.leader_wait_s
 
     def _ask(self, leader: str | None) -> bool:
-        """End the job of a leader that is lost, where another waits for its end; whether a person cancelled the last one, and no successor will
-        find out."""
+        """End the job of a lost leader where a successor waits for its end.
+
+        Return True if a person cancelled the last leader and no successor will find that out.
+        """
         assert self.recipe.slurm is not None
         limit_s = self.recipe.supervision.leader_silent_s
         if leader and leader != self._ended_leader and self._silent_s > limit_s and self._is_followed(leader):
-            # Its lease may have been renewed while Slurm thought. Where there is no scancel, as in some containers, Slurm's time-out ends the job.
+            # The lease may have been renewed while Slurm took its time. Where there is no scancel, as in some containers, Slurm's time-out ends the job.
             why = f"its lease was silent for {self._silent_s:.0f} s"
             if self._silent_s > limit_s and end_jobs(self.run, [leader], why):
                 self._ended_leader = leader
@@ -157,19 +169,21 @@ class NodeAgent:
         return last is not None and chain.cancelled_by_a_person(last)
 
     def _is_followed(self, leader: str) -> bool:
-        """Whether a successor waits for the leader's end; else Slurm's own time-out must end, or requeue, its job."""
+        """Return True if a successor waits for the leader's end; else Slurm's own time-out must end, or requeue, its
+        job.
+        """
         waiting = [job["id"] for job in jobs(self.run) if job["kind"] == "leader" and job["id"] != leader]
         return any(state in WAITING for state in job_state(waiting).values())
 
     def state(self) -> str:
-        """As far as its foremost worker: starting, syncing (it takes the weights), active."""
+        """The state of the worker that is furthest on: "starting", "syncing" (it takes the weights) or "active"."""
         heartbeats = [handle.heartbeat() or {} for handle in self.workers.handles]
         self._requests = max(self._requests, sum(heartbeat.get("requests", 0) for heartbeat in heartbeats))
         states = {heartbeat.get("state", "starting") for heartbeat in heartbeats}
         return "active" if states - {"starting", "syncing"} else "syncing" if "syncing" in states else "starting"
 
     def say(self, ended: bool = False) -> None:
-        """The heartbeat; written at once when something changed."""
+        """Write the heartbeat; at once when something changed."""
         in_use = self.workers.in_use()
         state = "gone" if ended else "draining" if self.leaving else self._state
         about: dict[str, Any] = {

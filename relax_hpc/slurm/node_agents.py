@@ -1,4 +1,4 @@
-"""The node agents of a run as its leader sees them, wherever they live: by their heartbeats alone.
+"""All node agents of a run as the leader sees them: through their heartbeats alone, wherever they run.
 
 heartbeats/node-agent-*.json ──► who works, who was lost ──► their claims are open again
 """
@@ -19,7 +19,7 @@ from relax_hpc.spool.queue import Queue
 from relax_hpc.telemetry import Telemetry, read_heartbeat
 
 BLIND_S = 3.0
-"""When two looks are so far apart, what was not seen in between counts for nothing."""
+"""When two looks are further apart than this, the gap counts as nobody's silence."""
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Seen:
 
 
 class NodeAgents:
-    """All node agents of a run, by their heartbeats; gives back what the dead had claimed."""
+    """Reads the heartbeats of all node agents of a run; gives back what dead workers had claimed."""
 
     def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
         self._run, self._limit_s, self._telemetry = run, recipe.supervision.node_agent_silent_s, telemetry
@@ -41,16 +41,16 @@ class NodeAgents:
         self._ended_jobs: set[str] = set()
         self._failed: set[str] = set()
         self._unowned: dict[str, float] = {}
-        """Claim directories that no node agent speaks of, and since when."""
+        """Claim directory that no node agent lists -> since when, by our own clock."""
         self._at_first = {path.stem: (read_heartbeat(run, path.stem) or {}).get("time") for path in self._paths()}
-        """Of node agents that were there before us."""
+        """Node agent -> time in the heartbeat that was there before we began to look."""
 
     def read(self) -> NodeAgents:
-        """Read the heartbeats; itself."""
+        """Read the heartbeats and return self."""
         began = time.monotonic()
         for path in self._paths():
             if path.stem in self._seen and self._is_over(self._seen[path.stem].heartbeat):
-                continue  # its name is never used again: what lies there of jobs long gone is not read each time
+                continue  # its name is never used again: files of jobs long gone are not read each time
             heartbeat = read_heartbeat(self._run, path.stem)
             if (
                 heartbeat is not None
@@ -68,7 +68,10 @@ class NodeAgents:
         return self
 
     def look(self) -> None:
-        """Read the heartbeats, and give back the claims of workers that are gone: for who holds the lease."""
+        """Read the heartbeats, and give back the claims of workers that are gone.
+
+        Only the holder of the lease may call this.
+        """
         self.read()
         now = time.monotonic()
         owner = {w: name for name, seen in self._seen.items() for w in seen.heartbeat["claim_dirs"]}
@@ -78,14 +81,14 @@ class NodeAgents:
             if claim_dir in left:
                 self._give_back(claim_dir, left[claim_dir], "its worker ended")
             elif claim_dir not in owner:
-                # Just made, and its node agent has not said so yet; or of a node agent whose heartbeat was replaced.
+                # Just made and not yet listed by its node agent, or left by one whose heartbeat was replaced.
                 if now - self._unowned.setdefault(claim_dir, now) > self._limit_s:
                     self._give_back(claim_dir, False, "no node agent speaks of it")
             elif owner[claim_dir] not in alive:
                 self._give_back(claim_dir, False, f"{owner[claim_dir]} fell silent")  # not a fault of its requests
 
     def alive(self) -> list[str]:
-        """The node agents that were heard of lately."""
+        """Names of the node agents whose heartbeat changed lately."""
         now = time.monotonic()
         return [
             name
@@ -97,19 +100,19 @@ class NodeAgents:
         return heartbeat["state"] == "gone" or heartbeat.get("job") in self._ended_jobs
 
     def job_ended(self, job: str) -> None:
-        """Slurm says that a job is gone: its node agents need not fall silent first."""
+        """Note that Slurm says a job is gone: its node agents need not fall silent first."""
         self._ended_jobs.add(job)
 
     def worked(self, job: str) -> bool:
-        """Whether a worker of this job published a request."""
+        """Return True if a worker of this job published a request."""
         return any(seen.heartbeat.get("requests") and seen.heartbeat.get("job") == job for seen in self._seen.values())
 
     def left(self, name: str) -> bool:
-        """Whether a node agent said that it leaves as its last word: it ended in order, and is not silent."""
+        """Return True if the node agent's last heartbeat says that it left in order; it is not silent then."""
         return name in self._seen and self._seen[name].heartbeat["state"] == "gone"
 
     def of(self, step: str, index: int) -> tuple[str, dict[str, Any]] | None:
-        """Name and heartbeat of the node agent of a step on its node `index`; None before its first."""
+        """(name, heartbeat) of the node agent of a step on its node `index`; None before its first heartbeat."""
         found = (
             (n, s.heartbeat)
             for n, s in self._seen.items()
@@ -118,7 +121,7 @@ class NodeAgents:
         return next(found, None)
 
     def failed(self) -> list[dict[str, Any]]:
-        """Heartbeats of node agents of the base group that could not go on, each once, since we look."""
+        """Heartbeats of base node agents that could not go on: each once, and only those newer than our first look."""
         found = []
         for name, seen in self._seen.items():
             new = seen.heartbeat["time"] != self._at_first.get(name) and name not in self._failed

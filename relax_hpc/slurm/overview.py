@@ -23,7 +23,7 @@ UNKNOWN = "?"
 SENT = ("queued", "restart", "scale")
 """Kinds of metrics by which a leader says that Slurm took a job."""
 SHOWN_ENDED, SHOWN_UNKNOWN = 3, 8
-"""Jobs that have ended, of which only the last few are worth a line."""
+"""How many jobs to show of those that have ended, and of those whose state is unknown: only the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class JobRow:
     id: str
     kind: str
     state: str
-    """As squeue spells it; GONE when it has forgotten the job, "?" where it cannot be asked."""
+    """As squeue spells it; GONE when Slurm has forgotten the job, "?" where it cannot be asked."""
     why: str = ""
-    """Why it waits, or ended before it began to work, in words."""
+    """Why it waits, or why it ended before it began to work, in words."""
     nodes: str = ""
     start: str = ""
-    """When Slurm expects it to start, or when it did; empty where it does not say."""
+    """When Slurm expects it to start, or when it started; empty where Slurm does not say."""
 
     @property
     def alive(self) -> bool:
@@ -59,14 +59,16 @@ class Overview:
     led: list[str] = field(default_factory=list)
     """Jobs that led the run since a person last sent it, the newest last."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Role ("successor", "rollout job", "elastic job") -> why Slurm did not take its job when it was last sent."""
+    """Role ("successor", "rollout job", "elastic job") -> why Slurm refused its job when it was last sent."""
     ask_every_s: float = 30.0
-    """Seconds between two questions to Slurm: a controller serves thousands of users, and a live view is looked at for hours."""
+    """Seconds between two questions to Slurm: its controller serves thousands of users, and a live view is open for
+    hours.
+    """
     _asked_at: float | None = None
     _offsets: dict[str, int] = field(default_factory=dict)
 
     def refresh(self) -> None:
-        """Read the files; ask Slurm when the last answer is old."""
+        """Read the files; ask Slurm again when its last answer is old."""
         self.node_agents = {
             path.stem: heartbeat
             for path in sorted(self.run.heartbeats.glob("node-agent-*.json"))
@@ -77,13 +79,13 @@ class Overview:
         for name in ("chain", "supervisor"):
             self._note_refused(name)
         if self._asked_at is None or time.monotonic() - self._asked_at > self.ask_every_s:
-            # Those of rollout are not requeued: once over, they are not asked for again.
+            # Rollout jobs are not requeued: once over, they are not asked for again.
             over = [job for job in self.jobs if job.kind != "leader" and not job.alive and job.state != UNKNOWN]
             self.jobs = job_rows(self.run, over)
             self._asked_at = time.monotonic()
 
     def _gone(self, agent: str) -> dict[str, Any] | None:
-        """The heartbeat of a node agent that has said its last word."""
+        """The final heartbeat of a node agent that has left; None for one that has not."""
         heartbeat = self.node_agents.get(agent)
         return heartbeat if heartbeat is not None and heartbeat["state"] == "gone" else None
 
@@ -97,7 +99,7 @@ class Overview:
 
     @property
     def restarts(self) -> int:
-        """How often the run went on in another job, or in the same one again."""
+        """How often the run went on in another job, or again in the same one."""
         return max(0, len(self.led) - 1)
 
     @property
@@ -108,11 +110,14 @@ class Overview:
 
     @property
     def leaders(self) -> list[JobRow]:
-        """Leader jobs that are in the queue or at work, or may be: Slurm could not be asked."""
+        """Leader jobs in the queue or at work, and those of which that is unknown since Slurm could not be asked."""
         return [job for job in self.jobs if job.kind == "leader" and (job.alive or job.state == UNKNOWN)]
 
     def waits_for(self, ended: str | None) -> str | None:
-        """The state of a run that nobody holds, in words; None when no job will go on with it. `ended`: its last outcome."""
+        """The state in words of a run whose lease nobody holds; None when no job will go on with it.
+
+        `ended`: its last outcome.
+        """
         known = [job for job in self.leaders if job.alive]
         if any(not job.waits for job in known):
             return "starting"
@@ -125,7 +130,7 @@ class Overview:
         return None if self.led else "pending"
 
     def shown(self) -> list[JobRow]:
-        """Jobs worth a line: those that live, the last that ended, and where Slurm cannot be asked the last ones sent."""
+        """Jobs worth a line: the living, the last few that ended, and the last few of unknown state."""
         unknown = [job for job in self.jobs if job.state == UNKNOWN]
         over = [job for job in self.jobs if not job.alive and job.state != UNKNOWN]
         hidden = [*over[:-SHOWN_ENDED], *unknown[:-SHOWN_UNKNOWN]]
@@ -133,12 +138,12 @@ class Overview:
 
 
 def is_node_agent(heartbeat: dict[str, Any]) -> bool:
-    """Whether a heartbeat is a node agent's: each says these, and what lacks one was put there by somebody else."""
+    """Return True if a heartbeat has all keys of a node agent's; a file without them was put there by another program."""
     return heartbeat.keys() >= {"time", "state", "host", "group", "index", "claim_dirs", "left", "failure"}
 
 
 def job_rows(run: RunDir, over: Iterable[JobRow] = ()) -> list[JobRow]:
-    """All jobs of a run, the oldest first; `over`: those that Slurm need not be asked for."""
+    """All jobs of a run, the oldest first. `over`: rows that are known to be final, for which Slurm is not asked."""
     sent, known = jobs(run), {row.id: row for row in over}
     seen = look(about["id"] for about in sent if about["id"] not in known)
     rows = []
@@ -159,7 +164,7 @@ def _why(seen: Seen) -> str:
 
 
 def _setup_failed(run: RunDir, job: str) -> str:
-    """Name the line of slurm.setup that ended a job's script; empty where it ended in no such line."""
+    """The line of slurm.setup that ended a job's script, in words; empty where none did."""
     try:
         said = (run.slurm / "jobs" / f"{job}{SETUP_FAILED}").read_text(errors="replace").strip()
     except OSError:

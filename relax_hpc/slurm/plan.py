@@ -1,4 +1,4 @@
-"""recipe ──► plan: which groups of processes, on how many nodes, in which jobs, with what. Pure."""
+"""recipe ──► plan: which groups of processes, on how many nodes, in which jobs, with which resources. Pure."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from relax_hpc.recipe.tables.slurm import GPU_KEYS, Resources, Slurm
 
 GroupName = Literal["trainer", "rollout"]
 SidecarName = Literal["scorer", "critic"]
-"""Roles that have steps of their own on the trainer's nodes."""
+"""Roles with steps of their own on the trainer's nodes."""
 Kind = Literal["leader", "rollout", "elastic"]
-"""A job: the one with the run's supervisor; the rollout job of the split shape; a further rollout job of one node."""
+"""Kind of job: "leader" has the run's supervisor; "rollout" is the rollout job of the split shape; "elastic" is a further
+rollout job of one node.
+"""
 KINDS: tuple[Kind, ...] = ("leader", "rollout", "elastic")
 
 SETUP_FAILED = ".setup-failed"
-"""Behind a job's id in RUN/slurm/jobs: the file in which its script says which line of slurm.setup ended it."""
+"""Suffix behind a job's id in RUN/slurm/jobs: the file in which its script names the line of slurm.setup that ended it.
+"""
 
 
 def job_name(run: str, kind: str) -> str:
@@ -36,7 +39,7 @@ class Group:
     name: GroupName
     nodes: int
     per_node: int
-    """Processes of a node: trainer processes, or rollout workers."""
+    """Processes on a node: trainer processes, or rollout workers."""
     asks: Resources
 
     @property
@@ -45,62 +48,67 @@ class Group:
 
     @property
     def node_gres(self) -> Counter[str]:
-        """What the group uses of a node, as --gres counts it: {"gpu:a100": 4}."""
+        """Resources that the group uses of a node, as --gres counts them: {"gpu:a100": 4}."""
         return self.asks.node_gres(self.per_node)
 
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """The processes of a role that has steps of its own."""
+    """The processes of a scorer or critic, which run in steps of their own."""
 
     processes: int
     threads: int
     takes_gpus: bool
     together: bool
-    """Whether they are one group, and one step; else each is a step of its own."""
+    """True where they are one group in one step; else each is a step of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run on a cluster."""
+    """A run on a cluster: its groups of processes, their nodes and resources, its jobs."""
 
     name: str
     root: Path
-    """The directory of the run's directory: containers must see it."""
+    """The folder that holds the run's directory: containers must see it."""
     slurm: Slurm
     trainer: Group
     rollout: Group
     takes_turns: bool
-    """Whether both groups use the same devices one after the other."""
+    """True where both groups use the same devices, one after the other."""
     generates: bool
-    """Whether there is anything for rollout nodes to do; else the trainer's job is all of the run, as if the shape were split."""
+    """True where rollout nodes have anything to do; else the trainer's job is the whole run, as if the shape were
+    split.
+    """
     sidecars: dict[SidecarName, Sidecar]
-    """Those that the run has."""
+    """The sidecars that the run has."""
 
     @property
     def jobs(self) -> tuple[Kind, ...]:
-        """The jobs that are sent to start the run; elastic ones may come later."""
+        """The jobs sent to start the run; elastic ones may come later."""
         return ("leader", "rollout") if self.slurm.shape == "split" and self.generates else ("leader",)
 
     @property
     def groups(self) -> list[Group]:
-        """Those that ask for nodes of their own."""
+        """The groups that ask for nodes of their own."""
         return [self.trainer, self.rollout] if self.slurm.shape != "single" and self.generates else [self.trainer]
 
     @property
     def shares_devices(self) -> bool:
-        """Whether both groups see the same devices: one job, and they take turns, or [slurm] says the node's GPUs rather than a group's."""
+        """True where both groups see the same devices.
+
+        That is in one job where they take turns, or where [slurm] gives the GPUs of a node and not of a group.
+        """
         given = any(getattr(self.slurm, key) is not None for key in ("gpus_per_node", "gres"))
         return self.slurm.shape == "single" and (self.takes_turns or (given and not self.slurm.own_gpus))
 
     @property
     def elastic(self) -> Group:
-        """The group of one elastic job: a node of rollout."""
+        """The group of one elastic job: one rollout node."""
         return Group("rollout", 1, self.rollout.per_node, self.rollout.asks)
 
 
 def make_plan(recipe: Recipe) -> Plan:
-    """The plan of a recipe. Raises RunError when it has no [slurm] table."""
+    """Make the plan of a recipe. Raises RunError when it has no [slurm] table."""
     if recipe.slurm is None:
         raise RunError(
             "the recipe has no [slurm] table, so nothing says how to send it to a cluster: add one (an empty one asks for "
@@ -128,7 +136,7 @@ def make_plan(recipe: Recipe) -> Plan:
 
 
 def unset_cpus(plan: Plan) -> str:
-    """Warn of processes that Slurm may give a single CPU each; empty where the recipe says how many."""
+    """A warning about processes that Slurm may give a single CPU each; empty where the recipe says how many."""
     said = ("exclusive", "cpus_per_gpu", "cpus-per-gpu")
     silent = [g.name for g in plan.groups if g.asks.cpus_per_task is None and not any(map(g.asks.options.get, said))]
     if not silent:
@@ -140,5 +148,5 @@ def unset_cpus(plan: Plan) -> str:
 
 
 def gres_text(gres: Counter[str]) -> str:
-    """As --gres takes it."""
+    """Format resources as --gres takes them: "gpu:a100:4"."""
     return ",".join(f"{name}:{count}" for name, count in gres.items())

@@ -29,7 +29,7 @@ from relax_hpc.telemetry import Telemetry
 
 LOOK_S = 0.5
 BY_HAND_S = 60.0
-"""A person who sends both scripts by hand has so long for the second one."""
+"""How long a person who sends both scripts by hand has for the second one."""
 
 
 class Base(Protocol):
@@ -39,13 +39,13 @@ class Base(Protocol):
     suspect: str
 
     def look_after(self, node_agents: NodeAgents) -> None:
-        """Often, and quickly."""
+        """Look after the node agents; called often, so it must be quick."""
 
     def gave_up(self, host: str, reason: str) -> None:
-        """Workers were lost too often on a node."""
+        """Note that workers were lost too often on a node."""
 
     def keep_jobs(self) -> None:
-        """Now and then, in a thread: Slurm may take its time to answer."""
+        """Look after the jobs; called now and then in a thread, since Slurm may take its time to answer."""
 
     def ask_to_stop(self) -> None: ...
 
@@ -53,12 +53,15 @@ class Base(Protocol):
 
 
 class RolloutJobs:
-    """All rollout nodes of a run."""
+    """All rollout nodes of a run, base and elastic."""
 
     def __init__(
         self, node_agents: NodeAgents, base: Base, elastic: Elastic, jobs: JobRegistry, ask_every_s: float, io: IoRetry
     ) -> None:
-        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `base` and `elastic` look into; io: for the thread that does."""
+        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `base` and `elastic` read; io: for
+        the thread
+        that asks.
+        """
         self._node_agents, self._base, self._elastic, self._jobs = node_agents, base, elastic, jobs
         self._ask_every_s, self._io = ask_every_s, io
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
@@ -82,7 +85,7 @@ class RolloutJobs:
             self._keeping, self._kept_at = self._slurm.submit(self._io, self._keep_jobs), time.monotonic()
 
     def _failed(self, heartbeat: dict[str, Any]) -> None:
-        """A node agent gave up: for good where a person must mend it, else its node is the suspect."""
+        """Note that a node agent gave up: fatal where a person must mend something, else its node is the suspect."""
         if heartbeat["fatal"]:
             self.failure, self.fatal = self.failure or f"{heartbeat['host']}: {heartbeat['failure']}", True
         else:
@@ -109,7 +112,7 @@ class RolloutJobs:
 
 
 class BaseSteps:
-    """Rollout nodes of this job: one srun of node agents; a node agent that is lost costs one further srun on its node."""
+    """Rollout nodes of this job, in one srun of node agents. A lost node agent costs one further srun on its node."""
 
     def __init__(
         self,
@@ -121,26 +124,28 @@ class BaseSteps:
         nodes: int | None = None,
         leader: str | None = None,
     ) -> None:
-        (
-            """python: `srun … python`, with everything that comes before the module; nodes: those of the recipe by default; leader: our own
-        job, where it leads the run: its node agents have no reason to leave before it asks them to."""
-            ""
-        )
+        """python: `srun … python`, all words before the module; nodes: the recipe's by default.
+
+        leader: our own job where it leads the run: its node agents have no reason to leave before it asks them to.
+        """
         self._run, self._recipe, self._python, self._telemetry = run, recipe, python, telemetry
         self._group, self._leader = group, leader
         self._steps: dict[int, Step] = {}
-        """Node of the group -> the step that its node agent lives in."""
+        """Node of the group -> the step that its node agent runs in."""
         self._noted = set[int]()
-        """Nodes whose loss is written down, and whose next step is not started: the file system refused its log."""
+        """Nodes whose loss is recorded and whose next step is not started yet: the file system refused its log."""
         self._left_at: dict[Step, float] = {}
-        """When the first node agent of a step was seen to have left."""
+        """Step -> when its first node agent was seen to have left."""
         self._left = set[int]()
-        """Nodes whose node agent left in order. One that is started again on its node leaves the step of all with an exit code of failure."""
+        """Nodes whose node agent left in order.
+
+        One that was restarted on its node makes the step of all nodes end with an exit code of failure.
+        """
         self._restart_policy = {i: RestartPolicy(recipe.supervision) for i in range(nodes or recipe.rollout.nodes)}
         self.failure = self.suspect = ""
 
     def gave_up(self, host: str, reason: str) -> None:
-        """Only a job on other nodes can help: this one ends, and its successor avoids the node."""
+        """End this job, since only a job on other nodes can help; its successor avoids the node."""
         self.failure, self.suspect = self.failure or f"{host}: {reason}", host
 
     def look_after(self, node_agents: NodeAgents) -> None:
@@ -152,7 +157,7 @@ class BaseSteps:
 
     @property
     def left(self) -> bool:
-        """Whether all node agents ended in order: the run is over, or they gave up."""
+        """True when all node agents ended in order: the run is over, or they gave up."""
         return bool(self._steps) and self._left == self._steps.keys()
 
     def _look_after_node(self, index: int, node_agents: NodeAgents) -> None:
@@ -174,7 +179,7 @@ class BaseSteps:
         who = f"rollout node {index}" + (f" ({host})" if host else "")
         if index not in self._noted:
             self._telemetry.metrics("lost", role=who, reason=reason)
-            # The node's own work: the run may go on well without it.
+            # Only this node's share: the run may go on well without it.
             if not restart_policy.failed(reason, step.started_at if heartbeat and heartbeat.get("requests") else None):
                 self.failure, self.suspect = restart_policy.exhausted(who, reason, "", step.log), host
                 return
@@ -185,8 +190,10 @@ class BaseSteps:
         self._noted.discard(index)
 
     def _must_stay(self, step: Step) -> bool:
-        """Whether the run goes on although node agents of a step have left, for longer than a trainer that was told to end with them may need
-        to say so."""
+        """Return True if the run goes on although node agents of a step have left.
+
+        A trainer that was told to end with them needs some time to say so; longer than that, and the run goes on.
+        """
         left_s = time.monotonic() - self._left_at.setdefault(step, time.monotonic())
         return self._leader is not None and left_s > self._recipe.supervision.node_agent_silent_s
 
@@ -206,7 +213,9 @@ class BaseSteps:
         return step
 
     def _never_began(self, index: int, step: Step) -> None:
-        """srun waits for a node that does not answer: another srun there would wait too."""
+        """Fail the run's rollout side: srun waits for a node that does not answer, and a second srun there would wait
+        too.
+        """
         host = node_of_task(ROLLOUT_COMPONENT, index)
         self.failure, self.suspect = (
             f"rollout node {index}{f' ({host})' if host else ''}: its node agent has not begun {time.monotonic() - step.started_at:.0f} s after srun was "
@@ -216,7 +225,7 @@ class BaseSteps:
         )
 
     def keep_jobs(self) -> None:
-        """Notice that the other component of a heterogeneous job ended: Slurm leaves this one to train on without it."""
+        """Notice that the other component of a heterogeneous job ended: Slurm lets this one train on without it."""
         if self._leader is None or self._recipe.slurm is None or self._recipe.slurm.shape != "het":
             return
         seen = look([self._leader])[self._leader]
@@ -231,11 +240,11 @@ class BaseSteps:
 
     def end(self, grace_s: float) -> None:
         for step in set(self._steps.values()):
-            step.end(2 * grace_s)  # node agents wait for their workers first
+            step.end(2 * grace_s)  # node agents first wait for their workers
 
 
 def node_agent_command(run: RunDir, recipe: Recipe, group: str, step: str) -> list[str]:
-    """What comes after `python` to start the node agent of a node."""
+    """Arguments after `python` that start the node agent of a node."""
     per_node = recipe.rollout.workers // recipe.rollout.nodes
     return [
         "-P", "-m", "relax_hpc.slurm.node_agent", str(run.root), "--group", group, "--step", step, "--workers", str(per_node),
@@ -267,15 +276,15 @@ class BaseJobs:
         self._refusals = Refusals(telemetry, "rollout job")
         self._began = time.monotonic()
         self._newest = self._worked = ""
-        """The newest job, and the last one that did any work: the trainer may go on with the requests of others."""
+        """The newest job, and the last job that did any work: the trainer may go on with the requests of other jobs."""
         self._lost = ""
-        """The last job that was counted as lost: each counts once, however often sbatch is tried after it."""
+        """The last job counted as lost: each counts once, however often sbatch is tried after it."""
         self._generating = False
         self._gone: list[str] = []
         self.failure = self.suspect = ""
 
     def gave_up(self, host: str, reason: str) -> None:
-        """The rollout job ends by itself; the next one avoids the node."""
+        """Record the node as one to avoid: the rollout job ends by itself, and the next one avoids the node."""
         exclude(self._run, host, reason)
 
     def look_after(self, node_agents: NodeAgents) -> None:
@@ -310,9 +319,9 @@ class BaseJobs:
     def _send(self) -> None:
         try:
             self._newest = submit_script(self._run, "rollout")
-        except RunError as error:  # sbatch may not work on compute nodes; node agents that are there go on
+        except RunError as error:  # sbatch may not work on compute nodes; existing node agents go on
             self._refusals.note(error)
-            # Refusals alone end nothing while anybody generates; without, the trainer's nodes would idle to their time limit.
+            # Refusals end nothing while anybody generates; if nobody does, the trainer's nodes would idle to their time limit.
             if self._refusals.count > self._restart_policy.limits.max_restarts and not self._generating:
                 self.failure = f"there is no rollout job, and Slurm refused one {self._refusals.count} times: {error}"
             return
@@ -320,6 +329,6 @@ class BaseJobs:
         self._telemetry.metrics("restart", role="rollout job", job=self._newest)
 
     def ask_to_stop(self) -> None:
-        """Nothing: its node agents see the run's outcome, or wait for the next leader."""
+        """Do nothing: the node agents see the run's outcome, or wait for the next leader."""
 
     def end(self, grace_s: float) -> None: ...

@@ -1,5 +1,7 @@
-"""Scorers and critic of a run on Slurm: an srun for each scorer, and one for a group of them or the critic's, on the trainer's nodes beside its
-step, each started again on its own."""
+"""Scorers and critic of a run on Slurm, in steps on the trainer's nodes beside its own.
+
+There is one srun for each scorer, or one for a group of scorers, and one for the critic; each is restarted alone.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,25 @@ from relax_hpc.telemetry import read_heartbeat
 
 @dataclass(slots=True)
 class One:
-    """A scorer, or a group, over all its attempts."""
+    """One step, a scorer or a group, over all its attempts."""
 
     name: str
     options: list[str]
-    """Of relax_hpc.roles, beside the name and the attempt."""
+    """Options of relax_hpc.roles beside the name and the attempt."""
     processes: list[str]
-    """As heartbeats call them."""
+    """Names of its processes, as in heartbeats."""
     node: int
-    """Of the trainer's, by index."""
+    """Index of its node among the trainer's."""
     step: Step
     restart_policy: RestartPolicy
     log: str
-    """What its log is called before the attempt's number."""
+    """Name of its log, without the attempt's number."""
     attempt: int = 0
     heartbeat_monitor: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
 
 
 class SidecarSteps:
-    """See relax_hpc.supervise.rollout_workers.Workers."""
+    """The sidecar steps of one role, as relax_hpc.supervise.rollout_workers.Workers."""
 
     def __init__(
         self, run: RunDir, recipe: Recipe, role: SidecarName, python: list[str], say: Callable[..., None]
@@ -133,7 +135,7 @@ class SidecarSteps:
                 if silent_s > silence_limit(heartbeats[i], self._recipe.supervision) and one.step.process:
                     name = one.processes[i]
                     self._say("silent", role=name, reason=f"no heartbeat for {silent_s:.0f} s: killed")
-                    # srun kills its tasks; that is noticed like any other end
+                    # srun kills its tasks; the end is noticed like any other
                     one.step.process.send_signal(signal.SIGTERM)
                     break
 
@@ -148,7 +150,7 @@ class SidecarSteps:
             one.step.end(grace_s)
 
     def _heartbeats(self, one: One) -> list[dict[str, Any] | None]:
-        """The heartbeats of this attempt's processes; None before the first."""
+        """Heartbeats of this attempt's processes; None before a process's first."""
         heartbeats = [read_heartbeat(self._run, name) for name in one.processes]
         return [
             heartbeat if heartbeat is not None and heartbeat["attempt"] == one.attempt else None

@@ -1,11 +1,11 @@
-"""srun's arguments for the processes of a plan: what the batch script's process puts before its commands. Pure.
+"""srun's arguments for the processes of a plan: the words that the batch script's process puts before its commands. Pure.
 
     trainer  one task a process, all end when one does
     rollout  one task a node: the node agent, which starts that node's workers and outlives them
     scorer   one task on a node of the trainer's, which shares what that has; under megatron as the critic's
     critic   its tasks on a node of the trainer's, likewise; all end when one does
 
-Everything is said on the command line. What sbatch leaves in the environment describes the first component of a
+All options stand on the command line. What sbatch leaves in the environment describes the first component of a
 heterogeneous job, and another version of Slurm reads other parts of it: `step_environment` takes it out.
 """
 
@@ -20,7 +20,7 @@ from relax_hpc.recipe.tables.slurm import Apptainer, Pyxis, gpu_count
 from relax_hpc.slurm.plan import Group, Plan, SidecarName, gres_text
 
 TRAINER_COMPONENT, ROLLOUT_COMPONENT = "0", "1"
-"""Of a heterogeneous job."""
+"""Component numbers in a heterogeneous job."""
 STAGE_MODULE = "relax_hpc.slurm.stage"
 _ASKED = re.compile(
     r"SLURM_(NTASKS|NPROCS|NTASKS_PER_\w+|TASKS_PER_NODE|NNODES|CPUS_PER_TASK|CPUS_PER_GPU|GPUS|GPUS_PER_\w+|GPU_\w+|GRES|"
@@ -31,20 +31,22 @@ _GPU_FLAGS = ("--nv", "--nvccli", "--rocm", "--intel-hpu")
 
 
 def trainer_step(plan: Plan) -> list[str]:
-    """What comes before `PYTHON …` to start all trainer processes: srun with its options, and the container."""
+    """The words before `PYTHON …` that start all trainer processes: srun with its options, and the container."""
     return _step(plan, plan.trainer, plan.trainer.per_node, ["--kill-on-bad-exit=1"])
 
 
 def rollout_step(plan: Plan, *, elastic: bool = False) -> list[str]:
-    """The same for the node agents, one a node. `elastic`: in a further job, of one node."""
+    """The words before `PYTHON …` that start the node agents, one a node. `elastic`: in an elastic job, of one node."""
     group = plan.elastic if elastic else plan.rollout
-    # A node agent that is lost leaves the others alone, and they are not ended for being the last.
+    # A lost node agent does not end the others, and the last ones left are not ended either.
     return _step(plan, group, 1, ["--kill-on-bad-exit=0", "--wait=0"], alone=elastic)
 
 
 def sidecar_step(plan: Plan, name: SidecarName) -> list[str]:
-    """The same for one scorer, or a group of them, or the critic's. --overlap: it shares CPUs, memory and GPUs with the trainer's step, and no
-    step waits for another."""
+    """The words before `PYTHON …` that start one scorer, a group of scorers, or the critic.
+
+    --overlap: the step shares CPUs, memory and GPUs with the trainer's, and neither waits for the other.
+    """
     # --overcommit: the trainer's CPUs may be fewer than these tasks.
     role = plan.sidecars[name]
     group, single = plan.trainer, plan.slurm.shape == "single"
@@ -64,18 +66,18 @@ def sidecar_step(plan: Plan, name: SidecarName) -> list[str]:
 
 
 def with_options(options: list[str], python: list[str]) -> list[str]:
-    """`srun … python` with further options for srun, which takes the last of those that are given twice."""
+    """`srun … python` with further options for srun, which takes the last of an option given twice."""
     own = next(i for i, word in enumerate(python[1:], 1) if not word.startswith("-"))
     return [*python[:own], *options, *python[own:]]
 
 
 def step_python(plan: Plan) -> str:
-    """The Python of the processes: the container's where there is one."""
+    """The Python that runs the processes: the container's where there is one."""
     return plan.slurm.container.python if plan.slurm.container else job_python(plan)
 
 
 def step_command(plan: Plan) -> list[str]:
-    """What starts it: by way of the environment that is staged on the node, where there is one."""
+    """The command that starts this Python: through the environment staged on the node, where there is one."""
     packed = plan.slurm.stage_environment
     return [step_python(plan), *(["-P", "-m", STAGE_MODULE, str(packed)] if packed else [])]
 
@@ -86,7 +88,7 @@ def job_python(plan: Plan) -> str:
 
 
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` without what sbatch asked for in the job's name, which srun would take for the step's."""
+    """`environment` without the options sbatch asked for in the job's name: srun would take them for the step's."""
     return {name: value for name, value in environment.items() if not _ASKED.fullmatch(name)}
 
 
@@ -95,11 +97,11 @@ def _step(plan: Plan, group: Group, tasks: int, options: list[str], *, alone: bo
     components = {"trainer": TRAINER_COMPONENT, "rollout": ROLLOUT_COMPONENT}
     component = [f"--het-group={components[group.name]}"] if shape == "het" else []
     size = [f"--nodes={group.nodes}", f"--ntasks={group.nodes * tasks}", f"--ntasks-per-node={tasks}"]
-    # Since 22.05 srun does not take this from what sbatch asked for.
+    # Since 22.05 srun does not inherit this from sbatch.
     cpus = [f"--cpus-per-task={(group.asks.cpus_per_task or 1) * group.per_node // tasks}"]
     shared = _divided(plan, group) if shape == "single" else ["--overlap", *_gpus(group)]
     # Where nobody said how many CPUs, the job may hold more of them (--exclusive): bound to one core, the rest would idle.
-    # Steps that overlap would be bound to the same ones.
+    # Steps that overlap would be bound to the same cores.
     unbound = group.asks.cpus_per_task is None if shape != "single" else plan.shares_devices
     bind = plan.slurm.cpu_bind or ("none" if unbound else None)
     srun = ["srun", *component, f"--job-name={group.name}", *size, *cpus, *options, *shared]
@@ -107,7 +109,7 @@ def _step(plan: Plan, group: Group, tasks: int, options: list[str], *, alone: bo
 
 
 def _gpus(group: Group) -> list[str]:
-    """The GPUs of a step that has its nodes for itself."""
+    """GPU options of a step that has its nodes for itself."""
     asks = group.asks
     if asks.gres is not None:
         return [f"--gres={asks.gres}"]
@@ -123,7 +125,7 @@ def _gpus(group: Group) -> list[str]:
 
 
 def _divided(plan: Plan, group: Group) -> list[str]:
-    """Two steps on the same nodes at the same time."""
+    """Resource options for two steps on the same nodes at the same time."""
     if plan.shares_devices:
         return ["--overlap", *_gpus(group)]
     # --exact: only the CPUs that were asked for. --mem=0: the node's memory is not divided, or the second step waits.
@@ -137,7 +139,7 @@ def _divided(plan: Plan, group: Group) -> list[str]:
 
 
 def container(plan: Plan, group: Group) -> list[str]:
-    """What stands between srun and a program that runs in the image."""
+    """The words between srun and a program that runs in the container image; none where there is no image."""
     image, root = plan.slurm.container, Path(plan.root)
     if isinstance(image, Pyxis):
         mounts = ",".join([f"{root}:{root}", *image.mounts])

@@ -1,9 +1,10 @@
-"""`python -m relax_hpc.slurm.stage TAR ARGUMENTS…`: a process from an environment on the node's own disk.
+"""`python -m relax_hpc.slurm.stage TAR ARGUMENTS…`: starts Python from an environment unpacked on the node's own disk.
 
-    TAR (on the shared file system) ──first process of a node unpacks, others wait──► NODE/environment-…/bin/python ARGUMENTS
+    TAR (on the shared file system) ──first process of a node unpacks, others wait──► NODE/environment-…/bin/python
+ARGUMENTS
 
-Thousands of files are then opened on the node, one is read from the shared file system. A virtual environment works where
-it was unpacked: Python looks for pyvenv.cfg beside itself. Imports the standard library only.
+Thousands of files are then opened on the node, and only one is read from the shared file system. A virtual environment
+works where it was unpacked: Python looks for pyvenv.cfg beside itself. Imports the standard library only.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from relax_hpc.files.node_disk import fill_once, node_disk
 
 
 def stage(packed: Path) -> Path:
-    """The environment in `packed`, unpacked on this node. Raises RunError."""
+    """Unpack the environment in `packed` on this node, once, and return its folder. Raises RunError."""
     try:
         about = packed.stat()
     except OSError as error:
         raise _wrong(packed, f"{error.strerror} on {os.uname().nodename}") from None
-    known = f"{packed.absolute()} {about.st_size} {about.st_mtime_ns}"  # packed again: another one
+    known = f"{packed.absolute()} {about.st_size} {about.st_mtime_ns}"  # a file packed anew gets a new folder
     folder = node_disk() / f"environment-{hashlib.blake2b(known.encode(), digest_size=8).hexdigest()}"
     try:
         fill_once(folder, lambda draft: _unpack(packed, draft))
@@ -52,7 +53,7 @@ def main() -> None:
         folder = stage(Path(sys.argv[1]))
     except RunError as error:
         sys.exit(f"error: {error}")
-    # Compilers of kernels look for ninja there.
+    # Kernel compilers look for ninja on PATH.
     os.environ["PATH"] = os.pathsep.join([str(folder / "bin"), os.environ["PATH"]])
     python = str(folder / "bin" / "python")
     os.execv(python, [python, *sys.argv[2:]])

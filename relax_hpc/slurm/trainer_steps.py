@@ -1,4 +1,4 @@
-"""The groups of a run as Slurm job steps: one srun for all trainer ranks, one for all rollout node agents."""
+"""The trainer group as one Slurm job step, and the step itself: one srun for all trainer ranks, or all node agents."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from relax_hpc.supervise.trainer_group import Ending
 from relax_hpc.telemetry import read_heartbeat
 
 RANKS_EVERY_S = 2.0
-"""How often the heartbeats of all ranks are read: a file each."""
+"""How often to read the heartbeats of all ranks: each is a file."""
 WORDS_BYTES = 2000
 _BLAMED = re.compile(r"(?:^|; )(?P<host>\S+): tasks? ")
-"""As in "t2: task 1: Killed"."""
+"""Finds the host that srun blames, as in "t2: task 1: Killed"."""
 
 
 class Step:
-    """One srun. It hands USR2 on to its tasks; TERM makes it kill them (seen with 22.05)."""
+    """One srun. It passes USR2 on to its tasks; TERM makes it kill them (seen with 22.05)."""
 
     def __init__(self, run: RunDir, name: str) -> None:
         self._run, self.name = run, name
         self.id = uuid.uuid4().hex[:8]
-        """Slurm numbers steps too, but tells srun's parent only in words."""
+        """Our own id for the step: Slurm numbers steps too, but tells srun's parent only in words."""
         self.process: subprocess.Popen[bytes] | None = None
         self.log = run.logs / f"{name}.log"
         self.started_at = 0.0
@@ -71,7 +71,7 @@ class Step:
             self.process.send_signal(signal.SIGUSR2)
 
     def end(self, grace_s: float) -> None:
-        """Wait for its tasks to leave, and kill those that do not within `grace_s`."""
+        """Wait for the tasks to leave; kill those that have not within `grace_s`."""
         if self.process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -85,7 +85,7 @@ class Step:
                 self.process.wait()
 
     def words(self) -> str:
-        """The end of what srun said."""
+        """The end of srun's log, its errors where there are any."""
         with contextlib.suppress(OSError):
             lines = self.log.read_bytes()[-WORDS_BYTES:].decode(errors="replace").strip().splitlines()
             said = [line for line in lines if "error" in line] or lines[-1:]
@@ -94,7 +94,9 @@ class Step:
 
 
 def node_of_task(component: str, index: int) -> str:
-    """The node of this job's component on which srun starts its task `index`, one task a node; empty where Slurm does not say."""
+    """The node on which srun starts task `index` of this job's component, one task a node; empty where Slurm does not
+    say.
+    """
     listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}") or os.environ.get("SLURM_JOB_NODELIST", "")
     done = ask(["scontrol", "show", "hostnames", listed])
     nodes = done.stdout.split() if done is not None and done.returncode == 0 else []
@@ -102,14 +104,16 @@ def node_of_task(component: str, index: int) -> str:
 
 
 KILL_WAIT_S = 10.0
-"""How long srun may take to kill its tasks before it is killed itself."""
+"""How long srun may take to kill its tasks before srun itself is killed."""
 
 
 class StepTrainers:
-    """All trainer ranks as one srun; a lost rank ends the step."""
+    """All trainer ranks in one srun; a lost rank ends the step."""
 
     def __init__(self, run: RunDir, recipe: Recipe, python: list[str], deadline: float | None) -> None:
-        """python: `srun … python`, with everything that comes before the module; deadline: the allocation's end."""
+        """python: `srun … python`, all words before the module; deadline: Unix time at which the allocation ends, or
+        None.
+        """
         self._run, self._recipe, self._python, self._deadline = run, recipe, python, deadline
         self._step = Step(run, "srun-trainer")
         self._attempt = next_attempt(run, "trainer-0")
@@ -143,9 +147,9 @@ class StepTrainers:
         for rank, heartbeat in said.items():
             if heartbeat.get("state") == "failed":
                 return Ending("failed", f"{_where(rank, heartbeat, heartbeat['host'])}: {heartbeat.get('error', '')}")
-        if code == Exit.FATAL:  # it could not say why: the disk that its heartbeat lies on may be full
+        if code == Exit.FATAL:  # it gave no reason: the disk with its heartbeat may be full
             return Ending("failed", f"see {self._run.logs / f'trainer-0.{self._attempt:04d}.log'}")
-        # srun's code is the highest of all tasks, and 0 where Slurm killed them for a lost node: what rank 0 said last counts.
+        # srun's code is the highest of all tasks, and 0 where Slurm killed them for a lost node: rank 0's last heartbeat counts.
         if said.get(0, {}).get("state") == "done":
             return Ending("done")
         if code == Exit.STOPPED or said.get(0, {}).get("state") == "stopped":

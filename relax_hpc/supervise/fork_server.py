@@ -77,9 +77,8 @@ class ForkServer:
         child, code = ForkedProcess(self), _snapshot(self._run)
         request = {"arguments": arguments, "environment": dict(environment), "code": str(code) if code else None}
         with log.open("ab") as file:
-            self._not_spawned.append(
-                child
-            )  # from here on nothing fails: a lost fork server is noticed when its child is looked at
+            # From here on nothing fails: a lost fork server is noticed when its child is looked at.
+            self._not_spawned.append(child)
             descriptors = [file.fileno()] if final_message is None else [file.fileno(), final_message]
             with contextlib.suppress(OSError):
                 socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)

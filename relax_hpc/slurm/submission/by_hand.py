@@ -1,4 +1,4 @@
-"""Scripts to send by hand: they make the run themselves, so that nothing else has to be there."""
+"""Batch scripts to send by hand: they make the run themselves, so nothing else has to exist before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_hpc.slurm.submission.scripts import ByHand, render, shown_from
 
 
 def by_hand(recipe: Path, sets: Sequence[str] = (), *, seeds: int = 0, site: Path | None = None) -> dict[str, str]:
-    """Name and text of each script of a recipe over the profile at `site`, for the working directory."""
+    """Script name -> text for a recipe over the profile at `site`, to be sent from the working directory."""
     plan = shown_from(make_plan(load_recipe(recipe, sets, site)), Path.cwd())
     if seeds and plan.generates and plan.slurm.shape != "single":
         raise RunError(
@@ -30,7 +30,7 @@ def by_hand(recipe: Path, sets: Sequence[str] = (), *, seeds: int = 0, site: Pat
 def write_by_hand(
     recipe: Path, sets: Sequence[str], folder: Path, *, seeds: int = 0, site: Path | None = None
 ) -> list[Path]:
-    """Put the scripts into `folder`; those that are there are replaced."""
+    """Write the scripts into `folder`, replacing those that are there."""
     texts = by_hand(recipe, sets, seeds=seeds, site=site_file(site))
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():

@@ -24,13 +24,13 @@ from relax_hpc.slurm.submission.scripts import render
 from relax_hpc.supervise.supervisor import ENDED, is_final, outcome_of
 
 LOOK_S = 10.0
-"""Seconds between two looks at a job: a controller serves thousands of users."""
+"""Seconds between two looks at a job: Slurm's controller serves thousands of users."""
 SETTLE_S = 15.0
-"""How late another node's file may become visible here."""
+"""How late a file from another node may become visible here, in seconds."""
 
 
 class QueueWatcher(slurm.SlurmInfoWatcher):
-    """States through squeue, with sacct only where it works."""
+    """Asks squeue for the states of jobs, and sacct only where it works."""
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         return self.get_info(job_id, mode=mode).get("State") or "UNKNOWN"
@@ -49,7 +49,7 @@ class QueueWatcher(slurm.SlurmInfoWatcher):
 
 
 class RunJob(slurm.SlurmJob[dict[str, Any]]):
-    """A job of a run. Its result is the run's outcome, whichever of the run's jobs comes to it."""
+    """A job of a run. Its result is the run's outcome, whichever of the run's jobs brings it about."""
 
     watcher = QueueWatcher(delay_s=int(LOOK_S))
 
@@ -59,7 +59,7 @@ class RunJob(slurm.SlurmJob[dict[str, Any]]):
         about = read_json(self.run.slurm / "jobs" / f"{job_id}.json") or {}
         self.kind: str = about.get("kind", "leader")
         self.dependency: str = about.get("dependency") or ""
-        """As sbatch takes it: "afterany:4"; empty where it waits for no other job."""
+        """The dependency as sbatch takes it: "afterany:4"; empty where the job waits for no other."""
         self.name = job_name(self.run.root.name, self.kind)
         self._since: float = about.get("submitted", 0.0)
 
@@ -68,15 +68,18 @@ class RunJob(slurm.SlurmJob[dict[str, Any]]):
         found = outcome_of(self.run)
         if found is None or found["outcome"] not in ENDED or found["time"] < self._since:
             return None
-        # Where another node may do better, a successor goes on with a run that failed.
+        # A run that failed goes on in a successor where another node may do better.
         return None if not is_final(found) and self._somebody_works() else found
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether this job has ended; the run may go on in its successor."""
+        """Return True if this job has ended; the run may go on in its successor."""
         return bool(self.watcher.is_done(self.job_id, mode="force" if force_check else "standard"))
 
     def results(self) -> list[dict[str, Any]]:
-        """Wait for the run's end; its outcome. Raises when it failed, or when no job is left that could bring it on."""
+        """Wait for the run's end and return its outcome.
+
+        Raises when it failed, or when no job is left to go on with it.
+        """
         gone_since: float | None = None
         while (outcome := self.outcome()) is None:
             if self._somebody_works():
@@ -109,18 +112,18 @@ class RunJob(slurm.SlurmJob[dict[str, Any]]):
 
     @property
     def log(self) -> Path | None:
-        """What Slurm caught of the script's output; None before it starts."""
+        """Slurm's capture of the script's output; None before the job starts."""
         return next((self.run.logs / "slurm").glob(f"*-{self.job_id}.out"), None)
 
     def stdout(self) -> str | None:
         return self.log.read_text(errors="replace") if self.log else None
 
     def stderr(self) -> str | None:
-        """The same: both go to one file, in order."""
+        """The job's output again: stdout and stderr go to one file, in order."""
         return self.stdout()
 
     def _somebody_works(self) -> bool:
-        """Whether a leader of the run is in the queue or at work; also when Slurm does not say."""
+        """Return True if a leader of the run is in the queue or at work, or when Slurm does not say."""
         leaders = {about["id"] for about in jobs(self.run) if about["kind"] == "leader"} | {self.job_id}
         for job in leaders:
             self.watcher._registered.add(job)
@@ -143,7 +146,10 @@ class ScriptExecutor(submitit.SlurmExecutor):
         self.run, self.plan = run, plan
 
     def send(self, kind: Kind, after: str | None = None, begun: str | None = None) -> RunJob:
-        """Send a job of this kind, to start when job `after` has ended or `begun` has begun. Raises RunError in sbatch's words."""
+        """Send a job of this kind; it starts when job `after` has ended, or `begun` has begun.
+
+        Raises RunError in sbatch's words.
+        """
         return self._sent(submit_script(self.run, kind, after=after, begun=begun))
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:

@@ -1,7 +1,8 @@
-"""`python -m relax_hpc.slurm.submission.make_run KIND RECIPE [--set KEY=VALUE …] [--site FILE]`: the run, made where it is missing.
+"""`python -m relax_hpc.slurm.submission.make_run KIND RECIPE [--set KEY=VALUE …] [--site FILE]`: make a run if missing.
 
-For scripts that are sent by hand: all jobs of a run may do this at the same time, the first one makes it. The job that
-calls it is written down as one of this kind.
+For scripts that are sent by hand: all jobs of a run may call this at the same time, and the first one makes the run.
+The
+calling job is recorded as one of kind KIND.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from relax_hpc.supervise.fork_server import ForkServer
 
 
 def make(recipe: Recipe) -> RunDir:
-    """The run of a recipe; one that is there is left as it is. Raises RunError."""
+    """Make the run of a recipe; leave an existing one as it is. Raises RunError."""
     run = existing(recipe)
     if run is None:
         make_plan(recipe)

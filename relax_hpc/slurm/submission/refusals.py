@@ -1,4 +1,6 @@
-"""Submissions that Slurm refuses: no job was lost by them, so they are counted apart and tried again ever later."""
+"""Counts submissions that Slurm refuses: they lost no job, so they are counted apart and tried again at growing
+intervals.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.telemetry import Telemetry
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 60.0, 300.0
-"""Seconds from a refusal to the next attempt: the first, and after how many refusals ever. Each one asks a busy controller."""
+"""Seconds from a refusal to the next attempt: after the first refusal, and at most.
+
+Each attempt asks a busy controller.
+"""
 
 
 @dataclass(slots=True)
@@ -21,15 +26,15 @@ class Refusals:
     """Name of the kind of job in the metrics, such as "rollout job"."""
     count: int = 0
     retry_at: float = 0.0
-    """By the monotonic clock, in seconds."""
+    """When sbatch may be tried again, by time.monotonic()."""
 
     @property
     def due(self) -> bool:
-        """Whether sbatch may be tried."""
+        """Return True if sbatch may be tried now."""
         return time.monotonic() >= self.retry_at
 
     def note(self, error: RunError) -> None:
-        """Count a refusal, write it down, and put the next attempt off."""
+        """Count a refusal, record it, and put the next attempt off."""
         wait_s = min(FIRST_RETRY_S * 2**self.count, LONGEST_RETRY_S)
         self.count += 1
         self.retry_at = time.monotonic() + wait_s

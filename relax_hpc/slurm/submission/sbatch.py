@@ -1,8 +1,8 @@
-"""Jobs are sent here: sbatch with a script of the run, patient with a busy controller, each job written down.
+"""Sends jobs: sbatch with a script of the run, patient with a busy controller; each job is recorded.
 
     RUN/slurm/leader.sbatch ──sbatch──► id ──► RUN/slurm/jobs/ID.json
 
-Light: a run's supervisor sends successors with it.
+Light to import: a run's supervisor sends successors with it.
 """
 
 from __future__ import annotations
@@ -65,17 +65,19 @@ _FIXES = (
     (r"unrecognized option|invalid option|unknown option|ambiguous", "slurm.options: `sbatch --help` lists what this Slurm takes"),
     (r"requeue|not permitted", "slurm.restart or slurm.options"),
 )  # fmt: skip
-"""sbatch's words, and the recipe's key that mends them; the first that fits."""
+"""(pattern in sbatch's words, the recipe's key that mends it); the first match counts."""
 
 
 class _Busy(Exception):
-    """The controller did not answer; what it did is not known."""
+    """Raised when the controller did not answer: it is not known whether it took the job."""
 
 
 def write_scripts(run: RunDir, plan: Plan) -> dict[Kind, Path]:
-    """Put the scripts of all kinds of jobs into RUN/slurm; elastic ones may be sent at any time."""
+    """Write the scripts of all kinds of jobs into RUN/slurm; elastic jobs may be sent at any time."""
     (run.slurm / "jobs").mkdir(parents=True, exist_ok=True)
-    (run.logs / "slurm").mkdir(parents=True, exist_ok=True)  # Slurm makes no directory for output, the job just fails
+    (run.logs / "slurm").mkdir(
+        parents=True, exist_ok=True
+    )  # Slurm makes no directory for output: the job would just fail
     for kind in KINDS:
         replace(script(run, kind), render(plan, kind).encode())
     return {kind: script(run, kind) for kind in KINDS}
@@ -86,7 +88,7 @@ def script(run: RunDir, kind: Kind) -> Path:
 
 
 def read_leaders(run: RunDir) -> list[dict[str, Any]]:
-    """What they wrote, the newest last."""
+    """The records of the jobs that led the run, the newest last."""
     path = leaders(run)
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -100,11 +102,13 @@ def submit_script(
     options: Sequence[str] = (),
     first_wait_s: float = 2.0,
 ) -> str:
-    """Send RUN/slurm/KIND.sbatch and write the job down; its id. `after`: it starts when that job has ended, however; `begun`: when
-    that one has begun. `options`: further ones for sbatch, over those in the script.
+    """Send RUN/slurm/KIND.sbatch, record the job, and return its id.
 
-    Raises RunError with sbatch's own words and the key of the recipe that mends it. Waits up to minutes for a
-    controller that is busy or being restarted.
+    `after`: the job starts when that one has ended, however; `begun`: when that one has begun. `options`: further ones
+    for
+    sbatch, over those in the script. Waits up to minutes for a controller that is busy or being restarted.
+
+    Raises RunError with sbatch's own words and the key of the recipe that mends it.
     """
     path = script(run, kind)
     if not path.is_file():
@@ -125,13 +129,13 @@ def submit_script(
             f"Slurm's controller does not answer, after {ATTEMPTS} attempts: {error}; look with `scontrol ping`, then "
             f"`relax-hpc submit {run.root}`"
         ) from None
-    # Slurm has it: who has no record of it sends another.
+    # Slurm has the job: without a record of it, another would be sent.
     at_first(run)(lambda: record(run, job, kind, dependency=dependency))
     return job
 
 
 def exclude(run: RunDir, host: str, reason: str) -> None:
-    """Have all jobs that are sent from now on avoid a node that keeps failing, until the run is sent by a person again."""
+    """Have all jobs sent from now on avoid a node that keeps failing, until a person sends the run again."""
     replace(_excluded(run), to_json({**(read_json(_excluded(run)) or {}), host: reason}))
 
 
@@ -140,7 +144,10 @@ def _excluded(run: RunDir) -> Path:
 
 
 def _excluding(run: RunDir, kind: Kind) -> list[str]:
-    """The recipe's nodes too: what is said on sbatch's command line replaces what the script says, in each component."""
+    """sbatch's --exclude options, with the recipe's nodes too.
+
+    An option on sbatch's command line replaces the script's, in each component.
+    """
     hosts = read_json(_excluded(run))
     if not hosts:
         return []
@@ -153,7 +160,7 @@ def _excluding(run: RunDir, kind: Kind) -> list[str]:
 
 
 def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) -> None:
-    """Write down that a job of this run was sent."""
+    """Record that a job of this run was sent."""
     folder = run.slurm / "jobs"
     folder.mkdir(parents=True, exist_ok=True)
     about = {"id": job, "kind": kind, "script": str(script(run, kind)), "dependency": dependency, "submitted": time.time(), "by": _me()}  # fmt: skip
@@ -161,16 +168,19 @@ def record(run: RunDir, job: str, kind: Kind, *, dependency: str | None = None) 
 
 
 def record_own(run: RunDir, job: str, kind: Kind) -> None:
-    """Write down the job that calls this, where nobody did: a person sent its script with sbatch."""
+    """Record the calling job where nobody did: a person sent its script with sbatch."""
     if not (run.slurm / "jobs" / f"{job}.json").exists():
         record(run, job, kind)
 
 
 def end_jobs(run: RunDir, ids: Iterable[str], reason: str) -> bool:
-    """Cancel jobs of the run. Written down before, so that nobody takes it for a person's scancel; False where Slurm did not take it."""
+    """Cancel jobs of the run; return False where Slurm did not accept it.
+
+    Each is recorded first, so that nobody takes the end for a person's scancel.
+    """
     wanted = list(ids)
     about = to_json({"by": _me(), "reason": reason, "time": time.time()})
-    # A note of our own for each: all node agents of a run end a lost leader at once, and one that Slurm does not answer takes back only what it said.
+    # Each caller writes its own note: all node agents of a run end a lost leader at once, and one that gets no answer takes back only its own.
     notes = [_ended(run) / f"{job}.{uuid.uuid4().hex[:8]}.json" for job in wanted]
     ended = False
     try:
@@ -185,7 +195,7 @@ def end_jobs(run: RunDir, ids: Iterable[str], reason: str) -> bool:
 
 
 def ended_by_us(run: RunDir, job: str) -> bool:
-    """Whether `end_jobs` cancelled it."""
+    """Return True if `end_jobs` cancelled the job."""
     return any(name.partition(".")[0] == job for name in names(_ended(run)))
 
 
@@ -198,18 +208,18 @@ def _me() -> str:
 
 
 def forget_end(run: RunDir) -> None:
-    """A person sends the run again: how it ended, and how often it was tried, no longer counts."""
+    """Forget the outcome and the attempts so far: a person sends the run again."""
     for path in (run.stop, run.outcome, leaders(run), _excluded(run)):
         path.unlink(missing_ok=True)
 
 
 def leaders(run: RunDir) -> Path:
-    """Where the jobs that led the run write themselves down, until a person sends it again."""
+    """The file in which jobs that led the run record themselves; it begins anew when a person sends the run again."""
     return run.slurm / "leaders.jsonl"
 
 
 def job_files(run: RunDir) -> list[Path]:
-    """The records of all jobs, each named by its job's id: other names in their folder are nobody's."""
+    """Records of all jobs, each file named by its job's id; other names in the folder are nobody's."""
     folder = run.slurm / "jobs"
     return [folder / name for name in names(folder) if _JOB.fullmatch(name)]
 
@@ -222,7 +232,7 @@ def jobs(run: RunDir) -> list[dict[str, Any]]:
 
 def _send_once(run: RunDir, command: list[str], path: Path) -> str:
     before = {about["id"] for about in jobs(run)}
-    # The script puts the run's code first again: a chain would pile it up.
+    # The script puts the run's code first again: along a chain the path would grow.
     path_before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     done = ask(command, PYTHONPATH=os.pathsep.join(p for p in path_before if p != str(run.snapshot / "code")))
     if done is None:
@@ -242,7 +252,7 @@ def _send_once(run: RunDir, command: list[str], path: Path) -> str:
 
 
 def _accepted(path: Path, before: set[str], words: str) -> str:
-    """A controller that timed out may have taken the job: sent again, there would be two."""
+    """Find the id of a job that a controller took although it timed out; sent again, there would be two."""
     new = [job for job in our_jobs_of(str(path)) if job not in before]
     if new:
         return new[0]
@@ -266,5 +276,5 @@ def _fix(run: RunDir, words: str) -> str:
 
 
 def key_to_change(words: str) -> str:
-    """The recipe's key that mends what sbatch complains of in these words, or the reason for which a limit keeps a job waiting."""
+    """The recipe's key that mends what sbatch complains of, or the reason for which a limit keeps a job waiting."""
     return next((fix for pattern, fix in _FIXES if re.search(pattern, words, re.IGNORECASE)), "the keys of [slurm]")

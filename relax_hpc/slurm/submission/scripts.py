@@ -1,7 +1,7 @@
 """plan + run directory ──► the text of a batch script. Pure: one function, straight lines, every value quoted.
 
 The script ends in the process that does the work (`exec`), so that Slurm's signal reaches it. It starts no step itself:
-the process does that with srun, as `steps` says.
+that process does so with srun, as relax_hpc.slurm.srun says.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from relax_hpc.slurm.srun import job_python, rollout_step, sidecar_step, trainer
 MODULE = "relax_hpc.slurm.batch"
 MAKE_MODULE = "relax_hpc.slurm.submission.make_run"
 _INTERFACE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "FI_TCP_IFACE", "OMPI_MCA_btl_tcp_if_include", "OMPI_MCA_oob_tcp_if_include")  # fmt: skip
-"""Who reads which: NCCL, gloo, libfabric (MPICH), Open MPI twice."""
+"""Variables that name the network interface, read by NCCL, gloo, libfabric (MPICH), and Open MPI (two)."""
 _WHAT = {
     "leader": "the trainer's job, which leads the run",
     "rollout": "the rollout job",
@@ -27,32 +27,34 @@ _WHAT = {
 }
 _SBATCH_ONLY = ("batch", "container-id", "export-file", "get-user-env", "ignore-pbs", "kill-on-invalid-dep")
 _HANDED_ON: dict[str, object] = {"exclude": "", "mem": "0", "nice": 0, "comment": ""}
-"""What sbatch takes over into the second component of a heterogeneous job, and what it takes for "not given" there.
-Of memory it has no such word: 0 is all of the node's."""
+"""Options that sbatch copies into the second component of a heterogeneous job, and the value that means "not given" there.
+
+Memory has no such value: 0 is all of the node's.
+"""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 Option = tuple[str, object]
-"""A long option without dashes, and its value; None for one without."""
+"""A long option without dashes, and its value; None for an option without one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """A script that is sent by hand and makes the run where it is not there yet."""
+    """A script that is sent by hand; it makes the run if it does not exist yet."""
 
     recipe: Path
-    """As seen from the directory in which sbatch is called; so is the plan's root."""
+    """Path as seen from the directory in which sbatch is called, as is the plan's root."""
     overrides: tuple[str, ...] = ()
     seeds: int = 0
-    """A job array of so many runs that differ in run.seed and name; 0: one run, no array."""
+    """A job array of this many runs that differ in run.seed and name; 0 for one run and no array."""
     site: Path | None = None
 
 
 def render(plan: Plan, kind: Kind, by_hand: ByHand | None = None) -> str:
-    """The batch script of a job."""
+    """Render the batch script of a job."""
     run = _run(plan, by_hand)
     python = shlex.quote(job_python(plan))
     elastic = " --elastic" if kind == "elastic" else ""
     command = f"exec {python} -P -m {MODULE} {'leader' if kind == 'leader' else 'rollout'} {run}{elastic}"
-    # The code that was submitted, whatever the installed one is by now.
+    # Runs the code that was submitted, even if the installed one has changed.
     path = f'export PYTHONPATH={run}/snapshot/code"${{PYTHONPATH:+:$PYTHONPATH}}"'
     head = [
         *_head(plan, kind, by_hand),
@@ -122,7 +124,7 @@ def _options(plan: Plan, kind: Kind, by_hand: ByHand | None) -> list[Option]:
 def _second_component(plan: Plan, kind: Kind) -> list[str]:
     if kind != "leader" or plan.slurm.shape != "het":
         return []
-    # Named apart: `singleton` waits for ever when two components share a name.
+    # Components get different names: `singleton` waits forever when two share one.
     requeue = "requeue" if plan.slurm.restart == "requeue" else "no-requeue"
     asked, comment = _asked(plan.rollout), _comment(plan, plan.rollout)
     own = {name for name, _ in [*asked, *comment]}
@@ -132,13 +134,13 @@ def _second_component(plan: Plan, kind: Kind) -> list[str]:
 
 
 def _comment(plan: Plan, group: Group, by_hand: ByHand | None = None) -> list[Option]:
-    """Name the run's directory to squeue and sacct; a comment of the recipe's own comes first."""
+    """The --comment option that shows the run's directory in squeue and sacct; the recipe's own comment comes first."""
     seeds = "-*" if by_hand and by_hand.seeds else ""
     return [] if "comment" in group.asks.options else [("comment", f"{plan.root / plan.name}{seeds}")]
 
 
 def _refuse_line_breaks(head: list[str]) -> None:
-    """Raises RunError where a comment or #SBATCH line would go on in a line that the shell runs."""
+    """Raise RunError where a comment or #SBATCH line would go on in a line that the shell runs."""
     for line in head:
         if _CONTROL.search(line):
             raise RunError(
@@ -164,7 +166,7 @@ def _asked(group: Group) -> list[Option]:
 
 
 def _both(plan: Plan) -> list[Option]:
-    """One allocation for both groups: a node holds what they ask for together."""
+    """Options of one allocation for both groups: a node has what they ask for together."""
     trainer, rollout = plan.trainer, plan.rollout
     counted = trainer.asks.cpus_per_task or rollout.asks.cpus_per_task
     each = [(group.asks.cpus_per_task or 1) * group.per_node for group in (trainer, rollout)]
@@ -200,12 +202,15 @@ def _directive(option: Option) -> str:
 
 
 def _begin(setup: list[str], failed: str = "") -> list[str]:
-    """The shell's options and the lines of slurm.setup. `failed`: a word of the shell, the file that says which line ended the script."""
+    """The shell's options and the lines of slurm.setup.
+
+    `failed`: shell word for the file that names the line that ended it.
+    """
     if not setup:
         return ["set -euo pipefail"]
     said = f'printf \'exit code %s: %s\\n\' "$?" "$BASH_COMMAND" >{failed}'
     watched = [
-        # TERM and USR2 are no failures: a command that they end says 143 or 140, the shell itself 0, as it does where a line exits.
+        # TERM and USR2 are no failures: a command that they end returns 143 or 140, the shell itself 0, as where a line exits.
         'setup_failed() { case "$?:$BASH_COMMAND" in 14[03]:*) ;; 0:exit*|[!0]*) ' + said + " ;; esac; }",
         "trap setup_failed EXIT",
         *setup,
@@ -221,12 +226,12 @@ def _exports(plan: Plan) -> list[str]:
 
 
 def node_script(plan: Plan, lines: list[str]) -> str:
-    """A script for one node that prepares itself as the run's jobs do, then runs `lines`."""
+    """A script for one node: it prepares itself as the run's jobs do, then runs `lines`."""
     return "\n".join(["#!/bin/bash", *_begin(plan.slurm.setup), *_exports(plan), *lines]) + "\n"
 
 
 def place(group: Group) -> list[str]:
-    """Where a group's job runs, as srun takes it; without its time, and without what only sbatch knows."""
+    """Options that place a group's job, as srun takes them; without its time, and without what only sbatch knows."""
     options = [*_place(group), *_further(group)]
     known = [option for option in options if option[0] != "time" and option[0] not in _SBATCH_ONLY]
     return [f"--{name}" if value is None else f"--{name}={value}" for name, value in known]
@@ -244,5 +249,5 @@ def _make(python: str, plan: Plan, kind: Kind, by_hand: ByHand) -> str:
 
 
 def shown_from(plan: Plan, folder: Path) -> Plan:
-    """`plan` with a root that is relative to `folder` where it lies in it."""
+    """The plan with a root relative to `folder`, where the root lies in it."""
     return replace(plan, root=plan.root.relative_to(folder)) if plan.root.is_relative_to(folder) else plan

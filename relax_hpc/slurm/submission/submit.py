@@ -1,4 +1,4 @@
-"""`relax-hpc submit`: a recipe, or a run that is there, becomes jobs.
+"""`relax-hpc submit`: a recipe, or an existing run, becomes jobs.
 
 recipe ► plan ► run directory ► RUN/slurm/*.sbatch ► leader ► its successors (afterany) ► rollout job (split)
 All that can be known to be wrong is said before the run is made; what sbatch refuses leaves no job behind.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from relax_hpc.slurm.submission.executor import RunJob
 
 LOCAL_ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
-"""Each node has its own."""
+"""Folders that each node has for itself."""
 
 
 def submit(
@@ -43,9 +43,9 @@ def submit(
     code: str | None = None,
     redo: str | None = None,
 ) -> list[RunJob]:
-    """Send the run that `target` (a recipe or a run directory) means; its jobs, the leader first. Raises RunError or RecipeError.
+    """Send the run that `target` (a recipe or a run directory) means; return its jobs, the leader first.
 
-    code, redo: of a run that goes on, see `resume`.
+    code, redo: for a run that goes on, see `resume`. Raises RunError or RecipeError.
     """
     recipe, run = _open(target, sets, site)
     plan = make_plan(recipe)
@@ -69,7 +69,7 @@ def submit(
 
 
 def _send(run: RunDir, plan: Plan) -> list[RunJob]:
-    """Write the scripts and send them; what is refused leaves no job behind."""
+    """Write the scripts and send them; when one is refused, cancel the others."""
     from relax_hpc.slurm.submission.executor import ScriptExecutor
 
     executor = ScriptExecutor(run, plan)
@@ -89,7 +89,7 @@ def _send(run: RunDir, plan: Plan) -> list[RunJob]:
 
 
 def _refuse_hopeless(run: RunDir, sent: Sequence[RunJob]) -> None:
-    """Raises RunError for jobs that Slurm took and will never start: the others would burn nodes waiting for them."""
+    """Raise RunError for jobs that Slurm took and will never start: the others would burn nodes waiting for them."""
     why = hopeless_once_looked_at(job.job_id for job in sent)
     if why:
         told = "; ".join(f"job {job.job_id} ({job.kind}): {why[job.job_id]}" for job in sent if job.job_id in why)
@@ -101,7 +101,7 @@ def _refuse_hopeless(run: RunDir, sent: Sequence[RunJob]) -> None:
 
 @contextlib.contextmanager
 def _undone_if_refused(*paths: Path) -> Iterator[None]:
-    """Put these files back as they were when a RunError comes: Slurm says what it refuses only when a job is sent."""
+    """Restore these files when a RunError comes: Slurm says what it refuses only when a job is sent."""
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     try:
         yield
@@ -115,7 +115,7 @@ def _undone_if_refused(*paths: Path) -> Iterator[None]:
 
 
 def advice(run: RunDir) -> str:
-    """Warn of what Slurm takes as it is and a person seldom means; empty where there is nothing."""
+    """A warning of settings that Slurm accepts and a person seldom means; empty where there are none."""
     return unset_cpus(make_plan(load_recipe(run.recipe)))
 
 
@@ -126,7 +126,7 @@ def preview(target: Path, sets: Sequence[str] = (), *, site: Path | None = None)
 
 
 def refuse_local_root(plan: Plan) -> None:
-    """Raises RunError when the run would lie where compute nodes do not see it."""
+    """Raise RunError when the run would lie where compute nodes do not see it."""
     real = plan.root.resolve()
     local = next((root for root in LOCAL_ROOTS if real.is_relative_to(root)), None)
     if local is not None:
@@ -137,7 +137,7 @@ def refuse_local_root(plan: Plan) -> None:
 
 
 def refuse_missing_environment(plan: Plan) -> None:
-    """Raises RunError when the environment that nodes shall unpack is not there."""
+    """Raise RunError when the environment that nodes shall unpack is not there."""
     packed = plan.slurm.stage_environment
     if packed is not None and not packed.is_file():
         raise RunError(
@@ -146,7 +146,7 @@ def refuse_missing_environment(plan: Plan) -> None:
 
 
 def _open(target: Path, sets: Sequence[str], site: Path | None) -> tuple[Recipe, RunDir | None]:
-    """The recipe that shall be in force, and the run where it is there already."""
+    """The recipe that shall be in force, and the run where it exists already."""
     if target.is_dir():
         run = open_existing(target)
         return change_on_resume(load_recipe(run.recipe), sets), run
@@ -161,20 +161,20 @@ def _open(target: Path, sets: Sequence[str], site: Path | None) -> tuple[Recipe,
 
 
 def _slurm_table(recipe: Recipe) -> str:
-    """All of [slurm] as one override."""
+    """The whole [slurm] table as one override."""
     assert recipe.slurm is not None
     return f"slurm={toml(recipe.slurm.model_dump(mode='json', exclude_none=True))}"
 
 
 def _kinds(plan: Plan) -> list[Kind]:
-    """Leaders first: each one's successor waits for the one before it."""
+    """The kinds of jobs to send, leaders first: each leader's successor waits for the one before it."""
     ahead = plan.slurm.queue_ahead if plan.slurm.restart == "chain" else 0
     leaders: list[Kind] = ["leader"] * (1 + min(ahead, plan.slurm.max_jobs - 1))
     return [*leaders, *(kind for kind in plan.jobs if kind != "leader")]
 
 
 def _refuse_busy(run: RunDir, recipe: Recipe) -> None:
-    """Raises RunError for a run that is finished, at work, or queued."""
+    """Raise RunError for a run that is finished, at work, or queued."""
     refuse_if_held(run)
     done, outcome = run.checkpoint_steps(), outcome_of(run)
     if done and done[-1] >= recipe.run.steps and outcome is not None and outcome["outcome"] == "done":

@@ -1,4 +1,4 @@
-"""Jobs that Slurm took and will never start: looked at once after they are sent, and by rollout nodes that wait for a leader.
+"""Finds jobs that Slurm took and will never start: once after sending, and from rollout nodes that wait for a leader.
 
 squeue %r ──► a reason that waiting does not end? ──► submit: cancel all that was sent, say what mends it
                                                   └─► rollout job: leave, its nodes would idle for nobody
@@ -19,9 +19,9 @@ from relax_hpc.supervise.lease import Holder
 
 LOOKS_AFTER_SENDING = 4
 UNDECIDED = ("None", "Priority", "WaitingForScheduling")
-"""Reasons of a job that the scheduler has yet to look at, or that others come before."""
+"""Reasons of a job that the scheduler has not looked at yet, or that other jobs come before."""
 LOOK_S = 60.0
-"""Seconds between two looks of a rollout job at a leader that waits."""
+"""Seconds between a rollout job's looks at a leader that waits."""
 _NODES = "trainer.nodes and rollout.nodes"
 _ASSOCIATIONS = "`sacctmgr show assoc user=$USER format=account,partition,qos` lists yours"
 MENDED_BY = {
@@ -40,26 +40,27 @@ MENDED_BY = {
     "JobHoldMaxRequeue": "look at its log for why it was requeued so often, then `scontrol release ID`",
     "launch failed requeued held": "look at its log and its nodes, then `scontrol release ID`",
 }  # fmt: skip
-"""Reasons that no waiting ends, and what mends each. Meanings: https://slurm.schedmd.com/job_reason_codes.html (24.05).
+"""Reasons that no waiting ends, and what mends each.
 
-Not here, because they do end: resources, priority, limits on a group's or account's use, nodes and partitions that are down, a hold of
-an administrator's. `PartitionNodeLimit` "can also indicate that required nodes are DOWN", says that page; 22.05 has other words for those.
+Meanings: https://slurm.schedmd.com/job_reason_codes.html (24.05). Left out, because they do end: resources, priority,
+limits on a group's or account's use, nodes and partitions that are down, an administrator's hold. `PartitionNodeLimit`
+"can also indicate that required nodes are DOWN", says that page; 22.05 has other words for those.
 """
 _TOO_MUCH = re.compile(r"(QOS|Assoc)Max\w+Per(Job|Node)(Limit)?|QOSMin\w+")
-"""One job asks for more, or less, than the QOS or account allows for one job."""
+"""One job asks for more, or less, than the QOS or account allows for a single job."""
 _PER_USER = re.compile(r"(QOS|Assoc)Max(\w+PerUser|Jobs)(Limit)?")
-"""All running jobs of a user together: ends when others of theirs end."""
+"""Limits on all running jobs of a user together: they end when others of the user's jobs do."""
 _TOGETHER = "the jobs of a run need to run at the same time (slurm.shape = 'single' makes one of them)"
 
 
 def hopeless(ids: Iterable[str]) -> dict[str, str]:
-    """Jobs that no waiting starts, each with the reason and the recipe's key that mends it; none where Slurm cannot be asked."""
+    """Job -> why no waiting starts it, with the recipe's key that mends it; empty where Slurm cannot be asked."""
     wanted = list(ids)
     return _hopeless(_rows(wanted), wanted)
 
 
 def hopeless_once_looked_at(ids: Iterable[str]) -> dict[str, str]:
-    """The same of jobs that were sent a moment ago: waits a few seconds where the scheduler has not looked at all of them yet."""
+    """As `hopeless`, for jobs sent a moment ago: waits a few seconds until the scheduler has looked at all of them."""
     wanted = list(ids)
     for _ in range(LOOKS_AFTER_SENDING):
         rows = _rows(wanted)
@@ -71,7 +72,9 @@ def hopeless_once_looked_at(ids: Iterable[str]) -> dict[str, str]:
 
 
 def _rows(ids: list[str]) -> list[tuple[str, str, str]]:
-    """(job, state, reason) of those that have not ended; several for a heterogeneous job, whose components differ in reason."""
+    """(job, state, reason) of jobs that have not ended; several for a heterogeneous job whose components differ in
+    reason.
+    """
     done = ask(["squeue", "-h", "--array", "-o", "%i|%T|%r", "-j", ",".join(ids)]) if ids else None
     rows = [line.split("|", 2) for line in done.stdout.splitlines()] if done is not None else []
     return [(whole(row[0]), row[1].strip(), row[2].strip()) for row in rows if len(row) == 3]
@@ -92,7 +95,7 @@ def _fix(reason: str, ours: list[str]) -> str:
 
 
 def _others(ours: list[str]) -> bool:
-    """Whether this user has jobs at work beside `ours`, whose end may make room; also where Slurm does not say."""
+    """Return True if this user has other jobs at work, whose end may make room, or where Slurm does not say."""
     done = ask(
         ["squeue", "-h", "--array", "--states=RUNNING,COMPLETING,SUSPENDED", "-u", getpass.getuser(), "-o", "%i"]
     )
@@ -100,7 +103,7 @@ def _others(ours: list[str]) -> bool:
 
 
 class Vigil:
-    """A rollout job that waits for its leader, and learns when none can come."""
+    """Watches the leader from a rollout job that waits for it, and learns when none can come."""
 
     def __init__(self, run: RunDir, recipe: Recipe) -> None:
         self._run, self._silent_s = run, recipe.supervision.leader_silent_s
@@ -117,6 +120,6 @@ class Vigil:
         self._next_s = silent_s + LOOK_S
         leaders = [job["id"] for job in jobs(self._run) if job["kind"] == "leader"]
         rows = _rows(leaders)
-        first = {job for job, _, reason in rows if reason != "Dependency"}  # the others wait for these
+        first = {job for job, _, reason in rows if reason != "Dependency"}  # the other jobs wait for these
         why = _hopeless(rows, leaders)
         return "; ".join(f"job {job}: {words}" for job, words in why.items()) if first and first <= why.keys() else ""
