@@ -38,7 +38,7 @@ def unfinished(commit_dir: Path, step: int) -> Path:
 def begin(commit_dir: Path, step: int) -> Path:
     """Make an empty folder to write the checkpoint of `step` into. One process makes it before the others write."""
     folder = unfinished(commit_dir, step)
-    shutil.rmtree(folder, ignore_errors=True)  # what an attempt left that found the disk full
+    shutil.rmtree(folder, ignore_errors=True)  # left by an attempt that found the disk full
     folder.mkdir()
     return folder
 
@@ -102,7 +102,7 @@ def restore(
     if damage:
         raise RunError(
             f"no checkpoint of '{run.root}' is whole: {'; '.join(damage)}. Put one back from a copy into '{run.checkpoints}' (damaged ones "
-            "were moved aside), or begin a new run"
+            "were moved to quarantine/), or begin a new run"
         )
     return None
 

@@ -23,7 +23,7 @@ class Finish(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task: what the model sees, and what a reward needs to judge an answer."""
+    """A task: the tokens that the model sees, and the data that a reward needs to score an answer."""
 
     source: int
     """Position of the prompt's [[source]] table in the recipe."""

@@ -118,7 +118,7 @@ def _json(record: dict[str, Any]) -> str:
         return json.dumps(record, allow_nan=False)
     except ValueError:
         parts = {name: json.dumps(value) for name, value in record.items()}
-        # what json writes and JSON lacks: NaN, Infinity, -Infinity
+        # constants that json writes and JSON lacks: NaN, Infinity, -Infinity
         whole = {name: json.loads(text, parse_constant=lambda _: None) for name, text in parts.items()}
         return json.dumps({**whole, "non_finite": [n for n, text in parts.items() if json.dumps(whole[n]) != text]})
 

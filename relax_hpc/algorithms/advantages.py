@@ -67,7 +67,7 @@ def gae(rewards: Tensor, values: Tensor, rollouts: Rollouts, discount: float, sm
     first, last = counted[rollouts.offsets[:-1]], counted[rollouts.offsets[1:]]
     earned, valued = (x.double().numpy()[tokens] for x in (rewards, values))
     found = np.zeros(len(tokens))
-    value, advantage = np.zeros(len(rollouts)), np.zeros(len(rollouts))  # of what comes next in each sample
+    value, advantage = np.zeros(len(rollouts)), np.zeros(len(rollouts))  # those of the token after, in each sample
     for back in range(1, int((last - first).max(initial=0)) + 1):
         here = np.flatnonzero(last - back >= first)
         at = last[here] - back

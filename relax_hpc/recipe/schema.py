@@ -90,7 +90,7 @@ class Evaluation(Table):
     prompts: PositiveInt = Key(256, "Held-out prompts that are evaluated, over all training sources.")
     holdout: float = Key(
         0.1,
-        "Share of each training source's distinct prompts that neither warm-up nor training ever sees; 0 evaluates "
+        "Share of each training source's distinct prompts that neither the SFT warm start nor training ever sees; 0 evaluates "
         "[[evaluation.source]] alone.",
         ge=0,
         lt=1,
@@ -150,7 +150,7 @@ class Supervision(Table):
     )
     start_s: PositiveFloat = Key(
         600.0,
-        "As hang_s, but before a role's first progress (loading, warm-up; on a cluster, a node on which srun starts nothing).",
+        "As hang_s, but before a role's first progress (loading, SFT warm start; on a cluster, a node on which srun starts nothing).",
         resume=True,
     )
     node_agent_silent_s: PositiveFloat = Key(

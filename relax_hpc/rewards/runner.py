@@ -108,7 +108,7 @@ class RewardRunner:
                     score_in_child, args=(prompt.source, prompt, answers), timeout=self._limit_s
                 )
                 futures[first].add_done_callback(functools.partial(_tell, ended, first))
-        except RuntimeError:  # what pebble raises when the pool broke a moment ago
+        except RuntimeError:  # raised by pebble when the pool broke a moment ago
             return
         pending = set(calls)
         while pending and (self._pool.active or not ended.empty()):

@@ -305,7 +305,7 @@ def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
         )
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
-            raise  # of the file system's: another start may do well
+            raise  # an error of the file system: another start may succeed
         raise RunError(f"no model can be loaded from '{folder}': {error}") from error
     model, info = found
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])

@@ -139,7 +139,7 @@ def _copied(
         except DamagedWeights:
             if base_copies is None:
                 raise
-            copies.clear()  # what the change was applied to may be what is wrong
+            copies.clear()  # the copy that the change was applied to may be wrong
             continue
         return tensors
     raise AssertionError("the second try returns or raises")

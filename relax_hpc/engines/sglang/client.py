@@ -130,7 +130,7 @@ class Client:
     def begin_update(self) -> None:
         """Open an update. It must succeed before anything is broadcast: a server that refused does not receive, and the
         sender hangs."""
-        with contextlib.suppress(EngineRefused):  # who was killed in an update before us left it open
+        with contextlib.suppress(EngineRefused):  # left open by a worker that was killed in an update
             self._request("POST", "/end_weight_update", {}, CONTROL_S)
         self._request("POST", "/begin_weight_update", {}, CONTROL_S)
 

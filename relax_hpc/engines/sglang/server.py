@@ -200,7 +200,7 @@ def free_port() -> int:
 def taken(port: int) -> bool:
     """Return True if somebody took the port between our look at it and the server's."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what our own server left does not count
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # leftovers of our own server do not count
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:

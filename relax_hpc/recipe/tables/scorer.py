@@ -52,7 +52,7 @@ def refuse_scorer(
     if backend == "megatron" and (wrong := misfit(parallel, scorer.processes, sizes, "scorer")):
         raise conflict(wrong)
     if not isinstance(algorithm, PolicyGradient):
-        return  # what an algorithm of the user's own needs is known when it is made
+        return  # the needs of a user's own algorithm are known once it is made
     needed = {
         "recomputed": getattr(algorithm, "old_logprobs", "") == "recomputed" or algorithm.correction is not None,
         "reference": algorithm.kl_coef > 0,

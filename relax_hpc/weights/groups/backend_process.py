@@ -93,7 +93,7 @@ class BackendProcess:
             try:
                 over = waited_s > limit_s or given_up()
             except BaseException:
-                self.kill()  # what it answers later would be taken for another answer
+                self.kill()  # a late answer would be taken for that to another call
                 raise
             if over:
                 self.kill()
