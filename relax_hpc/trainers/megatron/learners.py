@@ -87,9 +87,7 @@ class Learners(Split, Updating):
         loaded = state.load(folder, everything)
         for what, chunks in self._changing().items():
             for number, chunk in enumerate(chunks):
-                chunk.load_state_dict(
-                    loaded[what][f"chunk{number}"], strict=False
-                )  # names were compared: absent ones are meant to be
+                chunk.load_state_dict(loaded[what][f"chunk{number}"], strict=False)  # names were compared before
         for learner, learning in self.learning.items():
             kept, optimizers = KEPT[learner], learning.optimizers()
             learning.begin(loaded[kept.steps])
