@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import small_run
 
 import relax_hpc
+from relax_hpc.data.files import FileItems
 from relax_hpc.monitor.tracking import sinks
 from relax_hpc.monitor.tracking.follow import Follower
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.tables.source import FileSource
+from relax_hpc.records import Prompt
 from relax_hpc.registry import resolve
+from relax_hpc.rewards import make_rewards
 from relax_hpc.telemetry import read_metrics
 from tests import runs, tiny
 
@@ -26,16 +35,32 @@ def trained(name: str, folder: Path, *arguments: str) -> Any:
     return relax_hpc.open_run(folder / name).trajectories()
 
 
+def executed(notebook: Path) -> dict[str, Any]:
+    """Carry out the cells of a notebook that are plain Python, one after the other, without a kernel; its variables."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    variables: dict[str, Any] = {}
+    for cell in json.loads(notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), str(notebook), "exec"), variables)
+    return variables
+
+
 @pytest.mark.slow
-def test_reward(tmp_path: Path) -> None:
-    rows = trained("reward", tmp_path)
+def test_reward_and_the_notebook_over_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = trained("reward", tmp_path / "runs")
     assert set(rows.status) == {"trained"} and set(rows.source) == {0, 1, 2}
     near, shortest = rows[rows.source == 0], rows[rows.source == 2]
     assert near["extra/digits"].between(0, 1).all() and near["extra/digits"].nunique() > 2
     assert rows[rows.source == 1]["extra/digits"].isna().all()
     assert set(near.raw_reward.round(2)) <= {0.0, 0.3, 1.0}
     assert set(shortest.raw_reward) == {0.0, 1.0}
-    assert (tmp_path / "reward/snapshot/user/v0/0/reward.py").read_bytes() == (EXAMPLES / "reward.py").read_bytes()
+    assert (tmp_path / "runs/reward/snapshot/user/v0/0/reward.py").read_bytes() == (EXAMPLES / "reward.py").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    seen = executed(EXAMPLES / "analysis.ipynb")
+    assert seen["summary"]["size"].sum() == len(rows) and list(seen["steps"].step) == [0, 1, 2]
+    assert seen["digits"].between(0, 1).all() and len(seen["pairs"]) == 18
 
 
 @pytest.mark.slow
@@ -83,3 +108,40 @@ def test_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines == ["step,time,value", "0,10.0,0.5", "1,15.0,0.5"]
     assert said == f"pandas.read_csv('{run.tracking}/tensorboard/train/loss.csv')"
     assert (run.tracking / "tensorboard/eval/score.csv").read_text().splitlines()[1:] == ["0,5.0,0.1", "2,22.0,0.3"]
+
+
+def test_gsm8k() -> None:
+    """The recipe loads, and its rows are such that the reward knows a right answer from a wrong one."""
+    recipe = load_recipe(EXAMPLES / "gsm8k.toml")
+    [source], [reward] = recipe.source, make_rewards(recipe.source)
+    assert isinstance(source, FileSource)
+    items = FileItems(source)
+    assert len(items) == 12
+    for i in range(12):
+        item = items[i]
+        assert item.answer is not None and item.metadata["solution"].endswith(f"#### {item.answer}")
+        prompt = Prompt(0, i, item.content[0]["content"], np.zeros(1, np.int32), item.answer, item.metadata)
+        answers = [f"So it is \\boxed{{{item.answer}}}.", f"So it is \\boxed{{{item.answer}1}}."]
+        assert [value for value, _ in reward(prompt, answers)] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_submit_a_plain_job(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "submit.py", EXAMPLES / "filter.toml", "--plain", "local", "--set"]
+    done = subprocess.run(
+        [*command, f"run.root={tmp_path}"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0 and "'outcome': 'done'" in done.stdout, done.stdout + done.stderr
+
+
+def test_submit_says_what_it_would_send(tmp_path: Path) -> None:
+    sets = [f"run.root={tmp_path}", "slurm.time=00:10:00"]
+    command = [sys.executable, EXAMPLES / "submit.py", EXAMPLES / "reward.toml", "--dry-run"]
+    done = subprocess.run(
+        [*command, *(word for one in sets for word in ("--set", one))],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0 and "#SBATCH --time" in done.stdout, done.stdout + done.stderr
