@@ -146,8 +146,8 @@ def check(*command: str) -> None:
 
 
 def test_ruff() -> None:
-    check("ruff", "check", "relax_hpc", "tests", "tools")
-    check("ruff", "format", "--check", "relax_hpc", "tests", "tools")
+    check("ruff", "check", "relax_hpc", "tests", "tools", "examples")
+    check("ruff", "format", "--check", "relax_hpc", "tests", "tools", "examples")
 
 
 @pytest.mark.slow
