@@ -31,7 +31,7 @@ ROLES = {
 }
 GPUS = ("/dev/nvidiactl", "/dev/kfd")
 PIPE_BYTES = 4096
-"""What a pipe takes whole, without anybody reading."""
+"""Bytes that a pipe takes whole while nobody reads."""
 
 
 def main(words: Sequence[str] | None = None) -> NoReturn:
@@ -67,14 +67,14 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
     process = RoleProcess(arguments)
     code = run(process, arguments.role)
     logging.shutdown()
-    # Threads of torch and of reward pools must not hold up the end of a role that has said its last word.
+    # Threads of torch and of reward pools must not hold up the end of a role that has sent its last message.
     os._exit(code)
 
 
 def run(process: RoleProcess, role: str) -> Exit:
-    """The role's body; errors that a person must see go into heartbeat and log."""
+    """Run the role's body and return its exit code; errors that a person must see go into heartbeat and log."""
     prepare_cpu()
-    # For libraries that are not asked by torch.set_num_threads.
+    # For libraries that torch.set_num_threads does not reach.
     os.environ["OMP_NUM_THREADS"] = str(getattr(process.recipe, role).threads)
     process.caches.warm()
     try:
@@ -103,27 +103,31 @@ def run(process: RoleProcess, role: str) -> Exit:
 
 
 def read_ahead(process: RoleProcess, role: str) -> None:
-    """Begin to read the newest checkpoint's optimizer, where this process is about to import torch, and will keep it on the CPU.
+    """Begin to read the newest checkpoint's optimizer while torch is still to be imported, if this process will keep it
+    on the CPU.
 
-    To a GPU it goes tensor by tensor: the host may not have room for that of every process.
+    A GPU gets it tensor by tensor: the host may have no room for the optimizers of all processes.
     """
     device = getattr(process.recipe, role).device
     on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPUS)))
     if on_cpu and "torch" not in sys.modules:
         run = process.run if role == "trainer" else RunDir(process.run.critic)
-        with contextlib.suppress(OSError):  # whoever loads it will say what is wrong
+        with contextlib.suppress(OSError):  # the process that loads it reports what is wrong
             checkpoint.begin_reading(run, OPTIMIZERS[role])
 
 
 def send_final_message(process: RoleProcess, state: str, error: str, place: str = "") -> None:
-    """To the supervisor's pipe, and into the heartbeat for whoever looks later. place: of an error that the next start will meet again."""
+    """Send a last message to the supervisor's pipe, and write it into the heartbeat for later readers.
+
+    place: FILE:LINE of an error that the next start will meet again.
+    """
     if process.arguments.final_message is not None:
         os.write(process.arguments.final_message, error.encode()[:PIPE_BYTES])
     process.telemetry.heartbeat(state, error=error, place=place or None)
 
 
 def prepare_cpu() -> None:
-    """Before torch is imported: an instruction set that is really there.
+    """Choose, before torch is imported, an instruction set that is really there.
 
     Some CPUs advertise AMX to guests and do not have it: bf16 matrix products would die with SIGILL.
     """

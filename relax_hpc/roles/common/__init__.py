@@ -1,1 +1,1 @@
-"""What the processes of all roles have: heartbeat, signals, ranks, GPUs, compile caches."""
+"""Shared by the processes of all roles: heartbeat, signals, ranks, GPUs, compile caches."""

@@ -3,8 +3,9 @@
     start                          RUN/caches/ROLE-….json ──► tar ──checksum──► NODE/RUN-ID/ROLE-…/triton, inductor, …
     after the first step or request  NODE/RUN-ID/ROLE-… ──tar──► RUN/caches/   exclusively: the first one counts
 
-Nothing in a tar is unpickled here, but what reads it (Triton, Inductor) runs what it finds: who can write the run's directory
-can run code in its processes, by its snapshot or by this. What goes wrong here costs compiling again, never the run.
+Nothing in a tar is unpickled here, but what reads it (Triton, Inductor) runs what it finds: who can write the run's
+directory can run code in its processes, by its snapshot or by this. What goes wrong here costs compiling again, never
+the run.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ FOLDERS = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "SGLANG_CACHE_DIR": "sglang",
 }
-"""Where compilers keep what they made; a variable that is set already stays as it is."""
+"""Environment variable -> folder where a compiler keeps what it made; a variable that is set already stays as it is."""
 
 
 class Caches:
-    """The caches of one role's process; outside of Slurm jobs they stay where they are."""
+    """The compile caches of one role's process; outside of Slurm jobs they stay where they are."""
 
     def __init__(self, run: RunDir, role: str) -> None:
         self._run, self._log = run, logging.getLogger("caches")
@@ -43,7 +44,8 @@ class Caches:
         self._folder: Path | None = None
 
     def warm(self) -> None:
-        """Point the compilers to this node's disk, with what the run has; before anything is compiled."""
+        """Point the compilers to this node's disk, filled from the run's archive; to be called before anything is
+        compiled."""
         if "SLURM_JOB_ID" not in os.environ:
             return
         try:
@@ -57,7 +59,7 @@ class Caches:
             os.environ.setdefault(variable, str(folder / name))
 
     def keep(self) -> None:
-        """Pack what was compiled on this node into the run, unless somebody did; at the first call only."""
+        """Pack what was compiled on this node into the run, unless somebody did; only the first call does anything."""
         folder, self._folder = self._folder, None
         if folder is None or self._manifest.exists():
             return

@@ -1,9 +1,9 @@
-"""The GPUs that a process sees, and which of them is its own: compared with the recipe before anything is loaded.
+"""The GPUs that a process sees and the one that it uses, compared with the recipe before anything is loaded.
 
-    srun ──CUDA_VISIBLE_DEVICES──► as many as the recipe gives? ──► one: that one; several: the one of its place on the node
+    srun ──CUDA_VISIBLE_DEVICES──► as many as the recipe gives? ──► one: that one; several: by its place on the node
                                                                       └► taken by another process: an error, not a hang
 
-What is taken is a file in the incarnation's folder, created exclusively. Importing this imports no torch.
+A GPU is taken by a file in the incarnation's folder, created exclusively. Importing this module imports no torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from relax_hpc.roles.common.process import RoleProcess
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 NONE = ("", "NoDevFiles", "-1")
-"""What stands there when there is none; the middle one is Slurm's."""
+"""Values of CUDA_VISIBLE_DEVICES that mean no GPU; the middle one is Slurm's."""
 
 
 def visible() -> list[str]:
-    """The GPUs that this process sees, by index or UUID."""
+    """Return the GPUs that this process sees, by index or UUID."""
     return [gpu for gpu in os.environ.get(VARIABLE, "").split(",") if gpu not in NONE]
 
 
 def place(rank: int, slurm_task: bool) -> int:
-    """Of a trainer's process among those on its node."""
+    """Return the place of a trainer's process among those on its node, from 0."""
     return int(os.environ["SLURM_LOCALID"]) if slurm_task else rank
 
 
 def take(process: RoleProcess, commit_dir: Path) -> None:
-    """Make its own GPU the current one of a trainer's process. Raises RunError where it is not as the recipe says."""
+    """Make its own GPU the current one of a trainer's process. Raises RunError if the GPUs are not as the recipe
+    says."""
     arguments, config, slurm = process.arguments, process.recipe.trainer, process.recipe.slurm
     per_node = config.processes // config.nodes
     asks = slurm.group("trainer") if slurm and arguments.slurm_task else Resources()
@@ -55,8 +56,9 @@ def take(process: RoleProcess, commit_dir: Path) -> None:
 
 
 def take_beside(recipe: Recipe, role: str, first: int, rank: int, world: int) -> None:
-    """Make a GPU the current one of a process of a role beside the trainer: of the node's, from the `first` on, which others do not have.
-    Raises RunError where a group of `world` processes, each of which needs one of its own, is larger than their number."""
+    """Make a GPU the current one of a process of a role beside the trainer. It is chosen from the node's GPUs from the
+    `first` on, which other roles do not have. Raises RunError if a group of `world` processes, each needing its own,
+    is larger than their number."""
     import torch
 
     count = torch.cuda.device_count()
@@ -70,7 +72,7 @@ def take_beside(recipe: Recipe, role: str, first: int, rank: int, world: int) ->
 
 
 def check_node(recipe: Recipe, workers: int) -> str:
-    """Why the rollout workers of this node cannot have the GPUs that the recipe gives them; empty when they can."""
+    """Return why this node's rollout workers cannot have the GPUs that the recipe gives them; empty if they can."""
     asks = recipe.slurm.group("rollout") if recipe.slurm else Resources()
     given = asks.node_gpus(workers)
     if len(visible()) >= given:
@@ -79,7 +81,7 @@ def check_node(recipe: Recipe, workers: int) -> str:
 
 
 def computes_on_gpu(device: str, role: str) -> bool:
-    """Whether a role computes on a GPU. Raises RunError where some were given to it and torch sees none."""
+    """Return True if a role computes on a GPU. Raises RunError if it was given some and torch sees none."""
     if device == "cpu":
         return False
     import torch
@@ -93,7 +95,7 @@ def computes_on_gpu(device: str, role: str) -> bool:
 
 
 def _set_device(index: int, who: str) -> str:
-    """Take the GPU `index` of those that torch sees; what it is called on all of the machine."""
+    """Select the GPU `index` of those that torch sees; return its name, unique on the machine."""
     import torch
 
     count = torch.cuda.device_count()

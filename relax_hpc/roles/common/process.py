@@ -1,4 +1,4 @@
-"""What every role's process has: its recipe, heartbeat, signals, and the code with which it ends.
+"""A role's process: its recipe, heartbeat and signals, and the code with which it ends.
 
 The supervisor that started it decides by the Exit code what follows.
 """
@@ -28,18 +28,18 @@ from relax_hpc.telemetry import Telemetry
 
 T = TypeVar("T")
 QUIET_SHARE = 24
-"""A role that has nothing new to say says so this often within the time after which it would count as lost."""
+"""A role with nothing new to say beats this many times within the time after which it would count as lost."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Exit(IntEnum):
-    """How a role's process ended."""
+    """Exit codes of a role's process."""
 
     DONE = 0
     STOPPED = 10
-    """Asked to stop; what it held is on disk."""
+    """Asked to stop; its work is on disk."""
     FATAL = 11
-    """A person must do something first: starting it again would end the same way."""
+    """A person must mend something first: another start would end the same way."""
     FENCED = 12
     """A successor has taken over."""
     CRASHED = 13
@@ -47,11 +47,11 @@ class Exit(IntEnum):
 
 
 class Stop(BaseException):
-    """The role was asked to stop while it was in the middle of something that can be given up."""
+    """Raised where the role was asked to stop in the middle of work that can be given up."""
 
 
 class RoleProcess:
-    """One role's process."""
+    """The process of a role: arguments, recipe, heartbeat, stop flag."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -72,7 +72,7 @@ class RoleProcess:
         self.stopping = True
 
     def when_room(self, action: Callable[[], T], what: str) -> T:
-        """Do `action`; while the disk is full, wait and do it again. Raises RunError when that takes too long."""
+        """Return `action()`; while the disk is full, wait and try again. Raises RunError when that takes too long."""
         limit_s = self.recipe.spool.full_disk_wait_s
 
         def waiting(retry: tenacity.RetryCallState) -> None:
@@ -111,10 +111,11 @@ ANSWERS = frozenset(
         errno.ELOOP, errno.EBADF, errno.EPIPE, errno.ECHILD, errno.ESRCH, errno.ENOEXEC, errno.E2BIG, errno.ENOTSUP,
     }
 )  # fmt: skip
-"""Errors that say what is there, or what was asked wrongly: the same call again would be answered the same. ENOENT is how a superseded
-one is fenced. ESTALE is none of them: the handle is old, what the path leads to is not known. All others are trouble that ends, if
-only when a person sees to it: EIO, ESTALE, a server or a network that is gone; a full disk or quota; a file system that was made
-read-only after an error; permissions that are refused while a request file or a server of names is renewed."""
+"""Errors that the same call would meet again: they say what is there, or that the request was wrong. ENOENT is how a
+superseded process is fenced. ESTALE is not among them: the handle is old, and what the path leads to is not known. All
+others may pass, if only when a person sees to it: EIO, ESTALE, a server or a network that is gone; a full disk or
+quota; a file system made read-only after an error; permissions refused while a Kerberos ticket or name server is
+renewed."""
 BEGINNING = (None, "starting", "syncing")
 """States of a role that has done nothing yet."""
 _OF_THE_MOMENT = (
@@ -125,18 +126,19 @@ _OF_THE_MOMENT = (
     "DistNetworkError",
     "DistStoreError",
 )
-"""Errors of torch's that another start may not meet: memory that another process has, a peer that is not there."""
+"""Errors of torch that another start may not meet: memory that another process holds, a peer that is gone."""
 _PEER = re.compile(r"gloo/transport|by peer", re.IGNORECASE)
-"""In what gloo says, as a plain RuntimeError, of a peer that left: why it did is for that one to say."""
+"""Words in a plain RuntimeError by which gloo reports a peer that left; the peer itself says why."""
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error is trouble of the file system, and the same call may do well in a while."""
+    """Return True if an error is trouble of the file system that may pass, so that the same call may succeed later."""
     return isinstance(error, OSError) and error.errno is not None and error.errno not in ANSWERS
 
 
 def place_of(error: BaseException) -> str:
-    """FILE:LINE of our code where an error came from; empty for those that say more of the moment than of what was asked for."""
+    """Return FILE:LINE of our code where an error came from; empty for errors that tell of the moment rather than of
+    the request."""
     if passes(error) or isinstance(error, (TimeoutError, ConnectionError)) or type(error).__name__ in _OF_THE_MOMENT:
         return ""
     if isinstance(error, RuntimeError) and _PEER.search(str(error)):
@@ -147,7 +149,7 @@ def place_of(error: BaseException) -> str:
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether `error` says that the disk or the quota is full (safetensors says it in words only)."""
+    """Return True if `error` says that the disk or the quota is full (safetensors says it in words only)."""
     if isinstance(error, OSError) and error.errno in FULL:
         return True
     return type(error).__name__ == "SafetensorError" and ("code: 28" in str(error) or "os error 28" in str(error))

@@ -1,4 +1,4 @@
-"""What the ranks of a role's process group agree on, and how a group of a role beside the trainer begins and is superseded."""
+"""Agreement among the ranks of a role's process group, and how a group beside the trainer begins and is superseded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def meet(commit_dir: Path, rank: int, world: int, device: str) -> None:
-    """Join the group that commits by way of `commit_dir`. device: as the recipe says it."""
+    """Join the process group of the attempt that commits through `commit_dir`. device: as in the recipe."""
     if world > 1:
         backend = "nccl" if torch.cuda.is_available() and device != "cpu" else "gloo"
         store = dist.FileStore(str(commit_dir / "rendezvous"), world)  # type: ignore[attr-defined]
@@ -29,12 +29,14 @@ def meet(commit_dir: Path, rank: int, world: int, device: str) -> None:
 
 
 def attempt_folder(root: Path, attempt: int) -> Path:
-    """Through which an attempt of a group beside the trainer commits; the next one takes it away. root: the role's."""
+    """Return the folder through which an attempt of a group beside the trainer commits; the next attempt removes it.
+    root: the role's folder."""
     return root / "attempts" / f"{attempt:06d}"
 
 
 def begin_attempt(process: RoleProcess, commit_dir: Path, wait: Callable[[], None]) -> None:
-    """Take the folders of attempts before this one away, so that they commit nothing more; `wait` for ours where another rank makes it."""
+    """Remove the folders of earlier attempts, so that they commit nothing more. `wait` is called while another rank
+    makes ours."""
     if process.arguments.rank == 0:
         process.when_room(partial(commit_dir.mkdir, parents=True, exist_ok=True), f"'{commit_dir}'")
         for other in sorted(path for path in commit_dir.parent.iterdir() if path.name.isdigit()):
@@ -51,7 +53,7 @@ def begin_attempt(process: RoleProcess, commit_dir: Path, wait: Callable[[], Non
 
 
 def as_attempt(process: RoleProcess, commit_dir: Path, work: Callable[[], None]) -> Exit:
-    """Do `work`, which ends when asked to stop or superseded."""
+    """Do `work`, which ends when asked to stop or superseded; return the exit code."""
     try:
         work()
     except FileNotFoundError as error:
@@ -65,7 +67,7 @@ def as_attempt(process: RoleProcess, commit_dir: Path, work: Callable[[], None])
 
 
 def told(command: T | None, world: int) -> T:
-    """Rank 0's word, on every rank."""
+    """Broadcast rank 0's command and return it, on every rank."""
     words: list[T | None] = [command]
     if world > 1:
         dist.broadcast_object_list(words, src=0)
@@ -75,7 +77,7 @@ def told(command: T | None, world: int) -> T:
 
 
 def everywhere(flag: bool, world: int) -> bool:
-    """Whether it is so on every rank."""
+    """Return True if the flag is set on every rank; collective."""
     flags = [flag] * world
     if world > 1:
         dist.all_gather_object(flags, flag)
@@ -83,7 +85,7 @@ def everywhere(flag: bool, world: int) -> bool:
 
 
 def together(work: Callable[[], T], world: int) -> T:
-    """What `work` makes on this rank; a RunError of any rank is raised on every one, so that all end in the same way."""
+    """Return `work()` of this rank. A RunError on any rank is raised on every rank, so that all end the same way."""
     found, error = list[T](), ""
     try:
         found.append(work())
@@ -98,7 +100,7 @@ def together(work: Callable[[], T], world: int) -> T:
 
 
 def first_said(error: str, world: int) -> str:
-    """The first rank's error that is not empty, on every rank; empty where none has one."""
+    """Return the first rank's error that is not empty, on every rank; empty if no rank has one."""
     errors = [error] * world
     if world > 1:
         dist.all_gather_object(errors, error)
@@ -107,7 +109,7 @@ def first_said(error: str, world: int) -> str:
 
 @contextlib.contextmanager
 def room_for_all(world: int) -> Iterator[None]:
-    """A disk that is full for rank 0 is full for every rank, so that all of them try again."""
+    """Make a disk that is full for rank 0 count as full on every rank, so that all of them try again."""
     full: list[str | None] = [None]
     try:
         yield

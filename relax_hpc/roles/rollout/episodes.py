@@ -1,11 +1,12 @@
 """Episodes: a request's prompts become groups. Engine and environments take turns, many episodes at once, then rewards.
 
-prompts × samples ──engine──► answers ──environment──► done? ──no: observation──► engine …
-                        │                                └──yes──► reward ──► Group
-                        └──progress raised Abort──► PartialRollout ──(later, whoever has it, with newer weights)──► engine …
+    prompts × samples ──engine──► answers ──environment──► done? ──no: observation──► engine …
+                            │                                └──yes──► reward ──► Group
+                            └──progress raised Abort──► PartialRollout ──(later, any worker, newer weights)──► engine …
 
-An environment or a reward that fails costs its own group: that is generated and scored no further, and kept with the reason. An
-observation that leaves no room in the context ends its sample as one that reached the length limit.
+An environment or a reward that fails costs its own group only: the group is not generated or scored any further, and is
+kept with the reason. An observation that leaves no room in the context ends its sample as one that reached the length
+limit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NO_FAILURE = Failure("", "")
 
 
 class RolloutAborted(Exception):
-    """The engine was told that it is enough: what there is of the episodes."""
+    """Raised when generation was aborted; carries the partial rollout."""
 
     def __init__(self, partial: PartialRollout) -> None:
         super().__init__(f"{partial.tokens} tokens")
@@ -43,25 +44,25 @@ class Episode:
     prompt: Prompt
     group: int
     seat: Seat
-    """With its environment."""
+    """The sample's place in its environment."""
     tokens: list[NDArray[np.int32]] = field(default_factory=list)
     mask: list[NDArray[np.uint8]] = field(default_factory=list)
     logprobs: list[NDArray[np.float32]] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
-    """The tokens at which turns of the model's begin."""
+    """Indices of the tokens at which the model's turns begin."""
     finish: Finish | None = Finish.STOP
-    """None: its last turn has not ended."""
+    """How the last turn ended; None while it has not."""
     turns: int = 0
-    """That the environment has answered."""
+    """How many turns the environment has answered."""
     done: bool = False
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
-    """Of the last turn, whose context is all that was before."""
+    """Routed experts of the last turn, whose context is everything before it."""
     seconds: float = 0.0
 
     @property
     def last(self) -> Turn | None:
-        """What the environment said last."""
+        """The environment's last answer; None before the first."""
         return self.seat.turns[-1] if self.seat.turns else None
 
     @property
@@ -69,19 +70,19 @@ class Episode:
         return sum(len(t) for t in self.tokens)
 
     def context(self) -> NDArray[np.int32]:
-        """[P + T] all the model sees before its turn."""
+        """Tokens that the model sees before its turn: [P + T]."""
         context: NDArray[np.int32] = np.concatenate([self.prompt.tokens, *self.tokens])
         return context[: len(self.prompt.tokens) + self.begins[-1]]
 
     def turn(self, number: int) -> NDArray[np.int32]:
-        """What the model said in a turn."""
+        """Return the tokens of one of the model's turns."""
         begin, end = [*self.begins, self.length][number : number + 2]
         said = np.concatenate([np.empty(0, np.uint8), *self.mask])[begin:end] == 1
         tokens: NDArray[np.int32] = np.concatenate([np.empty(0, np.int32), *self.tokens])[begin:end][said]
         return tokens
 
     def observation(self, number: int) -> NDArray[np.int32]:
-        """What the environment said to it."""
+        """Return the tokens of the environment's answer to a turn."""
         begin, end = self.begins[number : number + 2]
         tokens: NDArray[np.int32] = np.concatenate(self.tokens)
         return tokens[begin + len(self.turn(number)) : end]
@@ -89,7 +90,7 @@ class Episode:
     def add(
         self, tokens: NDArray[np.int32], logprobs: NDArray[np.float32] | None, spans: list[tuple[int, int]]
     ) -> None:
-        """Go on by tokens: the model's own when they have logprobs, else an observation."""
+        """Append tokens: the model's own if they have logprobs, else an observation."""
         if not len(tokens):
             return
         begin = self.length
@@ -101,13 +102,13 @@ class Episode:
         self.logprobs.append(np.zeros(len(tokens), np.float32) if logprobs is None else logprobs)
 
     def go_on(self, turn: Completion) -> None:
-        """Add a turn of the model's."""
+        """Append one of the model's turns."""
         self.add(turn.tokens, turn.logprobs, turn.spans)
         self.finish, self.routed_experts = turn.finish, turn.routed_experts
         self.seconds += turn.seconds
 
     def sample(self, version: int, failed: bool) -> Sample:
-        """failed: its group did, so it counts as generated only where it came to its end before."""
+        """Return the sample. failed: its group failed, so it counts as generated only if it had come to its end."""
         turn = self.last or Turn(done=True)
         empty = np.empty(0, np.int32)
         return Sample(
@@ -140,7 +141,8 @@ def generate(
 ) -> list[Group]:
     """Generate all prompts, `samples_per_prompt` samples each. Environments and rewards that fail make failed groups.
 
-    `partial`: what there is of them already. Raises RolloutAborted where `progress` raises Abort while the model speaks.
+    partial: the partial rollout to go on from. Raises RolloutAborted if `progress` raises Abort during the model's
+    turn.
     """
     acting = lambda: progress("environments")
     everyone = [(group, prompt) for group, prompt in enumerate(prompts) for _ in range(samples_per_prompt)]
@@ -166,7 +168,7 @@ def generate(
 
 
 def _failures(episodes: Sequence[Episode]) -> dict[int, Failure]:
-    """Group -> why it failed: what its first sample that failed says."""
+    """Return group -> its failure: that of its first sample that failed."""
     found: dict[int, Failure] = {}
     for episode in episodes:
         if episode.seat.failure is not None:
@@ -175,7 +177,7 @@ def _failures(episodes: Sequence[Episode]) -> dict[int, Failure]:
 
 
 def _active(episodes: Sequence[Episode]) -> list[Episode]:
-    """Those that are to be generated on."""
+    """Return the episodes that are not finished."""
     failed = _failures(episodes)
     return [e for e in episodes if not e.done and e.group not in failed]
 
@@ -187,7 +189,8 @@ def _restore(
     environments: Environments,
     acting: Callable[[], None],
 ) -> bool:
-    """Bring new episodes to where they were: environments by the answers that they had. False where these differ now."""
+    """Bring new episodes to where the partial rollout was, giving environments the same answers again. Return False if
+    these now answer otherwise."""
     if len(partial.samples) != len(episodes):
         return False
     for i, (episode, sample) in enumerate(zip(episodes, partial.samples, strict=True)):
@@ -214,7 +217,7 @@ def _restore(
 
 
 def _groups(episodes: Sequence[Episode], version: int) -> list[Group]:
-    """The episodes as they are, group by group."""
+    """Return the episodes as they are, finished or not, as one group a prompt."""
     failed, groups = _failures(episodes), list[Group]()
     for number, mine in itertools.groupby(episodes, operator.attrgetter("group")):
         together = list(mine)
@@ -240,7 +243,7 @@ def _speak(
     engine: Engine,
     progress: Callable[[str], None],
 ) -> None:
-    """The model says its turn, or the rest of one that was cut off."""
+    """Generate the model's turn, or the rest of one that was cut off."""
     turn = active[0].turns
     for episode in active:
         if len(episode.begins) == turn:
@@ -261,7 +264,7 @@ def _speak(
 def _show(
     episodes: Sequence[Episode], turn: int, tokenizer: Any, environments: Environments, acting: Callable[[], None]
 ) -> None:
-    """Show each environment that turn of its model's."""
+    """Show each environment that turn of its model."""
     said = [tokenizer.decode(episode.turn(turn).tolist(), skip_special_tokens=True) for episode in episodes]
     environments.step([(episode.seat, text) for episode, text in zip(episodes, said, strict=True)], acting)
     for episode in episodes:
@@ -276,7 +279,8 @@ def _environments_answer(
     environments: Environments,
     acting: Callable[[], None],
 ) -> None:
-    """Show every environment its model's last turn, and the models what they say to it. context: tokens that a sample may have."""
+    """Show each environment its model's last turn, and the model the environment's answer. context: most tokens of a
+    sample."""
     _show(active, active[0].turns, tokenizer, environments, acting)
     for episode in _active(active):
         assert episode.last is not None

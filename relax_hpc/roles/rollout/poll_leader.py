@@ -1,10 +1,11 @@
-"""Which of a node's waiting workers looks for requests: one for all of them, so that workers without work cost the shared file system nothing.
+"""The poll leader: of a node's waiting workers one looks for requests, so that idle workers cost the shared file system
+nothing.
 
-    worker ─┬─ has the lock of its node ──► looks into RUN/requests/open, claims ──► gives the lock away, generates
+    worker ─┬─ has the lock of its node ──► looks into RUN/requests/open, claims ──► releases the lock, generates
             └─ waits for it: a thread, in the kernel, which hands it on at once, and opens it when its holder dies
 
-The lock's file is on the node's own disk. Its time is that of the last look: where that is long ago, its holder hangs, and everybody looks;
-as everybody does where that disk has no such locks.
+The lock's file is on the node's own disk. Its time is that of the last look: if that is long ago, the holder hangs, and
+every worker looks. Every worker looks, too, where that disk has no such locks.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from relax_hpc.files.run_dir import RunDir
 
 log = logging.getLogger(__name__)
 TAKEN = (errno.EAGAIN, errno.EACCES)
-"""How it is said that another process has the lock."""
+"""Errors that mean that another process has the lock."""
 SILENT_S = 5.0
-"""A poll leader that has not looked for this long is not relied on."""
+"""Seconds without a look after which a poll leader is not relied on."""
 
 
 class PollLeader:
-    """One worker's part in it."""
+    """One worker's part in electing its node's poll leader."""
 
     def __init__(self, run: RunDir) -> None:
         self._changes = threading.Lock()
@@ -39,16 +40,16 @@ class PollLeader:
         self.called = threading.Event()
         """Set when it is this worker's turn to look."""
         self._last_look = (0, float("-inf"))
-        """Of whoever has the lock: the file's time, and when we saw it first, by a clock that nobody sets."""
+        """The lock file's time, and when we first saw that time, by a monotonic clock."""
         self._file: IO[str] | None = None
-        """None where there are no locks."""
+        """The lock's file; None where there are no locks."""
         try:
             self._file = file_of(run).open("a+")
         except (OSError, RunError) as error:
             self._do_without(error)
 
     def looks(self) -> bool:
-        """Whether this worker is to look for requests now; where it is not, it waits to become the poll leader."""
+        """Return True if this worker is to look for requests now; otherwise it waits to become the poll leader."""
         with self._changes:
             self._wanted = True
             if not self._held and not self._asking:
@@ -64,13 +65,13 @@ class PollLeader:
             return now - self._last_look[1] > SILENT_S
 
     def leave(self) -> None:
-        """This worker has something to do: the next one looks."""
+        """Stop looking: this worker has work, the next one looks."""
         with self._changes:
             self._wanted = False
             self._give()
 
     def _take(self) -> None:
-        """Have the lock, or a thread that waits for it."""
+        """Take the lock, or start a thread that waits for it."""
         if self._file is None:
             return
         try:
@@ -115,11 +116,11 @@ class PollLeader:
 
 
 def clear(run: RunDir) -> None:
-    """Remove what is left of it on this node."""
+    """Remove the lock's file from this node."""
     with contextlib.suppress(OSError, RunError):
         file_of(run).unlink()
 
 
 def file_of(run: RunDir) -> Path:
-    """Raises RunError where the node's disk has no folder that is ours alone."""
+    """Raise RunError if the node's disk has no folder that is ours alone."""
     return lock_file(run, "poll_leader")

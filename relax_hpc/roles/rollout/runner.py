@@ -1,4 +1,4 @@
-"""What turns requests into groups, for whoever generates them: an engine with the recipe's prompts, environments and rewards.
+"""The rollout runner turns requests into groups: an engine with the recipe's prompts, environments and rewards.
 
 request ──(source, index)──► prompts ──episodes──► groups; one that cannot be generated becomes failed groups, with the reason
 """
@@ -26,7 +26,7 @@ from relax_hpc.spool.request import Request, request_seed
 
 
 class RolloutRunner:
-    """An engine, still without weights, and all that an episode needs besides."""
+    """An engine, still without weights, with everything else that an episode needs."""
 
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
         torch.set_num_threads(recipe.rollout.threads)
@@ -42,7 +42,7 @@ class RolloutRunner:
         self._evaluation = dataclasses.replace(self._training, temperature=asked.temperature if asked else 0.0)
 
     def prompts(self, request: Request) -> list[Prompt]:
-        """The request's prompts, tokenized."""
+        """Return the request's prompts, tokenized."""
         return [self.sources.prompt(source, index) for source, index in request.prompts]
 
     def groups(
@@ -53,11 +53,13 @@ class RolloutRunner:
         aborts: int = 0,
         partial: PartialRollout | None = None,
     ) -> list[Group]:
-        """The groups of a request; an evaluation has a temperature of its own. Raises EngineError, and RunError for what a person must mend.
+        """Generate the groups of a request; an evaluation has a temperature of its own. Raises EngineError, and
+        RunError for faults that a person must mend.
 
-        aborts: how often it was given back partly generated; partial: what there is of it since. Raises RolloutAborted as `generate` does.
+        aborts: how often the request was given back partly generated; partial: the partial rollout from then. Raises
+        RolloutAborted as `generate` does.
         """
-        # What is left of an answer is not drawn by the numbers that its beginning was drawn by.
+        # The rest of an answer must not be drawn from the same random numbers as its beginning.
         seed = request_seed(request.seed, f"part {aborts}") if aborts else request.seed
         try:
             return generate(

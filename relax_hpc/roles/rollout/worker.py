@@ -34,9 +34,9 @@ from relax_hpc.spool.shard import encode
 from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver, named
 
 GONE_S = 120.0
-"""How long an evaluation's version is looked for: a file system may show a folder a minute late."""
+"""Seconds for which an evaluation's version is looked for: a file system may show a folder a minute late."""
 ALOOF_S = 0.5
-"""How long a worker waits before it says that it lives, while another one looks for requests."""
+"""Seconds between heartbeats of a worker that waits while another one looks for requests."""
 
 
 def body(process: RoleProcess) -> Exit:
@@ -51,7 +51,7 @@ def body(process: RoleProcess) -> Exit:
 
 
 class RolloutWorker:
-    """One worker: what generates requests, and a folder for the one it generates."""
+    """One rollout worker: an engine that generates requests, and the claim directory of the one at hand."""
 
     def __init__(self, process: RoleProcess, claim_dir: str) -> None:
         self.process, self.claim_dir, self.recipe = process, claim_dir, process.recipe
@@ -59,7 +59,7 @@ class RolloutWorker:
         self.held: Version | None = None
         self.requests, self.blocked_s = 0, 0.0
         self.swapping = False
-        """Whether new weights are taken while a request is generated."""
+        """True if new weights are taken while a request is generated."""
         self.device_lock = DeviceLock(process.run, alone=False) if self.recipe.run.placement == "colocate" else None
         self.wait_for_devices()
         self.runner = RolloutRunner(self.recipe, process.run.model)
@@ -74,11 +74,12 @@ class RolloutWorker:
         cache = NodeCache(process.run, self.recipe.spool.node_cache, outstanding)
         self.publisher = ShardPublisher(process.run, claim_dir, cache)
         self.usual_s = 0.0
-        """How long it looked for the requests before."""
+        """Seconds that a search for requests usually takes: the last one, or half of the value before if that is
+        more."""
         self.limits, self.why = Limits(), ""
-        """Of the request that is generated; why the last one was given back."""
+        """Limits of the request at hand; why the last request was given back."""
         self.fetch_s = 0.0
-        """What taking weights took since this was last read."""
+        """Seconds spent on taking weights since this was last read."""
 
     def work(self) -> NoReturn:
         """Generate requests until asked to stop."""
@@ -96,7 +97,7 @@ class RolloutWorker:
                 time.sleep(pause_s)
 
     def acquire_devices(self) -> bool:
-        """Whether the devices are ours, and the engine awake; the trainer may have them still."""
+        """Return True if the devices are ours and the engine is onloaded; the trainer may still have them."""
         if self.device_lock is not None and not self.device_lock.held:
             if not self.device_lock.take():
                 return False
@@ -105,16 +106,17 @@ class RolloutWorker:
         return True
 
     def release_devices(self) -> None:
-        """Leave the devices to the trainer, where they are shared with it; the engine's weights are lost."""
+        """Leave devices that are shared with the trainer; the engine loses its weights."""
         if self.device_lock is not None and self.device_lock.held:
             self.engine.offload()
             self.held = None
             self.device_lock.give()
 
     def wait_for_claim(self) -> tuple[Claim, float]:
-        """Wait for a request, and hold the weights for it; both and the seconds waited. Raises Stop when asked to stop.
+        """Wait for a request and hold the weights for it. Return both, and the seconds waited. Raises Stop when asked
+        to stop.
 
-        New versions are taken with a request, not before: a worker that has nothing to do would read them for nothing.
+        New versions are taken with a request, not before: an idle worker would read them for nothing.
         """
         began = looking_since = time.perf_counter()
         pauses = self.pauses()
@@ -124,7 +126,7 @@ class RolloutWorker:
             if self.held is None and self.device_lock is None:
                 self.take_or_again()
             elif not self.poll_leader.looks():
-                if not self.poll_leader.called.wait(SHARED_PAUSE_S):  # nor is there anything open: who looks had left
+                if not self.poll_leader.called.wait(SHARED_PAUSE_S):  # none is open: else the leader had left
                     self.release_devices()
                     self.poll_leader.called.wait(ALOOF_S)
                 pauses, looking_since = self.pauses(), time.perf_counter()
@@ -141,11 +143,12 @@ class RolloutWorker:
             time.sleep(next(pauses))
 
     def pauses(self) -> Iterator[float]:
-        """Between two looks for requests, while this worker is the one of its node that looks."""
+        """Pause between two looks for requests, while this worker is its node's poll leader."""
         return backoff(last_s=SHARED_PAUSE_S, watchers=self.recipe.rollout.nodes, usual_s=self.usual_s)
 
     def catch_up(self, claim: Claim) -> None:
-        """Take the weights that `claim` is to be generated with; where they cannot be had, others get it."""
+        """Take the weights that `claim` is to be generated with; if they cannot be had, leave the request to other
+        workers."""
         try:
             self.wait_for_weights(claim.request)
         except BaseException:
@@ -153,7 +156,8 @@ class RolloutWorker:
             raise
 
     def wait_for_weights(self, request: Request) -> None:
-        """Hold the weights for a request, when they can be had. Raises Stop when asked to stop, RunError where an evaluation's are gone."""
+        """Hold the weights for a request, if they can be had. Raises Stop when asked to stop, RunError if an
+        evaluation's are gone."""
         tried_s = 0.0
         for pause_s in backoff():
             if self.acquire_devices():
@@ -170,7 +174,7 @@ class RolloutWorker:
             time.sleep(pause_s)
 
     def take_or_again(self, request: Request | None = None) -> bool:
-        """The same as `take`, once more when the engine was lost and came back."""
+        """Do `take`, once more if the engine was lost and came back."""
         try:
             return self.take(request)
         except EngineRestarted as error:
@@ -178,7 +182,7 @@ class RolloutWorker:
             return self.take(request)
 
     def version_for(self, request: Request | None) -> Version | None:
-        """The version that a request is to be generated with; None when there is none yet."""
+        """Return the version that a request is to be generated with; None if there is none yet."""
         if request is None or not request.evaluates:
             return self.receiver.newest()
         try:
@@ -188,8 +192,8 @@ class RolloutWorker:
             return None
 
     def take(self, request: Request | None = None) -> bool:
-        """Load the version for a request unless it is held: the one that an evaluation names, else the newest. It is verified whole before
-        any of it is served. Whether it is held now."""
+        """Load the version for a request unless it is held: the one that an evaluation names, else the newest. It is
+        verified whole before any of it is served. Return True if it is held now."""
         version = self.version_for(request)
         if version is None or version == self.held:
             return version is not None
@@ -205,7 +209,7 @@ class RolloutWorker:
                 f"{error}; resume with `relax-hpc run {self.process.run.root}`: the trainer publishes it again"
             ) from error
         except WeightsError as error:
-            # Retired while we looked: what is held stays valid for its requests, the next look sees a newer one.
+            # Retired while we looked: the version held stays valid for its requests, the next look sees a newer one.
             self.process.log.warning("%s", error)
             return False
         finally:
@@ -215,7 +219,7 @@ class RolloutWorker:
         """Generate the claimed request and publish its shard, or give it back partly generated."""
         held = self.held
         assert held is not None
-        if self.process.run.shard(claim.request.id).exists():  # a worker that counted as lost published it after all
+        if self.process.run.shard(claim.request.id).exists():  # a worker given up for lost published it after all
             end_claim(self.process.run, claim)
             return
         request, began, began_at, scored_s = claim.request, time.perf_counter(), time.time(), self.runner.scored_s
@@ -266,7 +270,8 @@ class RolloutWorker:
         self.blocked_s = time.perf_counter() - began
 
     def give_back(self, claim: Claim, partial: PartialRollout, seconds: float) -> None:
-        """Keep what there is of a request, and leave it to whoever claims it next, with the newest weights then."""
+        """Keep a request's partial rollout, and leave it to the next worker that claims it, with the newest weights
+        then."""
         run, compression = self.process.run, self.recipe.spool.compression
         put_back = functools.partial(partial_rollouts.put_back, run, self.queue, claim, partial, compression)
         kept = self.process.when_room(put_back, f"a part of {claim.request.id}")
@@ -276,7 +281,7 @@ class RolloutWorker:
         )  # fmt: skip
 
     def report_published(self) -> None:
-        """Say what was published since the last call; what found no room is tried again here."""
+        """Report the shards published since the last call; one that found no room on the disk is tried again here."""
         for publication in self.publisher.ended():
             about, finish = publication.about, functools.partial(self.publisher.finish, publication)
             seconds = self.process.when_room(finish, f"shard {about['request']}")
@@ -288,7 +293,7 @@ class RolloutWorker:
             self.process.caches.keep()
 
     def episodes(self, claim: Claim, prompts: list[Prompt], partial: PartialRollout | None) -> list[Group]:
-        """The groups of a request. Raises RolloutAborted when it is to be given back."""
+        """Generate the groups of a request. Raises RolloutAborted when it is to be given back."""
         masks = self.recipe.async_.on_stale == "mask" and not claim.request.evaluates
         self.limits = Limits.of(self.recipe.async_.partial, claim.request_file.aborts) if masks else Limits()
         self.swapping = masks and self.engine.swaps and not self.limits.at_publish
@@ -298,7 +303,8 @@ class RolloutWorker:
             self.limits, self.swapping = Limits(), False
 
     def episodes_or_again(self, claim: Claim, prompts: list[Prompt], partial: PartialRollout | None) -> list[Group]:
-        """The groups of a request, once more from where it was claimed when the engine was lost and came back."""
+        """Generate the groups of a request; once more from where it was claimed, if the engine was lost and came
+        back."""
         try:
             return self.episodes(claim, prompts, partial)
         except EngineRestarted as error:
@@ -307,13 +313,13 @@ class RolloutWorker:
             return self.episodes(claim, prompts, partial)
 
     def report_restart(self, error: EngineRestarted, **about: str) -> None:
-        """Say that the engine was lost, with whose request; its weights are gone."""
+        """Report that the engine was lost, and during which request; its weights are gone."""
         self.held = None
         self.process.log.warning("%s", error)
         self.process.telemetry.metrics(kind="engine_restart", **about, reason=str(error))
 
     def progress(self, state: str) -> None:
-        """The heartbeat in everything that lasts; also where a stop is noticed, and that a request is to be given back."""
+        """Send a heartbeat during long work. A stop is noticed here, and that a request is to be given back."""
         self.process.telemetry.heartbeat(state, requests=self.requests)
         if state == "generating" and self.should_abort():
             raise Abort
@@ -323,7 +329,7 @@ class RolloutWorker:
             self.take()
 
     def should_abort(self) -> bool:
-        """Whether the request that is generated is to be given back partly generated."""
+        """Return True if the request at hand is to be given back partly generated."""
         if self.limits.keeps and self.process.stopping:
             self.why = "stop"
         elif time.monotonic() >= self.limits.until:
@@ -337,17 +343,17 @@ class RolloutWorker:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Until when a request is generated; by default to its end."""
+    """How long a request is generated; by default to its end."""
 
     keeps: bool = False
-    """Whether it is given back partly generated when the worker is asked to stop."""
+    """True if it is given back partly generated when the worker is asked to stop."""
     at_publish: bool = False
     until: float = float("inf")
-    """Of time.monotonic()."""
+    """Time at which generating ends, on time.monotonic()."""
 
     @classmethod
     def of(cls, partial: Partial | None, aborts: int) -> Limits:
-        """Of a request that was given back `aborts` times."""
+        """Return the limits of a request that was given back `aborts` times."""
         if partial is None or aborts >= partial.max_aborts:
             return cls(keeps=partial is not None)
         limit_s = float("inf") if partial.abort_after_s is None else partial.abort_after_s
@@ -355,7 +361,7 @@ class Limits:
 
 
 def refuse_other_weights(request: Request, held: Version, groups: Sequence[Group]) -> None:
-    """Raises RunError where an evaluation was generated by another version than it names."""
+    """Raise RunError if an evaluation was generated by another version than it names."""
     versions = {version for group in groups for sample in group.samples for _, version in sample.spans}
     made_by = {(held.number, held.lineage), *((version, held.lineage) for version in versions)}
     if request.evaluates and made_by != {evaluated_version(request.id)}:
@@ -366,7 +372,7 @@ def refuse_other_weights(request: Request, held: Version, groups: Sequence[Group
 
 
 def said_by_model(samples: Sequence[Sample]) -> int:
-    """Tokens of the model's own."""
+    """Return the number of tokens that the model itself generated."""
     return sum(int(sample.loss_mask.sum()) for sample in samples)
 
 

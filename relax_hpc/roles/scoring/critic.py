@@ -1,13 +1,16 @@
-"""The critic role: a model of its own that says what tokens are worth, and learns it from what the trainer trains on.
+"""The critic role: a value model of its own that says what tokens are worth, and learns from the steps that the trainer
+takes.
 
-SHARDS/REQUEST.h5 ──forward──► COLUMNS/REQUEST.values.h5 ──► the trainer takes the request
-ledger entry s, its shards and columns ──► returns ──► value loss ──AdamW──► critic version s + 1 ──► CRITIC/checkpoints/
+    SHARDS/REQUEST.h5 ──forward──► COLUMNS/REQUEST.values.h5 ──► the trainer takes the request
+    ledger entry s, its shards and columns ──► returns ──► value loss ──AdamW──► critic version s + 1 ──► CRITIC/checkpoints/
 
-It runs beside trainer and rollout: while the policy's step s is trained, it learns step s as well, and values what was generated
-meanwhile. No request is valued by a critic that learned fewer steps than the policy which began the request: so values are as old as
-tokens at most, and at max_staleness 0 those of step s are of critic version s. Rank 0 decides, the others follow.
+It runs beside trainer and rollout: while the policy's step s is trained, the critic learns step s as well, and values
+what was generated meanwhile. No request is valued by a critic that learned fewer steps than the policy which began the
+request. So values are at most as old as tokens, and at max_staleness 0 those of step s are of critic version s. Rank 0
+decides, the others follow.
 
-One that dies learns again from its newest checkpoint on, by ledger, shards and columns: the values that it said stay as they are.
+A critic that dies learns again from its newest checkpoint on, by ledger, shards and columns; the values that it
+published stay as they are.
 """
 
 from __future__ import annotations
@@ -57,13 +60,13 @@ from relax_hpc.trainers.build import SMALL_FILES, weights_folder
 from relax_hpc.weights import DamagedWeights, WeightsError, reference
 
 POLL_FOR_S = 1.0
-"""How long one wait lasts before the other processes hear that there is nothing yet."""
+"""Seconds that one wait lasts before the other processes hear that there is nothing yet."""
 LOOK_AGAIN_S = 0.2
-"""How often the weights of before step 0 are looked for, and by other ranks the folder of this attempt."""
+"""Seconds between looks for the weights of before step 0, and, on other ranks, for this attempt's folder."""
 POLICY = "policy"
-"""In the attempt's folder: what the critic begins as."""
+"""Folder within the attempt's with the policy's weights of before step 0, as which the critic begins."""
 KEPT = 2
-"""Checkpoints: one that the trainer's newest has a twin of, and one before it."""
+"""Checkpoints kept: one as new as the trainer's newest, and one before it."""
 
 
 def body(process: RoleProcess) -> Exit:
@@ -73,18 +76,18 @@ def body(process: RoleProcess) -> Exit:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What rank 0 decided; all ranks act on it."""
+    """Rank 0's decision, which all ranks act on."""
 
     do: Literal["value", "learn", "save", "wait", "stop"]
     request: str = ""
     behind: int = 0
-    """Requests that lack values."""
+    """How many requests lack values."""
     entry: Entry | None = None
     waited_s: float = 0.0
 
 
 class Critic:
-    """One process of the role."""
+    """One process of the critic role."""
 
     def __init__(self, process: RoleProcess, commit_dir: Path) -> None:
         """commit_dir: the attempt's folder."""
@@ -107,7 +110,7 @@ class Critic:
         self.checkpoints = FolderWatch(process.run.checkpoints)
         torch.set_num_threads(self.config.threads)
         self.version = int(about.get("fork_step") or 0)
-        """Steps that were learned."""
+        """How many steps were learned."""
         self.saved, self.requests, self.learned, self.usual_s = -1, 0, 0, 0.0
         self.begin_attempt()
         self.trainer = self.made()
@@ -131,7 +134,7 @@ class Critic:
                 raise Stop
 
     def begin_attempt(self) -> None:
-        """Take over from attempts before this one; meet the other ranks."""
+        """Take over from earlier attempts; meet the other ranks."""
         begin_attempt(self.process, self.commit_dir, lambda: self.wait(LOOK_AGAIN_S))
         recipe, device = self.recipe, self.config.device
         if gpus.computes_on_gpu(device, "critic"):
@@ -143,7 +146,8 @@ class Critic:
         meet(self.commit_dir, self.rank, self.world, device)
 
     def made(self) -> CriticTrainer:
-        """As the newest checkpoint has it, or as it begins: with the body of a model of its own, or of the policy before step 0."""
+        """Return the trainer as the newest checkpoint has it, or as it begins: with the body of a model of its own, or
+        of the policy before step 0."""
         found = self.own.checkpoint_steps()
         folder = self.recipe.models_beside.get(CRITIC_KEY)
         if folder is None:  # that of a checkpoint has the same shape, and its weights come next
@@ -156,13 +160,14 @@ class Critic:
         return trainer
 
     def move_to_quarantine(self, step: int, damage: str) -> None:
-        """A checkpoint that is damaged."""
+        """Quarantine a damaged checkpoint."""
         if self.rank == 0:
             checkpoint.move_to_quarantine(self.own, self.commit_dir, self.run.quarantine, step, damage)
             self.process.telemetry.metrics(kind="damaged_checkpoint", step=step, reason=damage)
 
     def policy_before(self) -> Path:
-        """A model directory with the policy's weights of before step 0, once the trainer has kept them; it goes with the attempt."""
+        """Return a model directory with the policy's weights of before step 0, once the trainer has kept them. It is
+        removed with the attempt."""
         folder = self.commit_dir / POLICY
         if self.rank == 0:
             tensors = self.kept_weights()
@@ -190,14 +195,15 @@ class Critic:
         os.rename(staged, folder)
 
     def wait(self, pause_s: float = 0.0) -> None:
-        """Before the first word: each may leave on its own. A role that is starting is given more time."""
+        """Wait before the first command: each process may leave on its own. A role that is starting is given more
+        time."""
         if self.process.stopping:
             raise Stop
         self.heartbeat("starting")
         time.sleep(pause_s)
 
     def agree(self) -> Command:
-        """Rank 0's word, on every rank."""
+        """Broadcast rank 0's command and return it, on every rank."""
         command = told(self.decide() if self.rank == 0 else None, self.world)
         if command.do == "wait":
             if not self.commit_dir.exists():
@@ -206,7 +212,7 @@ class Critic:
         return command
 
     def decide(self) -> Command:
-        """What there is to do: requests come before steps, for the trainer waits for them."""
+        """Decide what to do next. Requests come before steps, for the trainer waits for them."""
         began = time.perf_counter()
         for pause_s in backoff(usual_s=self.usual_s):
             if self.process.stopping:
@@ -228,12 +234,13 @@ class Critic:
         raise AssertionError("backoff ends never")
 
     def twin_wanted(self) -> bool:
-        """Whether the trainer made a checkpoint out of turn (it was stopped, or needs room), and ours is older than that."""
+        """Return True if the trainer made a checkpoint out of turn (it was stopped, or needs room) and ours is
+        older."""
         steps = [int(name[5:]) for name in self.checkpoints.names() if name.startswith("step-")]
         return any(self.saved < step <= self.version for step in steps)
 
     def value(self, command: Command) -> None:
-        """Make the values of a request."""
+        """Compute and publish the values of a request."""
         began = time.perf_counter()
         read = opened(self.shards, self.shard_reader, command.request, whole)
         if not everywhere(read is not None, self.world):

@@ -1,4 +1,6 @@
-"""What scorers and the critic have in common, who make columns: which requests lack them, and how one is read, published and described."""
+"""Shared by scorers and the critic, which make columns: which requests lack them, and how one is read, published and
+described.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,20 @@ from relax_hpc.spool.shard import DamagedShard, Shard
 
 T = TypeVar("T")
 LOOK_AGAIN_S = 1.0
-"""How often columns are listed: what we published ourselves is known."""
+"""Seconds between listings of columns; those that we published ourselves are known."""
 LOOK_BACK_S = 10.0
-"""How often the folders of earlier batches are looked at."""
+"""Seconds between looks into the folders of earlier batches."""
 LOOK_AHEAD = 64
-"""Requests that are looked into for one that may have its columns: each is a file."""
+"""Most requests that are opened in search of one that may have its columns; each costs a file."""
 SEEN_S = 10.0
-"""A column that we published is in the folder's listing after this, whatever a file system keeps in caches."""
+"""Seconds after which a column that we published is in the folder's listing, whatever a file system caches."""
 
 
 class PendingColumns:
-    """Which requests lack columns: of shards that are published, those of our share.
+    """The published requests of this process's share that lack columns.
 
-    Folders of the newest batches are looked into each time. In earlier ones something is missing where a column was removed, or a
-    shard came late: their times say so, for two stats a folder now and then.
+    Folders of the newest batches are looked into each time. In earlier ones something is missing where a column was
+    removed, or a shard came late: their times say so, for two stats a folder now and then.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class PendingColumns:
         rank: int = 0,
         processes: int = 1,
     ) -> None:
-        """names: of the columns; max_staleness: the run's, within which shards of several batches appear side by side."""
+        """names: names of the columns. max_staleness: the run's, within which shards of several batches appear side by
+        side."""
         self._run, self._shards, self._names = run, shards, names
         self._rank, self._processes = rank, processes
         self._recent = 2 + max_staleness // STEPS_PER_SHARD_FOLDER
@@ -57,12 +60,12 @@ class PendingColumns:
         self._behind: dict[str, tuple[int, int]] = {}
         """Earlier folders in which something may be missing, with their times when that was noticed."""
         self._settled: dict[str, tuple[int, int]] = {}
-        """Earlier folders in which nothing was, with their times then."""
+        """Earlier folders in which nothing was missing, with their times then."""
         self._first_versions: dict[str, int] = {}
         self._looked_at = self._looked_back_at = float("-inf")
 
     def requests(self) -> list[str]:
-        """Those of the earliest batches first."""
+        """Return the requests that lack columns, those of the earliest batches first."""
         folders, now = sorted(self._folders.names()), time.monotonic()
         if now - self._looked_back_at > LOOK_BACK_S:
             self._looked_back_at = now
@@ -91,14 +94,15 @@ class PendingColumns:
         ]
 
     def done(self, request: str) -> None:
-        """Its columns are there, or not needed any more."""
+        """Note that a request has its columns, or needs none any more."""
         self._done[request] = time.monotonic()
         self._first_versions.pop(request, None)
 
     def first(self, shard_reader: Shards, version: int | None, alive: Callable[[], None]) -> tuple[str | None, int]:
-        """The first request that may have its columns now, and how many there are that lack some.
+        """Return the first request that may have its columns now (None if there is none), and how many lack some.
 
-        version: of the model that makes them; no request that was begun by a later policy may have them from it. None: any may.
+        version: that of the model that makes them; a request begun by a later policy may not have them from it. None:
+        any may.
         """
         lacking = self.requests()
         if version is None:
@@ -111,7 +115,7 @@ class PendingColumns:
         return None, len(lacking)
 
     def _may_be_made(self, request: str, shard_reader: Shards, version: int) -> bool:
-        """False also where retention was faster."""
+        """Return True if this version may make the request's columns; False also if retention has removed the shard."""
         if request not in self._first_versions:
             first = opened(self._shards, shard_reader, request, lambda shard: shard.first_version)
             if first is None:
@@ -125,7 +129,7 @@ class PendingColumns:
         return (int(batch) + int(k)) % self._processes == self._rank
 
     def _times(self, folder: str) -> tuple[int, int]:
-        """When names of shards, and of columns, last came or went."""
+        """Return when names of shards, and of columns, last came or went."""
         return _changed(self._shards.shards / folder), _changed(self._run.columns / folder)
 
     def _watch(self, folder: Path) -> frozenset[str]:
@@ -133,7 +137,8 @@ class PendingColumns:
 
 
 def opened(shards: RunDir, shard_reader: Shards, request: str, read: Callable[[Shard], T]) -> T | None:
-    """What `read` makes of a request's shard; None where retention was faster, or it is damaged, which is the trainer's to mend."""
+    """Return `read(shard)` for a request's shard; None if retention removed it, or it is damaged, which the trainer
+    mends."""
     try:
         return shard_reader.read(request, read)
     except DamagedShard as damage:
@@ -146,12 +151,13 @@ def opened(shards: RunDir, shard_reader: Shards, request: str, read: Callable[[S
 
 
 def whole(shard: Shard, routed: bool = False) -> tuple[Rollouts, dict[str, Any], int]:
-    """All of its samples that have tokens (`routed`: with the experts of these), what it says about itself, its checksum."""
+    """Return all of its samples that have tokens (`routed`: with their experts), what it says about itself, its
+    checksum."""
     return shard.rollouts(np.flatnonzero(np.diff(shard.offsets)), routed), shard.meta, shard.checksum
 
 
 def put(path: Path, image: Data, shard: Path, commit_dir: Path | None = None) -> None:
-    """Publish a column of `shard`, unless that was removed meanwhile: nobody would remove the column any more."""
+    """Publish a column of `shard`, unless the shard was removed meanwhile: nobody would remove the column any more."""
     publish(path, image, commit_dir=commit_dir)
     if not shard.exists():
         path.unlink(missing_ok=True)
@@ -160,7 +166,7 @@ def put(path: Path, image: Data, shard: Path, commit_dir: Path | None = None) ->
 def described(
     request: str, names: Sequence[str], rollouts: Rollouts, created: float, score_s: float, **more: float
 ) -> dict[str, Any]:
-    """The line of metrics about columns that were just made. created: when the shard was."""
+    """Return the line of metrics about columns just made. created: when the shard was."""
     tokens = int(rollouts.loss_mask.sum())
     return {
         "kind": "column", "request": request, "columns": list(names), "samples": len(rollouts), "tokens": tokens, "score_s": score_s,

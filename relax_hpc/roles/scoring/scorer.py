@@ -1,13 +1,15 @@
-"""The scorer role: it holds models that others train, or nobody, and says what they make of each request's tokens.
+"""The scorer role: holds models that other roles train, or nobody, and publishes their logprobs of each request's
+tokens.
 
-SHARDS/REQUEST.h5 ──► a forward of the reference, the teacher, the newest policy ──► COLUMNS/REQUEST.NAME.h5 ──► the trainer takes the request
+    SHARDS/REQUEST.h5 ──► a forward of reference, teacher, newest policy ──► COLUMNS/REQUEST.NAME.h5 ──► the trainer takes the request
 
-It reads shards and writes columns, and knows no step. On the torch backend each process works on its own: requests are shared out by their
-names. On Megatron all of them are one group, which the recipe's plan splits the models over: rank 0 decides, the others follow. Earlier batches
-come first. Who dies leaves nothing: what is started in its place makes the columns that are missing, reference and teacher with the same numbers.
+It reads shards and writes columns, and knows no step. On the torch backend each process works on its own: requests are
+shared out by their names. On Megatron all processes are one group, over which the recipe's plan splits the models: rank
+0 decides, the others follow. Earlier batches come first. A process that dies leaves nothing behind: its successor makes
+the columns that are missing, reference and teacher with the same numbers.
 
-The policy's are those of the newest version that there is, and of none before the one that began the request: so they are as old as a token
-at most, and at max_staleness 0 those of the step itself.
+The policy's logprobs are those of the newest version there is, and never of one before the version that began the
+request. So they are at most as old as a token, and at max_staleness 0 those of the step itself.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.parts import digest
 
 LOOK_AGAIN_S = 0.1
-"""How long to wait for weights that cannot be had yet, or for another rank."""
+"""Seconds to wait for weights that cannot be had yet, or for another rank."""
 POLL_FOR_S = 1.0
-"""How long one wait lasts before the other processes hear that there is nothing yet."""
+"""Seconds that one wait lasts before the other processes hear that there is nothing yet."""
 
 
 def body(process: RoleProcess) -> Exit:
@@ -65,32 +67,32 @@ def body(process: RoleProcess) -> Exit:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What rank 0 decided; all ranks act on it."""
+    """Rank 0's decision, which all ranks act on."""
 
     request: str = ""
-    """To be scored; none yet."""
+    """The request to be scored; empty: none yet."""
     behind: int = 0
-    """Requests that lack columns."""
+    """How many requests lack columns."""
     waited_s: float = 0.0
     reference: str = ""
-    """Checksum of the reference, where it is to be scored with one."""
+    """Checksum of the reference weights to score with; empty where none are used."""
     policy: Version | None = None
-    """Which version of the policy it is to be scored with."""
+    """The version of the policy to score with; None where none is used."""
     stop: bool = False
 
 
 class Scorer:
-    """One process: the models, or its part of them, and its share of the requests."""
+    """One scorer process: the models, or its part of them, and its share of the requests."""
 
     def __init__(self, process: RoleProcess, commit_dir: Path | None) -> None:
-        """commit_dir: the folder of the attempt, of a process that is one of a group."""
+        """commit_dir: the attempt's folder, for a process that is one of a group; else None."""
         recipe, arguments = process.recipe, process.arguments
         assert recipe.scorer is not None
         self.process, self.recipe, self.run, self.config = process, recipe, process.run, recipe.scorer
         self.commit_dir = commit_dir
         process.telemetry.heartbeat("starting", requests=0)
         self.names: dict[str, str] = {}
-        """Which weights each model has: a checksum, or a version of the policy. The same on every rank."""
+        """Model -> the weights that it has: a checksum, or a version of the policy. Equal on every rank."""
         self._reference_seen: tuple[tuple[int, int], str] = (0, 0), ""
         self.requests, self.usual_s = 0, 0.0
         self.rank: int = arguments.rank if commit_dir else 0
@@ -135,7 +137,7 @@ class Scorer:
                 self.score(command)
 
     def agree(self) -> Command:
-        """Rank 0's word, on every rank."""
+        """Broadcast rank 0's command and return it, on every rank."""
         command = told(self.decide() if self.rank == 0 else None, self.world)
         if self.commit_dir is not None and not self.commit_dir.exists():
             raise FileNotFoundError(self.commit_dir)  # fenced
@@ -144,7 +146,7 @@ class Scorer:
         return command
 
     def decide(self) -> Command:
-        """Wait for a shard that lacks a column."""
+        """Wait for a shard that lacks a column, and return the command to score it."""
         began = time.perf_counter()
         for pause_s in backoff(watchers=1 if self.commit_dir else self.config.processes, usual_s=self.usual_s):
             if self.process.stopping:
@@ -163,7 +165,8 @@ class Scorer:
         raise AssertionError("backoff ends never")
 
     def reference(self) -> str | None:
-        """The reference's checksum, as the run has it now; None before there is one, and nothing where none is scored with."""
+        """Return the reference's checksum, as the run has it now; None before there is one, empty where none is scored
+        with."""
         if REFERENCE not in self.recipe.scored:
             return ""
         try:
@@ -177,12 +180,12 @@ class Scorer:
         return held or None
 
     def hold(self, command: Command) -> bool:
-        """Have the weights that a request is to be scored with; whether every rank could have them."""
+        """Load the weights that a request is to be scored with. Return True if every rank has them."""
         held = self.names.get(REFERENCE, "") == command.reference or self.take_reference(command.reference)
         return held and (command.policy is None or self.take_policy(command.policy))
 
     def take_reference(self, name: str) -> bool:
-        """Load the reference; a trainer that began anew may be putting another in its place."""
+        """Load the reference weights; a trainer that began anew may be replacing them meanwhile."""
         found, tensors = "", dict[str, Tensor]()
         try:
             found, tensors = reference.read(self.run, self.alive)
@@ -193,7 +196,7 @@ class Scorer:
         return self.take(REFERENCE, name, tensors if found == name else None, self.run.reference)
 
     def take_policy(self, version: Version) -> bool:
-        """Load this version, unless it is held."""
+        """Load this version of the policy, unless it is held."""
         assert self.receiver is not None
         name = f"policy {version.number}.{version.lineage}"
         if self.names.get(RECOMPUTED) == name:
@@ -211,7 +214,7 @@ class Scorer:
             return self.take(RECOMPUTED, name, tensors, self.run.weights)
 
     def take(self, model: str, name: str, tensors: Mapping[str, Tensor] | None, where: Path) -> bool:
-        """Give a model these weights, where every rank has them: ranks that share a model take them together."""
+        """Give a model these weights once every rank has them: ranks that share a model load them together."""
         if not everywhere(tensors is not None, self.world):
             time.sleep(LOOK_AGAIN_S)
             return False
@@ -221,7 +224,7 @@ class Scorer:
         return True
 
     def score(self, command: Command) -> None:
-        """Make the columns of a request."""
+        """Compute and publish the columns of a request."""
         request, began = command.request, time.perf_counter()
         routed = self.recipe.rollout.routed_experts and self.recipe.trainer.backend == "megatron"
         read = opened(self.shards, self.shard_reader, request, partial(whole, routed=routed))
@@ -251,14 +254,14 @@ class Scorer:
                 put(path, image, shard, self.commit_dir)
 
     def wait(self) -> None:
-        """Before the first word: each process may leave on its own."""
+        """Wait before the first command: each process may leave on its own."""
         if self.process.stopping:
             raise Stop
         self.heartbeat("starting")
         time.sleep(LOOK_AGAIN_S)
 
     def alive(self) -> None:
-        """The heartbeat in everything that lasts; who works alone notices a stop in the middle of it."""
+        """Send a heartbeat during long work; a process that works alone notices a stop in the middle of it."""
         if self.process.stopping and self.world == 1:
             raise Stop
         self.heartbeat("scoring" if self.names else "loading")
