@@ -1,7 +1,10 @@
-"""Rank 0's side of the spool: releases requests, waits for shards, writes the ledger, and knows where a restart goes on.
+"""Rank 0's side of the spool: releases requests, waits for shards, writes the ledger, and knows where a restart goes
+on.
 
-release ► open requests … shards (and columns) ► choose ► ledger entry s ► (all ranks train) ► settle ► release …
-after a restart: ledger entries c … s-1 are adopted one by one (training repeats, generation does not), then reconcile
+    release ► open requests … shards (and columns) ► choose ► ledger entry s ► (all ranks train) ► settle ► release …
+
+After a restart the ledger entries c … s-1 are adopted one by one (training repeats, generation does not). Then the
+requests that are missing are released again.
 """
 
 from __future__ import annotations
@@ -31,11 +34,11 @@ from relax_hpc.spool.request import Request, replacement_id
 from relax_hpc.spool.shard import DamagedShard, Shard
 
 POLL_FOR_S = 1.0
-"""How long one wait lasts before the other processes hear that there is nothing yet (they must not look hung)."""
+"""Seconds that one wait lasts before the other processes hear that there is nothing yet (they must not look hung)."""
 
 
 class BatchScheduler:
-    """What rank 0 knows of requests, shards and the ledger."""
+    """Rank 0's account of requests, shards and the ledger."""
 
     def __init__(
         self,
@@ -54,9 +57,9 @@ class BatchScheduler:
         solved_at: float | None = None,
         max_failed: float = 1.0,
     ) -> None:
-        """when_room: does what it is given, again and again while the disk is full. replay: groups that a step takes once more.
-        solved_at: the raw reward of a solved prompt, where entries are to say how many are. max_failed: share of a step's groups
-        that may have failed."""
+        """when_room: calls its argument, again and again while the disk is full. sample_reuse: groups that a step takes
+        once more. solved_at: the raw reward of a solved prompt, if entries are to count solved prompts. max_failed:
+        the share of a step's groups that may have failed."""
         self._solved_at, self._max_failed = solved_at, max_failed
         self._again = SampleReuse(ledger, shard_reader, sample_reuse, planner.max_staleness)
         self.planner, self.ledger, self.queue, self.retention, self.shard_reader = (
@@ -70,30 +73,30 @@ class BatchScheduler:
         self._columns, self._quarantine = columns, quarantine
         self._watches: dict[Path, FolderWatch] = {}
         self._unscored: dict[str, Shard] = {}
-        """Published and outstanding; a scorer has not made its columns yet."""
+        """Outstanding requests that are published and lack columns."""
         self._complete: dict[str, Shard] = {}
-        """Published and outstanding, with all columns; small shards are in memory already."""
+        """Outstanding requests that are published, with all columns; small shards are in memory already."""
         self._kept_out: dict[str, dict[int, str]] = {}
-        """Of complete requests: the groups that failed or that a filter keeps out, and why."""
+        """Complete request -> its groups that failed or that a filter keeps out, and why."""
         self._dropped: dict[str, Dropped] = {}
-        """Given up, not seen since: their lengths are reported when they arrive."""
+        """Requests given up and not seen since: their lengths are reported when they arrive."""
         self._looked_at_starts = float("-inf")
         self.live = False
-        """Whether the ledger's end is reached: before it, steps are replayed."""
+        """True from the ledger's end on; before it, steps are replayed."""
 
     @property
     def depth(self) -> int:
-        """Complete requests that wait for the trainer."""
+        """How many complete requests wait for the trainer."""
         return len(self._complete)
 
     @property
     def unscored(self) -> int:
-        """Requests that wait for their columns alone."""
+        """How many requests wait only for their columns."""
         return len(self._unscored)
 
     @property
     def outstanding(self) -> int:
-        """Requests that are asked for and not yet trained on."""
+        """How many requests are asked for and not yet trained on."""
         return len(self.planner.outstanding)
 
     def begin(self, state: dict[str, Any] | None) -> None:
@@ -105,9 +108,9 @@ class BatchScheduler:
             self.planner.release(upto=self.planner.last_batch(0))
 
     def next_entry(self, step: int, version: int, lineage: int) -> Entry | None:
-        """The ledger entry of `step`: the one that is there, or a new one; None when there is nothing to take yet.
+        """Return the ledger entry of `step`: the one that is there, or a new one; None if there is nothing to take yet.
 
-        Raises RunError, and writes none, where too many of its groups failed: they can be scored or generated again.
+        Raises RunError, and writes none, if too many of its groups failed: they can be scored or generated again.
         """
         found = None if self.live else self.ledger.find(step)
         if found is not None:
@@ -147,8 +150,8 @@ class BatchScheduler:
             )
 
     def settle(self, entry: Entry, step: int) -> None:
-        """Account for a step that was trained, and release what may now be asked for."""
-        self.planner.extend_upto(entry.step, entry.extra_requests)  # of a step that is replayed; else they are there
+        """Account for a step that was trained, and release the requests that may now be asked for."""
+        self.planner.extend_upto(entry.step, entry.extra_requests)  # for a replayed step; else they are there already
         replacements = self.planner.apply(
             entry.step, [t.request for t in entry.take], [d.request for d in entry.dropped], entry.solved
         )
@@ -158,7 +161,7 @@ class BatchScheduler:
             shard = self._complete.pop(request_id, None) or self._unscored.pop(request_id, None)
             if shard is not None:
                 shard.close()
-                if request_id in self._dropped:  # it is counted with the late ones
+                if request_id in self._dropped:  # it is counted with the stale arrivals
                     self.retention.add(-shard.bytes - self._columns.bytes(request_id))
             self._columns.forget(request_id)
         if not self.live:
@@ -181,7 +184,8 @@ class BatchScheduler:
         self._when_room(lambda: self.queue.put(requests, oldest), f"{len(requests)} requests")
 
     def stale_arrivals(self) -> list[tuple[str, float]]:
-        """Dropped requests that have come since the last call, with their columns, and their mean length in tokens."""
+        """Return the dropped requests that came, with their columns, since the last call, and their mean length in
+        tokens."""
         arrived = []
         for request_id in self._published(list(self._dropped)):
             with contextlib.suppress(DamagedShard), Shard(self._run.shard(request_id)) as shard:  # it is not trained on
@@ -196,7 +200,7 @@ class BatchScheduler:
         return arrived
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: what is outstanding, and where the prompt cursor is."""
+        """Return the state for the checkpoint: the outstanding requests, and the prompt cursor."""
         return {
             "planner": self.planner.state_dict(),
             "dropped": [asdict(dropped) for dropped in self._dropped.values()],
@@ -205,7 +209,8 @@ class BatchScheduler:
         }
 
     def _reconcile(self, step: int, version: int) -> None:
-        """At the end of a replay: whatever is outstanding and neither open, claimed nor published is released again."""
+        """Release again, at the end of a replay, each outstanding request that is neither open, claimed nor
+        published."""
         self.queue.remove_torn()
         self.retention.scan(excluding=self.planner.outstanding)
         somewhere = self.queue.in_progress()  # before the shards: a request moves from here to there, never back unseen
@@ -213,7 +218,7 @@ class BatchScheduler:
             o for i, o in self.planner.outstanding.items() if i not in somewhere and not self._run.shard(i).exists()
         ]
         self._put(missing, oldest=version)
-        # What a later batch asks for may be a successor's: this trainer may be one that does not know yet.
+        # Requests of a later batch may be a successor's: this trainer may have been superseded without knowing it yet.
         stray = [
             i for i in somewhere
             if not i.startswith("e") and i not in self.planner.outstanding and int(i[1:7]) < self.planner.next_batch
@@ -226,7 +231,7 @@ class BatchScheduler:
         self.live = True  # last: where the disk is full, all of this is done again
 
     def _wait(self, step: int, version: int) -> Choice | None:
-        """What `step` takes, polling for up to POLL_FOR_S."""
+        """Return the choice of `step`, polling for up to POLL_FOR_S; None if it must wait longer."""
         deadline = time.monotonic() + POLL_FOR_S
         for pause_s in backoff():
             self._look()
@@ -239,7 +244,8 @@ class BatchScheduler:
         raise AssertionError("backoff ends never")
 
     def _choose_knowing_starts(self, step: int, version: int) -> Choice | None:
-        """Enough is complete, but something unfinished seems due: look when it was started, and let what was not start later."""
+        """Choose when enough is complete but an unfinished request seems due: look when it was started, and let
+        requests not yet started start later."""
         if time.monotonic() - self._looked_at_starts < LOOK_AT_STARTS_S:
             return None
         self._looked_at_starts = time.monotonic()
@@ -255,13 +261,14 @@ class BatchScheduler:
         return self.planner.choose(step, complete, started | unscored, passing)
 
     def _passing(self) -> dict[str, int]:
-        """How many groups of each complete request pass; only where the planner wants groups: each shard is read for it."""
+        """Return how many groups of each complete request pass. Only where the planner wants groups: each shard is read
+        for it."""
         if not self.planner.wanted:
             return {}
         return {i: len(shard.groups) - len(self._out(i)) for i, shard in self._complete.items()}
 
     def _extend(self, step: int, passing: dict[str, int]) -> None:
-        """Release further requests in place of groups that do not pass."""
+        """Release extra requests in place of groups that do not pass."""
         if not self.planner.wanted or not self.retention.has_room(len(self.planner.outstanding)):
             return
         new = self.planner.extend(step, passing)
@@ -270,7 +277,7 @@ class BatchScheduler:
             self._put([o for o in new if o.id not in somewhere and not self._run.shard(o.id).exists()])
 
     def _look(self) -> None:
-        """Open the shards that appeared: one stat a folder, whatever is outstanding."""
+        """Open the shards that appeared: one stat a folder, however many requests are outstanding."""
         waiting = [i for i in self.planner.outstanding if i not in self._complete and i not in self._unscored]
         for request_id in self._published(waiting):
             shard = self._opened(request_id)
@@ -282,7 +289,8 @@ class BatchScheduler:
             self.retention.add(self._columns.bytes(request_id))
 
     def _opened(self, request_id: str) -> Shard | None:
-        """A published shard, whole. Of one that is damaged the request is released again; a listing may know it a while longer."""
+        """Open a published shard, checked whole. If it is damaged, its request is released again; a listing may show it
+        a while longer."""
         try:
             return self.shard_reader.opened(request_id)
         except DamagedShard as damage:
@@ -306,7 +314,8 @@ class BatchScheduler:
         return found
 
     def _solved(self, choice: Choice) -> dict[str, tuple[int, int]]:
-        """Source -> samples that solved their prompts, of all that were scored: those that a filter keeps out too."""
+        """Return source -> (samples that solved their prompts, samples scored); those that a filter keeps out count
+        too."""
         counts: dict[str, tuple[int, int]] = {}
         for shard in (self._complete[i] for i in choice.take if self._solved_at is not None):
             right = shard.samples["raw_reward"] >= self._solved_at
@@ -318,7 +327,8 @@ class BatchScheduler:
         return counts
 
     def _filtered(self, choice: Choice) -> dict[str, str]:
-        """REQUEST/GROUP -> why it stays out of the loss: it failed, does not pass, or the batch has all it wants."""
+        """Return REQUEST/GROUP -> why the group stays out of the loss: it failed, does not pass, or the batch is
+        full."""
         filtered: dict[str, str] = {}
         passed = 0
         for request_id in choice.take:
@@ -334,7 +344,7 @@ class BatchScheduler:
         return filtered
 
     def _out(self, request_id: str) -> dict[int, str]:
-        """The groups of a complete request that do not pass, and why."""
+        """Return the groups of a complete request that do not pass, and why."""
         if request_id not in self._kept_out:
             shard, out = self._complete[request_id], dict[int, str]()
             for group in range(len(shard.groups)):
@@ -348,7 +358,7 @@ class BatchScheduler:
 
 
 class WithoutRequests:
-    """What a batch scheduler is where nothing is asked for."""
+    """Base of stand-ins for the batch scheduler where nothing is requested."""
 
     depth, unscored, outstanding = 0, 0, 0
 
@@ -362,7 +372,8 @@ class WithoutRequests:
 
 
 class Replay(WithoutRequests):
-    """What stands in for the batch scheduler in a run that trains on the shards of another one: its ledger, step by step."""
+    """Stands in for the batch scheduler in a run that trains on another run's shards: that run's ledger, step by
+    step."""
 
     live = True
 
@@ -370,7 +381,7 @@ class Replay(WithoutRequests):
         self._source, self._own, self._shard_reader, self._columns = source, ledger, shard_reader, columns
 
     def next_entry(self, step: int, version: int, lineage: int) -> Entry | None:
-        """The other run's entry of `step`; None while columns are missing. Raises RunError at its end."""
+        """Return the other run's entry of `step`; None while columns are missing. Raises RunError at its end."""
         entry = Ledger(self._source).find(step)
         if entry is None:
             raise RunError(f"'{self._source.root}' has {step} steps, this run wants more: --set run.steps={step}")

@@ -1,4 +1,6 @@
-"""The trainer's side of columns: a request counts as complete when all columns of its shard are there, and what is damaged is removed, so that its role makes it again."""
+"""The trainer's side of columns: a request counts as complete when its shard has all columns. Damaged columns are
+removed, so that their roles make them again.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ from relax_hpc.spool.shard import Shard
 from relax_hpc.weights import reference
 
 PAUSE_S = 0.05
-"""Between two looks for columns of a step that was decided on before."""
+"""Seconds between two looks for columns of a step that was decided on before."""
 
 
 def read_columns(run: RunDir, shard: Shard, names: Sequence[str]) -> dict[str, NDArray[np.float32]]:
-    """[T] each, of the columns of a shard that a step takes. Raises DamagedColumn where one is not as it was when it was counted."""
+    """Read the columns of a shard that a step takes, [T] each. Raises DamagedColumn if one is not as it was when it was
+    counted."""
     found = {name: read_column(run.column(shard.request, name), name) for name in names}
     for name, column in found.items():
         if column is None or not fits(column, shard):
@@ -34,27 +37,28 @@ def read_columns(run: RunDir, shard: Shard, names: Sequence[str]) -> dict[str, N
 
 
 def fits(column: Column, shard: Shard) -> bool:
-    """Whether it is a column of this shard."""
+    """Return True if a column was made for this shard."""
     return column.shard == shard.checksum and len(column.values) == int(shard.offsets[-1])
 
 
 class Columns:
-    """What rank 0 knows of the columns that steps need."""
+    """Rank 0's account of the columns that steps need."""
 
     def __init__(self, run: RunDir, names: Sequence[str], commit_dir: Path, say: Callable[..., None]) -> None:
-        """names: of the columns; commit_dir: the folder of our incarnation; say: writes an event down."""
+        """names: names of the columns; commit_dir: the folder of our incarnation; say: writes an event down."""
         self._run, self.names, self._commit_dir, self._say = run, names, commit_dir, say
         self._watches: dict[Path, FolderWatch] = {}
         self._versions: dict[str, dict[str, str]] = {}
-        """Of requests whose columns are all there."""
+        """Request -> versions of its columns, for requests that have all of them."""
         self._reference: str | None = None
         self._bytes: dict[str, int] = {}
-        """Of these requests' columns."""
+        """Request -> size of its columns, for the same requests."""
 
     def ready(self, shards: Mapping[str, Shard]) -> list[str]:
-        """The requests whose columns are all there. One that is damaged, or of other weights, is removed to be made again.
+        """Return the requests that have all their columns. A column that is damaged, or of other weights, is removed to
+        be made again.
 
-        shards: by their requests.
+        shards: request -> its shard.
         """
         names: dict[Path, frozenset[str]] = {}  # one stat a folder, whatever waits
         return [request for request, shard in shards.items() if not self.names or self._ready(request, shard, names)]
@@ -76,20 +80,20 @@ class Columns:
         return True
 
     def versions(self, request: str) -> dict[str, str]:
-        """Of the columns of a request that is ready."""
+        """Return column -> version, for a request that is ready."""
         return self._versions.get(request, {})
 
     def bytes(self, request: str) -> int:
-        """Of the columns of a request that is ready."""
+        """Return the size of the columns of a request that is ready."""
         return self._bytes.get(request, 0)
 
     def forget(self, request: str) -> None:
-        """The request was taken or given up."""
+        """Forget a request that was taken or given up."""
         self._versions.pop(request, None)
         self._bytes.pop(request, None)
 
     def _read(self, name: str, path: Path, request: str, shard: Shard) -> Column | None:
-        """The column; None where it is not there, or any more."""
+        """Read a column; None if it is not there, or not any more."""
         try:
             column = read_column(path, name)
         except DamagedColumn as error:
@@ -111,7 +115,7 @@ class Columns:
         return self._reference
 
     def _refuse(self, name: str, path: Path, request: str, reason: str) -> None:
-        """By way of our own folder: a superseded trainer removes nothing."""
+        """Remove a column, by way of our own folder: a superseded trainer removes nothing."""
         gone = self._commit_dir / path.name
         try:
             path.rename(gone)
@@ -124,7 +128,8 @@ class Columns:
 
 
 def columns_of(entry: Entry, shard_reader: Shards, columns: Columns) -> dict[str, dict[str, str]] | None:
-    """Request -> versions of its columns, of a step that was decided on before; None, after a pause, while one is missing."""
+    """Return request -> versions of its columns, for a step that was decided on before; None, after a pause, while one
+    is missing."""
     found: dict[str, dict[str, str]] = {taken.request: {} for taken in entry.take}
     for taken in entry.take if columns.names else ():
         ready = lambda shard, request=taken.request: columns.ready({request: shard})

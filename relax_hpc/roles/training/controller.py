@@ -34,12 +34,12 @@ from relax_hpc.spool.queue import Queue
 from relax_hpc.weights import Export, make_publisher
 
 MARGIN_S = 10.0
-"""Kept free before the allocation's end, beside what a step and a checkpoint were seen to take."""
+"""Seconds kept free before the allocation's end, besides what a step and a checkpoint were seen to take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What rank 0 decided; all ranks act on it."""
+    """Rank 0's decision, which all ranks act on."""
 
     do: Literal["step", "wait", "publish", "checkpoint", "end"]
     entry: Entry | None = None
@@ -48,7 +48,7 @@ class Command:
 
 
 class Controller:
-    """What rank 0 has besides: requests, ledger, weights, evaluations, retention, metrics."""
+    """Rank 0's part of the trainer: requests, ledger, weights, evaluations, retention, metrics."""
 
     def __init__(self, role: TrainerState) -> None:
         recipe, run, commit_dir = role.recipe, role.run, role.commit_dir
@@ -56,7 +56,7 @@ class Controller:
         self.incarnation = int(commit_dir.name[1:])
         ledger, queue = Ledger(run, commit_dir), Queue(run)
         self.critic = RunDir(run.critic) if "values" in role.columns else None
-        """Where its checkpoints are, if it has processes of its own."""
+        """The critic's directory, if it has processes of its own."""
         self.retention = Retention(run, recipe, commit_dir, ledger, role.context, self.critic)
         columns = Columns(run, role.columns, commit_dir, self.process.telemetry.metrics)
         quarantine = Quarantine(run, commit_dir, self.process.telemetry.metrics)
@@ -92,12 +92,12 @@ class Controller:
         self.skipped_steps = SkippedSteps(recipe.trainer.max_skipped_steps, self.process.log)
         deadline = self.process.arguments.deadline
         self.deadline = None if deadline is None else time.monotonic() + deadline - time.time()
-        """The allocation's end, by a clock that nobody sets."""
+        """The allocation's end, on time.monotonic()."""
         self.waited_s, self.last_step_at, self.longest_step_s = 0.0, time.perf_counter(), 0.0
         self.differs = False
-        """Whether engine and trainer were said to compute different logprobs."""
+        """True once it was reported that engine and trainer compute different logprobs."""
         self.checkpoint_s = 0.0
-        """What checkpoints took of the trainer's time since the step before."""
+        """Seconds of the trainer's time that checkpoints took since the step before."""
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or from nothing."""
@@ -111,7 +111,7 @@ class Controller:
             self.process.log.warning("%s", warning)
 
     def new_planner(self) -> RequestPlanner:
-        """A planner with nothing asked for yet."""
+        """Return a planner that has not asked for anything yet."""
         recipe = self.recipe
         return RequestPlanner(
             n=recipe.requests_per_step,
@@ -130,7 +130,7 @@ class Controller:
         )
 
     def publish(self, export: Export, asked: bool) -> None:
-        """Make the weights of now the newest version, where anybody takes it. `asked`: outside a step."""
+        """Publish the present weights as the newest version, if anybody takes it. `asked`: outside a step."""
         if not self.recipe.generates or (self.recipe.supervised and not self.is_taken(asked)):
             return
         number, alive, before = self.role.version, lambda: self.role.heartbeat("publishing"), self.publisher.lineage
@@ -145,13 +145,14 @@ class Controller:
             self.process.telemetry.metrics(kind="lineage", version=number, lineage=version.lineage)
 
     def is_taken(self, asked: bool) -> bool:
-        """Of supervised fine-tuning: whether an evaluation takes these weights, and none still needs those that are there."""
+        """Return True if an evaluation takes these weights, and none still needs those that are there. For supervised
+        fine-tuning."""
         if asked:
             return self.publisher.wanted() or not self.evaluations.pending
         return self.evaluations.due(self.role.step)
 
     def decide(self) -> Command:
-        """What all ranks do next."""
+        """Decide what all ranks do next."""
         role, steps = self.role, self.recipe.run.steps
         self.report_scores()
         self.skipped_steps.check()
@@ -182,18 +183,19 @@ class Controller:
         return self.make_room() or Command("wait")
 
     def would_overtake(self) -> bool:
-        """Whether the next step publishes a version to be scored while another is being scored: each stays on disk until it is.
-        Only answers are learned so fast: elsewhere the workers make what is trained on."""
+        """Return True if the next step would publish a version to be scored while another is being scored: each stays
+        on disk until it is. Only supervised fine-tuning is that fast: elsewhere the workers make what is trained on."""
         behind = any(version <= self.role.step for version, _ in self.evaluations.pending)
         return self.recipe.supervised and behind and self.evaluations.due(self.role.step + 1)
 
     def out_of_time(self) -> bool:
-        """Whether the allocation may end before another step and its checkpoint do: then none is begun."""
+        """Return True if the allocation may end before another step and its checkpoint do; then no step is begun."""
         needed_s = 1.5 * self.longest_step_s + 2 * self.role.save_s + MARGIN_S
         return self.deadline is not None and time.monotonic() + needed_s > self.deadline
 
     def make_room(self) -> Command | None:
-        """When the quota holds requests back and nothing is left to train on: checkpoint early, so that old shards may go."""
+        """Checkpoint early, so that old shards may go, when the quota holds requests back and nothing is left to train
+        on; else None."""
         if self.scheduler.release(self.role.step) or self.scheduler.outstanding:
             return None
         if self.recipe.spool.keep == "needed" and self.role.saved_step != self.role.step:
@@ -209,7 +211,7 @@ class Controller:
         )
 
     def after_step(self, entry: Entry, batch: Batch, metrics: dict[str, float], clock: Clock) -> None:
-        """Settle ledger and planner, say what happened."""
+        """Settle ledger and planner after a step, and report it."""
         role, rollouts, replayed = self.role, batch.rollouts, not self.scheduler.live
         self.scheduler.settle(entry, role.step)
         self.skipped_steps.note(entry, rollouts, metrics)
@@ -243,7 +245,8 @@ class Controller:
         self.process.caches.keep()
 
     def compare_engine(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say once an attempt that engine and trainer do not compute the same. Shards of another run were made by other weights."""
+        """Say once an attempt if engine and trainer do not compute the same logprobs. Shards of another run were made
+        by other weights."""
         apart, limit = metrics.get("engine_diff", 0.0), self.recipe.rollout.logprob_diff_warning
         if self.differs or self.role.debug is not None or apart <= limit:
             return
@@ -274,11 +277,11 @@ class Controller:
         return self.scheduler.state_dict() | own
 
     def forget(self, oldest: int) -> None:
-        """The oldest checkpoint is now that of step `oldest`: what only earlier steps replay may go."""
+        """Remove what only steps before `oldest`, now the oldest checkpoint's step, would replay."""
         self.remove_before(oldest)
         self.publisher.forget(oldest, self.evaluations.needs(self.role.step))
 
     def remove_before(self, step: int) -> None:
-        """Shards that only earlier steps replay may go, where they are this run's."""
+        """Remove shards that only steps before `step` replay, if they are this run's."""
         if self.role.shards == self.role.run:
             self.retention.remove_before(step)

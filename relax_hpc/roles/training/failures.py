@@ -1,6 +1,7 @@
-"""Groups that could not be generated or scored, by rank 0 of the trainer: said once in the log, counted in metrics.
+"""Failed groups, which could not be generated or scored, as rank 0 of the trainer reports them: once in the log,
+counted in metrics.
 
-shards ──reason of a group──► ledger entry ("failed: …") ──► count: metrics of the step, status ──► the log, once a reason
+    shards ──reason of a group──► ledger entry ("failed: …") ──► count: metrics of the step, status ──► the log, once a reason
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from relax_hpc.spool.reading import Shards
 
 
 def count_failures(entry: Entry) -> Counter[str]:
-    """Reason -> the groups of a step that failed for it."""
+    """Count the groups of a step that failed, by reason."""
     return Counter(text.removeprefix(FAILED) for text in entry.filtered.values() if text.startswith(FAILED))
 
 
 class Failures:
-    """What failed since this process began."""
+    """The failures seen since this process began."""
 
     def __init__(self, shards: Shards, log: logging.Logger) -> None:
         self._shards, self._log = shards, log
         self._until_now = Counter[str]()
 
     def note(self, entry: Entry) -> None:
-        """Before a step. A reason is told when it is new, and each time that ten times as many groups failed for it."""
+        """Log an entry's failures, before its step. A reason is logged when it is new, and each time that ten times as
+        many groups failed for it."""
         for reason, count in count_failures(entry).items():
             before, now = self._until_now[reason], self._until_now[reason] + count
             self._until_now[reason] = now
@@ -37,7 +39,7 @@ class Failures:
                 self._log.warning("step %d: %d groups failed until now: %s", entry.step, now, reason)
 
     def _first(self, entry: Entry, reason: str) -> str:
-        """The reason, and the first group that failed for it."""
+        """Return the reason, with the first group that failed for it."""
         name = next(name for name, text in entry.filtered.items() if text == FAILED + reason)
         request, _, group = name.rpartition("/")
         try:

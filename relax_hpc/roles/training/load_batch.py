@@ -1,4 +1,6 @@
-"""What a step's ledger entry lets into the loss, read from shards and columns: by the trainer, and by a critic that learns from the same."""
+"""Load a step's batch: the samples that its ledger entry lets into the loss, from shards and columns. Trainer and
+critic both use it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ def take(
     routed: bool = False,
     oldest: int | None = None,
 ) -> Batch:
-    """The samples, in the order of their ids. Raises DamagedColumn where one of `columns` is gone, RunError where a shard is damaged.
+    """Load the samples, in the order of their ids. Raises DamagedColumn if one of `columns` is gone, RunError if a
+    shard is damaged.
 
-    run: where the columns are; routed: with the experts that tokens were routed to; oldest: tokens of earlier versions are masked.
+    run: where the columns are; routed: with the experts that tokens were routed to; oldest: tokens of earlier versions
+    are masked.
     """
 
     def of(shard: Shard, which: NDArray[np.bool_]) -> Rollouts:

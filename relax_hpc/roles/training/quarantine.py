@@ -1,7 +1,8 @@
-"""Damaged shards: one that no step has taken yet is quarantined and its request generated again; of one that a step takes, nothing can take the place.
+"""Quarantine of damaged shards: a shard that no step has taken is put aside and its request generated again. One that a
+step takes cannot be replaced.
 
-SHARDS/REQUEST.h5 ──damaged, not in the ledger──► ASIDE/REQUEST.N.damaged, with its reason; the request is open again
-                └─in the ledger──► RunError, on every rank: the run stops
+    SHARDS/REQUEST.h5 ──damaged, not in the ledger──► QUARANTINE/REQUEST.N.damaged, with its reason; the request is open again
+                     └─in the ledger──► RunError, on every rank: the run stops
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.shard import DamagedShard
 
 MOST = 3
-"""Times that a request's shard may be damaged: then it is not chance, and generating it once more would end the same way."""
+"""Times that a request's shard may be damaged. More is not chance: another generation would end the same way."""
 
 
 class Quarantine:
-    """Where rank 0 puts damaged shards. `commit_dir`: the folder of our incarnation; a superseded trainer removes nothing."""
+    """Rank 0's quarantine for damaged shards. `commit_dir`: the folder of our incarnation; a superseded trainer removes
+    nothing."""
 
     def __init__(self, run: RunDir, commit_dir: Path, say: Callable[..., None]) -> None:
         """say: writes an event down."""
         self._run, self._commit_dir, self.say = run, commit_dir, say
 
     def put(self, request: str, damage: DamagedShard) -> None:
-        """Move the published shard of a request to quarantine. Raises RunError when that is in vain."""
+        """Move a request's published shard to quarantine. Raises RunError when that is in vain."""
         before = len(list(self._run.quarantine.glob(f"{request}.*.damaged")))
         if before >= MOST:
             raise RunError(
@@ -51,7 +53,8 @@ class Quarantine:
 
 @contextlib.contextmanager
 def decided(step: int) -> Iterator[None]:
-    """Whatever reads shards that the ledger's entry of `step` names. Raises RunError, which says what a person can do."""
+    """Guard the reading of shards that the ledger entry of `step` names. Raises RunError, which says what a person can
+    do."""
     try:
         yield
     except DamagedShard as damage:

@@ -1,4 +1,4 @@
-"""Room: how many bytes of shards and columns there are, what was promised to requests in progress, and what may be removed."""
+"""Disk space: bytes of shards and columns, bytes promised to requests in progress, and which shards may be removed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from relax_hpc.spool.layout import SCORE_BYTES
 from relax_hpc.spool.ledger import Ledger
 
 TOKEN_BYTES = 4 + 1 + 4
-"""tokens, loss_mask and logprobs of one token."""
+"""Bytes of one token: tokens, loss_mask and logprobs."""
 SHARD_BYTES = 16 << 10
-"""What a shard holds besides its tokens, generously; a column holds less."""
+"""Bytes that a shard holds besides its tokens, generously; a column holds less."""
 
 
 class Retention:
@@ -27,7 +27,7 @@ class Retention:
         """critic: where the checkpoints of a critic in processes of its own are."""
         self._run, self._recipe, self._commit_dir, self._ledger, self._critic = run, recipe, commit_dir, ledger, critic
         self._asked = 0
-        """The step before which nothing is needed by the trainer."""
+        """The step before which the trainer needs nothing."""
         self.removed_before = 0
         self.used_bytes = 0
         samples = recipe.rollout.groups_per_request * recipe.algorithm.group_size
@@ -38,10 +38,11 @@ class Retention:
         self.request_bytes += len(recipe.columns) * (samples * longest * SCORE_BYTES + SHARD_BYTES)
 
         if recipe.async_.partial:
-            self.request_bytes *= 2  # what it had when it was given back lies beside it until its shard is there
+            self.request_bytes *= 2  # its partial rollout lies beside it until its shard is there
 
     def scan(self, excluding: Collection[str]) -> None:
-        """Count what is there; that of requests in progress is added when they are taken in."""
+        """Count the bytes there are, except those of the requests `excluding`: these are in progress, and added when
+        they are taken in."""
         there = [p for folder in (self._run.shards, self._run.columns) for p in folder.rglob("[!.]*.h5")]
         self.used_bytes = sum(p.stat().st_size for p in there if p.name.partition(".")[0] not in excluding)
 
@@ -49,7 +50,8 @@ class Retention:
         self.used_bytes += more_bytes
 
     def has_room(self, requests_in_progress: int) -> bool:
-        """Whether one more batch may be released: every request in progress has its largest possible shard reserved."""
+        """Return True if one more batch may be released: every request in progress has its largest possible shard
+        reserved."""
         quota_gb = self._recipe.spool.quota_gb
         if quota_gb is None:
             return True
@@ -57,7 +59,8 @@ class Retention:
         return self.used_bytes + reserved <= quota_gb * 1e9
 
     def remove_before(self, step: int) -> None:
-        """Remove shards that no checkpoint from `step` on replays; by way of our own folder: a fenced trainer deletes nothing."""
+        """Remove shards that no checkpoint from `step` on replays, by way of our own folder: a fenced trainer deletes
+        nothing."""
         self._asked = step
         # a critic learns the steps again that came after its newest checkpoint, or its older one where that is damaged
         self._remove_before(step if self._critic is None else min(step, *(self._critic.checkpoint_steps() or [0])))
@@ -78,7 +81,8 @@ class Retention:
         self.removed_before = max(step, self.removed_before)
 
     def waits_for_critic(self) -> bool:
-        """Whether more may go when a critic has a checkpoint as new as the trainer's; what its newest one does not replay goes by now."""
+        """Return True if more may go once the critic has a checkpoint as new as the trainer's. Shards that its newest
+        one does not replay are removed now."""
         if self._critic is None or self._recipe.spool.keep == "all":
             return False
         before, newest = self.removed_before, newest_step(self._critic)
@@ -94,5 +98,5 @@ class Retention:
 
 
 def newest_step(critic: RunDir) -> int:
-    """Of a critic's checkpoints; 0 before the first."""
+    """Return the step of a critic's newest checkpoint; 0 before the first."""
     return max(critic.checkpoint_steps(), default=0)

@@ -1,6 +1,7 @@
-"""Which groups a step trains on once more: chosen from the ledger and the shards alone, so that every incarnation may choose.
+"""Sample reuse: the groups that a step trains on once more, chosen from ledger and shards alone, so that every
+incarnation may choose.
 
-entries s - max_staleness … s - 1 ──within the bound at s, in the loss then, not again since──► the most varied k ──► entry s
+    entries s - max_staleness … s - 1 ──within the bound at s, in the loss then, not again since──► the most varied k ──► entry s
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from relax_hpc.spool.shard import Shard
 
 
 class SampleReuse:
-    """Groups of the steps before, by how much the rewards of their samples vary."""
+    """Chooses groups of earlier steps whose samples' rewards vary most."""
 
     def __init__(self, ledger: Ledger, shard_reader: Shards, count: int, max_staleness: int) -> None:
         """count: groups a step."""
         self._ledger, self._shard_reader, self._count, self._bound = ledger, shard_reader, count, max_staleness
         self._variances: dict[str, list[float]] = {}
-        """Of the groups of each request that a step took within the bound."""
+        """Request -> variances of its groups' rewards, for requests that a step took within the bound."""
 
     def choose(self, step: int) -> dict[str, int]:
-        """REQUEST/GROUP -> the step that it was trained on first, for what `step` takes again."""
+        """Return REQUEST/GROUP -> the step that trained on it first, for the groups that `step` takes again."""
         if not self._count:
             return {}
         before = [e for s in range(max(0, step - self._bound), step) if (e := self._ledger.find(s)) is not None]
@@ -47,7 +48,7 @@ class SampleReuse:
 
 
 def _variances(shard: Shard) -> list[float]:
-    """Of the rewards of each group."""
+    """Return the variance of the rewards of each group."""
     of, rewards = shard.samples["group"], shard.samples["reward"]
     groups = [rewards[of == g] for g in range(len(shard.groups))]
     return [float(np.var(g)) if len(g) else 0.0 for g in groups]

@@ -2,7 +2,8 @@
 
 cursor ──► ledger entry s: (source, index, epoch) of each prompt ──► prompts and answers, tokenized ──► one optimizer step
 
-Nothing is requested, generated or waited for: the entry names prompts and every rank looks them up, so what a step learns depends on the recipe's seed and the cursor's position alone.
+Nothing is requested, generated or waited for: the entry names prompts and every rank looks them up, so what a step
+learns depends on the recipe's seed and the cursor's position alone.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ SEED_OFFSET = 0x5EED
 
 
 class SftBatches(WithoutRequests):
-    """What stands in for the batch scheduler: the prompts of each step, by the cursor."""
+    """Stands in for the batch scheduler in supervised fine-tuning: the prompts of each step come from the cursor."""
 
     def __init__(self, cursor: PromptCursor, prompts_per_step: int, ledger: Ledger, incarnation: int) -> None:
         self._cursor, self._count, self._ledger, self._incarnation = cursor, prompts_per_step, ledger, incarnation
         self._entry: Entry | None = None
-        """That of the step that is next: drawn once, however often it is asked for (while the disk is full, again and again)."""
+        """The next step's entry: drawn once, however often it is asked for (while the disk is full, again and
+        again)."""
         self._committed = False
         self.live = False
-        """Whether the ledger's end is reached: before it, steps are replayed."""
+        """True from the ledger's end on; before it, steps are replayed."""
 
     def begin(self, state: dict[str, Any] | None) -> None:
         """Go on from a checkpoint's state, or from nothing."""
@@ -46,7 +48,7 @@ class SftBatches(WithoutRequests):
             self._cursor.load_state_dict(state["cursor"])
 
     def next_entry(self, step: int, version: int, lineage: int) -> Entry:
-        """The ledger entry of `step`: the one that is there, or a new one."""
+        """Return the ledger entry of `step`: the one that is there, or a new one."""
         if self._entry is None or self._entry.step != step:
             learned = tuple((ref.source, ref.index, ref.epoch) for ref in self._cursor.take(self._count))
             self._entry = Entry(step, self._incarnation, lineage, take=(), learned=learned)
@@ -58,12 +60,13 @@ class SftBatches(WithoutRequests):
         return self._entry
 
     def state_dict(self) -> dict[str, Any]:
-        """For the checkpoint: where the prompt cursor is."""
+        """Return the state for the checkpoint: the prompt cursor."""
         return {"cursor": self._cursor.state_dict()}
 
 
 def read(entry: Entry, sources: PromptSources) -> Rollouts:
-    """What `entry` learns, as samples whose every token is in the loss. Raises RunError for an answer that cannot be learned."""
+    """Read the examples that `entry` learns, as samples whose every token is in the loss. Raises RunError for an answer
+    that cannot be learned."""
     examples = [sources.example(source, index) for source, index, _ in entry.learned]
     rollouts = as_rollouts([prompt.tokens for prompt, _ in examples], [answer for _, answer in examples])
     return replace(rollouts, ids=entry.sft_examples)

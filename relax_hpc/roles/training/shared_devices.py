@@ -11,7 +11,7 @@ from relax_hpc.roles.training.state import TrainerState
 
 
 class SharedDevices:
-    """One rank's part in it. Does nothing where the trainer has devices of its own."""
+    """One rank's part in sharing devices. Does nothing if the trainer has devices of its own."""
 
     def __init__(self, role: TrainerState) -> None:
         self._role = role

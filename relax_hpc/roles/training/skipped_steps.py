@@ -1,4 +1,4 @@
-"""Steps that changed nothing: counted while they come in a row, with why, until one trains again."""
+"""Skipped steps, which changed nothing: counted while they come in a row, with the cause, until a step trains again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_hpc.spool.ledger import Entry
 
 
 class SkippedSteps:
-    """What rank 0 remembers of them."""
+    """Rank 0's memory of the steps skipped in a row."""
 
     def __init__(self, limit: int, log: logging.Logger) -> None:
         """limit: trainer.max_skipped_steps."""
@@ -23,7 +23,8 @@ class SkippedSteps:
         self.why = ""
 
     def note(self, entry: Entry, rollouts: Rollouts, metrics: Mapping[str, float]) -> None:
-        """After a step. What is filtered is said in the log each `limit` steps: only the prompts can change that."""
+        """Count a step if it was skipped, or had nothing to train on. The latter is logged each `limit` steps in a row:
+        only the prompts can change that."""
         self.skipped = self.skipped + 1 if metrics.get("skipped") else 0
         self.empty = self.empty + 1 if metrics.get("tokens") == 0 else 0
         if self.skipped:
@@ -38,7 +39,7 @@ class SkippedSteps:
             )  # fmt: skip
 
     def check(self) -> None:
-        """Raises RunError when too many steps in a row were skipped."""
+        """Raise RunError when too many steps in a row were skipped."""
         if self.skipped >= self.limit:
             raise RunError(
                 f"{self.skipped} steps in a row were skipped (trainer.max_skipped_steps = {self.limit}), since loss or gradient were "
@@ -48,7 +49,7 @@ class SkippedSteps:
 
 
 def cause(rollouts: Rollouts, metrics: Mapping[str, float]) -> str:
-    """What was not finite: rewards by their samples, else what was computed from them."""
+    """Name what was not finite: rewards, with their samples, else what was computed from them."""
     bad = np.flatnonzero(~np.isfinite(rollouts.rewards))
     if len(bad):
         return f"the reward of sample {rollouts.ids[bad[0]]} is {rollouts.rewards[bad[0]]} ({len(bad)} of {len(rollouts)} are not finite)"

@@ -1,4 +1,4 @@
-"""A run as every rank of its trainer sees it: all that the controller and the shared devices need to know of the role."""
+"""The trainer's state on every rank: all that the controller and the shared devices need to know of the role."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_hpc.trainers.base import Trainer
 
 
 class TrainerState:
-    """One process of the trainer: its run, its place among the ranks, how far it is."""
+    """One process of the trainer: its run, its place among the ranks, its progress."""
 
     trainer: Trainer
     sources: PromptSources
@@ -32,7 +32,7 @@ class TrainerState:
         self.process, self.recipe, self.run = process, recipe, process.run
         self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.switch_s = 0.0
-        """Seconds that leaving and taking shared devices took since the step before, generation not counted."""
+        """Seconds that leaving and taking shared devices took since the step before, without generation."""
         self.rank, self.world = arguments.rank, arguments.world
         self.commit_dir = Path(arguments.incarnation)
         process.telemetry.heartbeat("starting", step=0, steps=recipe.run.steps)
@@ -43,10 +43,10 @@ class TrainerState:
         """The run whose shards are trained on."""
         self.shard_reader = Shards(self.shards, recipe.spool.node_cache)
         self.columns = () if self.debug == "rollout-only" else recipe.columns
-        """Those that other roles make."""
+        """Names of the columns that other roles make."""
         begins_elsewhere = "values" in self.columns and CRITIC_KEY not in recipe.models_beside
         self.keeps_reference = REFERENCE in self.columns or begins_elsewhere
-        """Scorers hold the weights of before step 0, or a critic begins as them."""
+        """True if the weights of before step 0 are kept: scorers hold them, or a critic begins as them."""
         # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
@@ -55,11 +55,11 @@ class TrainerState:
 
     @property
     def version(self) -> int:
-        """Of the policy's weights: the steps that were trained."""
+        """The version of the policy's weights: how many steps were trained."""
         return 0 if self.debug == "rollout-only" else self.step
 
     def everywhere(self, flag: bool) -> bool:
-        """True where the flag is set on every rank; collective."""
+        """Return True if the flag is set on every rank; collective."""
         return everywhere(flag, self.world)
 
     def heartbeat(self, state: str) -> None:

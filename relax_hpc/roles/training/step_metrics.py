@@ -1,4 +1,6 @@
-"""What a training step's samples were like (rewards, lengths, ages), and what its parts took. docs/metrics.md lists all names."""
+"""Metrics of a training step: its samples (rewards, lengths, ages), and the seconds of its parts. docs/metrics.md lists
+all names.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _MIX, _HASH_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(40)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step trains on, as it was read."""
+    """A step's batch, as it was read."""
 
     rollouts: Rollouts
     masked: int
@@ -33,21 +35,21 @@ class Batch:
 
 
 class Clock:
-    """Seconds of one part after the other."""
+    """Measures the seconds of one part after the other."""
 
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
         self._at = time.perf_counter()
 
     def lap(self, name: str) -> float:
-        """The part that ends now is called `name`; its seconds."""
+        """End the current part, record it as `name`, and return its seconds."""
         before, self._at = self._at, time.perf_counter()
         self.laps[name] = self._at - before
         return self.laps[name]
 
 
 def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
-    """Metrics of the samples that entered the loss of `entry.step`; ages in versions, lengths in tokens."""
+    """Return metrics of the samples in the loss of `entry.step`; ages in versions, lengths in tokens."""
     rollouts = batch.rollouts
     lengths = np.diff(rollouts.offsets)
     if entry.learned:
@@ -86,7 +88,8 @@ def describe(entry: Entry, batch: Batch, recipe: Recipe) -> dict[str, Any]:
 
 
 def of_generated(groups: Sequence[NDArray[np.float32]]) -> dict[str, float]:
-    """Metrics of all groups that were generated for a step, filtered ones too: what was trained on alone would flatter, or not."""
+    """Return metrics of all groups that were generated for a step, filtered ones too: those trained on alone would
+    mislead."""
     rewards = np.concatenate([np.zeros(0, np.float32), *groups])
     found = {
         "generated_groups": len(groups),
@@ -103,8 +106,8 @@ def of_generated(groups: Sequence[NDArray[np.float32]]) -> dict[str, float]:
 
 
 def repetition(rollouts: Rollouts) -> float:
-    """Share of the n-grams (REPEATED tokens in a row, of those in the loss) of a sample that it had said before; mean over the
-    samples that are as long (seq-rep-4 of arXiv 1908.04319)."""
+    """Return the share of a sample's n-grams (REPEATED tokens in a row, all in the loss) that it had said before; mean
+    over the samples that are long enough (seq-rep-4 of arXiv 1908.04319)."""
     chosen = rollouts.loss_mask == 1
     sample = np.repeat(np.arange(len(rollouts), dtype=np.uint64), np.diff(rollouts.offsets))[chosen]
     tokens = rollouts.tokens[chosen].astype(np.uint64)

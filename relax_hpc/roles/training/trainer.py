@@ -43,7 +43,7 @@ def body(process: RoleProcess) -> Exit:
     try:
         return role.train()
     except FileNotFoundError as error:
-        # Whatever a superseded incarnation commits fails by path: its folder was renamed.
+        # A superseded incarnation cannot commit: its folder was renamed, so its paths lead nowhere.
         if role.commit_dir.exists():
             raise
         process.log.warning("fenced: a successor took over (%s)", error)
@@ -55,7 +55,7 @@ def body(process: RoleProcess) -> Exit:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A checkpoint that is being written, with all that makes it one."""
+    """A checkpoint that is being written, with everything needed to commit it."""
 
     saving: Saving
     folder: Path
@@ -65,7 +65,7 @@ class Begun:
 
 
 class TrainerRole(TrainerState):
-    """The loop. What rank 0 alone has is in `controller`."""
+    """The training loop, on every rank. Rank 0's own part is in `controller`."""
 
     def __init__(self, process: RoleProcess) -> None:
         super().__init__(process)
@@ -77,7 +77,7 @@ class TrainerRole(TrainerState):
         self.saving: tuple[Begun, float] | None = None
         config = AutoConfig.from_pretrained(process.run.model)
         self.context = int(config.max_position_embeddings)
-        # The context that the rows were checked with: what is dropped must be what was counted.
+        # The context that the rows were checked with, so that the rows dropped are those counted.
         tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.sources = PromptSources.of(recipe, tokenizer, context_of(config))
         self.controller = Controller(self) if self.rank == 0 else None
@@ -126,15 +126,16 @@ class TrainerRole(TrainerState):
         return command.exit
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
-        """One optimizer step."""
+        """Make one optimizer step and return its metrics."""
         return self.trainer.step(rollouts, self.algorithm, self.step, lambda: self.heartbeat("training"))
 
     def publish(self, asked: bool = False) -> None:
-        """Make the weights of now the newest version; collective: every rank takes part in each export that rank 0 asks for."""
+        """Publish the present weights as the newest version; collective: every rank takes part in each export that rank
+        0 asks for."""
         self._exported(lambda controller: controller.publish(self._export, asked))
 
     def keep_reference(self, fresh: bool) -> None:
-        """Rank 0: keep the weights of now as the reference, where the run begins, or was forked from one without."""
+        """Keep the present weights as the reference (rank 0), if the run begins, or was forked from one without."""
         held = reference.held_checksum(self.run)
         if not fresh and held is None and self.step != self.forked_at:
             if REFERENCE not in self.columns:  # a critic that has a checkpoint does not begin any more
@@ -148,7 +149,7 @@ class TrainerRole(TrainerState):
             self.process.when_room(keep, "the reference")
 
     def _exported(self, use: Callable[[Controller], object]) -> None:
-        """Rank 0 uses what all ranks export, as often as it asks for it."""
+        """Let rank 0 use the weights that all ranks export, as often as it asks for them."""
         if self.controller:
             use(self.controller)
             self._tell("published")
@@ -157,14 +158,15 @@ class TrainerRole(TrainerState):
                 pass
 
     def publish_alone(self) -> None:
-        """The same outside a step, which says itself what it published."""
+        """Publish outside a step, and write the metrics of it."""
         clock = Clock()
         self.publish(asked=True)
         if self.controller and self.recipe.generates:
             self.process.telemetry.metrics(kind="publish", version=self.version, seconds=clock.lap("publish_s"))
 
     def _export(self) -> Iterator[tuple[str, Tensor]]:
-        """Rank 0: one more export, on every rank; to its end even if the reader gives up, for the others do so too."""
+        """Export the weights once more, on every rank (rank 0 asks); to the end even if the reader gives up, for the
+        others do so too."""
         self._tell("export")
         tensors = self.trainer.export()
         try:
@@ -174,7 +176,7 @@ class TrainerRole(TrainerState):
                 pass
 
     def _tell(self, command: str) -> str:
-        """Rank 0's word, on every rank."""
+        """Broadcast rank 0's command and return it, on every rank."""
         words: list[Any] = [command]
         if self.world > 1:
             dist.broadcast_object_list(words, src=0)
@@ -199,13 +201,14 @@ class TrainerRole(TrainerState):
             self.save(keep=self.recipe.run.keep_checkpoints)
 
     def move_to_quarantine(self, step: int, damage: str) -> None:
-        """A checkpoint that is damaged."""
+        """Quarantine a damaged checkpoint."""
         if self.controller:
             checkpoint.move_to_quarantine(self.run, self.commit_dir, self.run.quarantine, step, damage)
             self.process.telemetry.metrics(kind="damaged_checkpoint", step=step, reason=damage)
 
     def agree(self) -> Command:
-        """Rank 0's word, on every rank. A stop is agreed on here, before the optimizer steps, never inside a step."""
+        """Broadcast rank 0's command and return it, on every rank. A stop is agreed on here, before the optimizer
+        steps, never inside a step."""
         words: list[Any] = [None]
         if self.controller:
             try:
@@ -221,7 +224,8 @@ class TrainerRole(TrainerState):
         return command
 
     def take(self, entry: Entry) -> Batch:
-        """The samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every token."""
+        """Load the samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every
+        token."""
         if self.recipe.supervised:
             return Batch(sft.read(entry, self.sources), 0, [])
         recipe = self.recipe
