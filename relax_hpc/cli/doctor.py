@@ -88,7 +88,7 @@ def doctor(
 
 @contextmanager
 def _tidy_when_ended() -> Iterator[None]:
-    """Whoever sends TERM means the jobs and files too: leave through all the `finally`s."""
+    """Turn TERM into an exception, so that all `finally`s run: jobs and files are to go too."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield

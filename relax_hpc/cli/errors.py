@@ -1,4 +1,6 @@
-"""Errors as people see them: what they can mend is one line that says the fix; of anything else the traceback goes into a file."""
+"""Errors as people see them: one that they can mend is one line with the fix; for any other the traceback goes into a
+file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from relax_hpc.registry import RegistryError
 EXIT_USER_ERROR = 2
 EXIT_UNEXPECTED = os.EX_SOFTWARE
 ANALYSIS_PACKAGES = frozenset({"pandas", "pyarrow", "matplotlib", "jinja2"})
-"""What the extra `analysis` brings."""
+"""Packages that the extra `analysis` installs."""
 
 
 class App(typer.Typer):
@@ -39,9 +41,9 @@ class App(typer.Typer):
 
 @contextmanager
 def friendly(elsewhere: str = "") -> Iterator[None]:
-    """Print errors that a person can mend as `error: …` on stderr and exit with 2; others are the App's to tell.
+    """Print errors that a person can mend as `error: …` on stderr and exit with 2; others are left to the App.
 
-    elsewhere: an option that has the command write to another place.
+    elsewhere: an option that makes the command write to another place.
     """
     try:
         yield
@@ -60,14 +62,14 @@ def friendly(elsewhere: str = "") -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong and exit."""
+    """Print what is wrong and exit."""
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
     typer.echo(message, err=True)
     raise typer.Exit(EXIT_USER_ERROR) from None
 
 
 def warn(message: str) -> None:
-    """Say what goes on all the same, but may be meant otherwise."""
+    """Print a warning: the command goes on, but something may be meant otherwise."""
     typer.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
     typer.echo(message, err=True)
 
@@ -94,7 +96,8 @@ def _unexpected(error: Exception) -> NoReturn:
 
 
 def _write_traceback(text: str) -> Path | None:
-    """Into the logs of the run that the command line names, else into the folder for temporary files; where it is."""
+    """Write it into the logs of the run that the command line names, else into the temporary folder; return the
+    path."""
     runs = [run.logs for word in sys.argv[1:] if _is_run(run := RunDir(word))]
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder, begin in [*((logs, "") for logs in runs), (Path(tempfile.gettempdir()), "relax-hpc-")]:

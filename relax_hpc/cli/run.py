@@ -45,7 +45,7 @@ Site = Annotated[
 
 
 def say_edited(run: RunDir) -> None:
-    """Say where the run's copies of the user's files are not what those are by now."""
+    """Warn if the user's files have changed since the run copied them."""
     from relax_hpc.launch.create import note_of_edited
 
     if note := note_of_edited(run):

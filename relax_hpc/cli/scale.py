@@ -1,4 +1,4 @@
-"""`relax-hpc scale`: desired size for more, or fewer, rollout nodes."""
+"""`relax-hpc scale`: set the desired size, the number of rollout nodes."""
 
 from __future__ import annotations
 

@@ -176,7 +176,8 @@ def _name(broken: list[RunError]) -> None:
 
 
 def _place(path: Path) -> tuple[int, str]:
-    """By the batch, or the version of an evaluation, that a request is of: file times are another machine's, or of a copy."""
+    """Return a sort key: the batch that a request is of (an evaluation's version), then its name. File times would be
+    another machine's, or a copy's."""
     number = path.stem[1:7]
     return int(number) if number.isdecimal() else -1, path.name
 
@@ -196,7 +197,8 @@ def _status(status: str | None) -> str | None:
 
 
 def _matches(of: Any, status: str | None, step: int | None) -> bool:
-    """Whether a request may hold groups of this status: groups of a taken request may have been filtered, of any, failed."""
+    """Return True if a request may hold groups of this status: groups of a taken request may have been filtered, those
+    of any failed."""
     if step is not None and of.step != step:
         return False
     if status == "filtered":
@@ -205,7 +207,7 @@ def _matches(of: Any, status: str | None, step: int | None) -> bool:
 
 
 def _find(view: RunView, request: str) -> Path:
-    """The shard called `request`. Raises RunError naming some that there are."""
+    """Return the shard called `request`. Raises RunError naming some that there are."""
 
     paths = view.shard_paths()
     for path in paths:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 STEPS = 300
 SHARES = (0.5, 1, 2, 4)
-"""Of the recipe's workers, that are tried when nobody says how many."""
+"""Shares of the recipe's workers that are tried when nobody says how many."""
 
 
 def _seconds(says: str) -> typer.models.OptionInfo:
-    """An option for a time in place of the one that is assumed or measured."""
+    """Return an option for a time that is otherwise assumed or measured."""
     option: typer.models.OptionInfo = typer.Option(
         metavar="S", help=says, min=0.0, show_default=False, rich_help_panel="Times"
     )
@@ -167,7 +167,7 @@ def simulate(
 
 
 def _generated(recipe: Recipe, target: Path) -> Recipe:
-    """`recipe`. Raises RunError where the trainer waits for nobody."""
+    """Return `recipe`. Raises RunError if the trainer waits for nobody."""
     from relax_hpc.files.errors import RunError
 
     if recipe.supervised:

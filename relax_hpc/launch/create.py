@@ -38,17 +38,17 @@ from relax_hpc.telemetry import read_heartbeat
 
 LOADING = "copying the code, loading torch and transformers (some seconds; more the first time)"
 LOOK_S = 0.2
-"""How often is looked what a run's preparation is at."""
+"""Seconds between looks at the progress of a run's preparation."""
 Debug = Literal["rollout-only", "train-only"]
 Redo = Literal["score", "generate"]
 
 
 class PrepareError(Exception):
-    """Nobody foresaw it; the first line is short, the traceback follows."""
+    """An unforeseen error while a run was prepared; its first line is short, the traceback follows."""
 
 
 def place(recipe: Recipe) -> RunDir:
-    """Where the run of `recipe` is, or will be."""
+    """Return where the run of `recipe` is, or will be."""
     return RunDir(recipe.run.root / recipe.run.name)
 
 
@@ -60,9 +60,10 @@ def create(
     fork_of: RunDir | None = None,
     tell: Callable[[str], None] = lambda doing: None,
 ) -> RunDir:
-    """Make the run of `recipe`. `fork_of`: begin at that run's newest checkpoint. Raises RunError; leaves nothing behind then.
+    """Make the run of `recipe`. `fork_of`: begin at that run's newest checkpoint. Raises RunError; then nothing is left
+    behind.
 
-    tell: is told what is being done, each time that it is something else.
+    tell: called with what is being done, each time that this changes.
     """
     final = place(recipe).root
     try:
@@ -71,7 +72,7 @@ def create(
         raise RunError(
             f"run.root = '{recipe.run.root}' cannot be made: {explain_os(error)}; --set run.root=DIR takes another"
         ) from error
-    keep_private(recipe.run.group_access)  # after the root, which others may have runs in
+    keep_private(recipe.run.group_access)  # after making the root, in which others may have runs
     try:
         with drafted(final) as draft:
             making.say(draft, LOADING)
@@ -109,10 +110,12 @@ def create(
 def resume(
     run: RunDir, overrides: list[str], fork_server: ForkServer, code: str | None = None, redo: str | None = None
 ) -> Recipe:
-    """The recipe of a run that goes on, with `overrides` of keys that may change; each change is written down with its step.
+    """Return the recipe of a run that goes on, with `overrides` of keys that may change. Each change is written down
+    with its step.
 
     code: "new" takes the user's files as they are now, once a child of `fork_server` has seen that they load.
-    redo: how failed groups that no step took are made once more; with new code, they are scored. Raises RunError or RecipeError.
+    redo: how failed groups that no step took are made once more; with new code, they are scored. Raises RunError or
+    RecipeError.
     """
     if code not in (None, "new"):
         raise RunError(f"--code {code}: use 'new', or leave it out to go on with the run's own copies")
@@ -151,14 +154,15 @@ def _write_down(run: RunDir, changes: list[dict[str, Any]]) -> None:
 
 
 def refuse_of_new_run(code: str | None, redo: str | None) -> None:
-    """Raises RunError where a run that is to be made has options of one that goes on."""
+    """Raise RunError if options for going on with a run are given for a run that is still to be made."""
     for option, value in {"--code": code, "--redo": redo}.items():
         if value is not None:
             raise RunError(f"{option} {value} is for a run that goes on, and this one is to be made: leave it out")
 
 
 def note_of_edited(run: RunDir) -> str | None:
-    """That files of the user's have changed since the run copied them, and what can be done; None where they have not."""
+    """Return a note that the user's files changed since the run copied them, with what can be done; None if they have
+    not."""
     files = [one.file for one in user_code.edited(run, load_recipe(run.recipe))]
     if not files:
         return None
@@ -169,7 +173,8 @@ def note_of_edited(run: RunDir) -> str | None:
 
 
 def existing(recipe: Recipe) -> RunDir | None:
-    """The run that this recipe made before, when there is one. Raises RunError when the one of that name differs."""
+    """Return the run that this recipe made before; None if there is none. Raises RunError if the run of that name
+    differs."""
     run = place(recipe)
     if not run.exists:
         return None
@@ -194,7 +199,8 @@ def identity(run: RunDir) -> dict[str, Any]:
 
 
 def count_rows(recipe: Recipe) -> dict[str, dict[str, int]]:
-    """Count the rows that a run of `recipe` would leave out or cut, as its making does; by the keys of their sources. Raises RunError."""
+    """Count the rows that a run of `recipe` would leave out or cut, as making the run does; by the keys of their
+    sources. Raises RunError."""
     if not any(isinstance(source, FilePrompts) and source.counted for source in recipe.sources):
         return {}
     with (
@@ -211,9 +217,10 @@ def count_rows(recipe: Recipe) -> dict[str, dict[str, int]]:
 def _prepare(
     run: RunDir, fork_server: ForkServer, what: str = "all", tell: Callable[[str], None] = lambda doing: None
 ) -> None:
-    """Build the model's folder and check everything that needs torch; what = "code" or "rows": the user's code or the prompts alone.
+    """Build the model's folder and check everything that needs torch. what = "code" or "rows": check the user's code or
+    the prompts alone.
 
-    tell: is told what is being done, each time that it is something else.
+    tell: called with what is being done, each time that this changes.
     """
     log = run.logs / "prepare.log"
     reading, writing = os.pipe()
@@ -237,7 +244,7 @@ def _prepare(
 
 
 def _wait(child: ForkedProcess, run: RunDir, tell: Callable[[str], None]) -> int:
-    """Until it ends; its exit code."""
+    """Wait for the child to end; return its exit code."""
     said = LOADING
     while True:
         if (doing := making.read(run)) and doing != said:
@@ -247,7 +254,7 @@ def _wait(child: ForkedProcess, run: RunDir, tell: Callable[[str], None]) -> int
 
 
 def _check_code(run: RunDir, recipe: Recipe, fork_server: ForkServer) -> None:
-    """Raises RunError for code that does not load, or does not fit."""
+    """Raise RunError for code that does not load, or does not fit."""
     with tempfile.TemporaryDirectory(prefix=".code.", dir=run.root) as folder:
         scratch = RunDir(folder)
         scratch.logs.mkdir()
@@ -256,7 +263,7 @@ def _check_code(run: RunDir, recipe: Recipe, fork_server: ForkServer) -> None:
 
 
 def _snapshot(run: RunDir) -> None:
-    """Keep versions, git state, and our code where it is a source tree."""
+    """Keep versions, git state, and our code if it is a source tree."""
     run.snapshot.mkdir()
     versions = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     write_file(
@@ -272,7 +279,8 @@ def _snapshot(run: RunDir) -> None:
 
 
 def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
-    """Copy the newest checkpoint of `old`, the reference of its scorers and the critic of that time, into `new`; its step."""
+    """Copy the newest checkpoint of `old`, its scorers' reference and its critic of that time, into `new`; return the
+    step."""
     before = load_recipe(old.recipe)
     of_scorer = ["reference" in of.scored for of in (before, recipe)]
     if of_scorer[0] != of_scorer[1] and all("reference" in of.scored or needs_reference(of) for of in (before, recipe)):
@@ -299,7 +307,8 @@ def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
 
 
 def _copied(old: RunDir, new: RunDir, steps: Sequence[int], to: int | None = None) -> int:
-    """Copy the first checkpoint of these steps that is whole, as that of step `to` or its own; its step. Raises RunError where none is."""
+    """Copy the first whole checkpoint of these steps, as that of step `to` or of its own; return its step. Raises
+    RunError if none is whole."""
     damage = []
     for step in steps:
         copy = new.checkpoint(step if to is None else to)
@@ -316,7 +325,8 @@ def _copied(old: RunDir, new: RunDir, steps: Sequence[int], to: int | None = Non
 
 
 def _fork_critic(old: RunDir, new: RunDir, step: int) -> None:
-    """The checkpoint that is nearest to `step` as that of `step`; where there is none yet, the fork's critic begins anew."""
+    """Copy the critic's checkpoint nearest to `step`, as that of `step`. If there is none yet, the fork's critic begins
+    anew."""
     nearest = sorted(old.checkpoint_steps(), key=lambda one: abs(one - step))
     if nearest:
         _copied(old, new, nearest, to=step)

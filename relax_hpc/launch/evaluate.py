@@ -2,7 +2,8 @@
 
     RUN's checkpoint │ MODEL ──► engine;   evaluation requests ──RolloutRunner──► OUTPUT/evals/REQUEST.h5 ──► scores
 
-OUTPUT is laid out like a run, so that whatever reads runs reads it. The same evaluation again generates only what is missing.
+OUTPUT is laid out like a run, so that whatever reads runs reads it. The same evaluation again generates only what is
+missing.
 """
 
 from __future__ import annotations
@@ -48,22 +49,23 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is evaluated."""
+    """The model under evaluation: a run's checkpoint, or a model directory."""
 
     target: Path
     run: RunDir | None
     step: int
-    """Of the run's checkpoint; 0 for a model."""
+    """The checkpoint's step; 0 for a model."""
     weights: Path
-    """The folder that they are in: the checkpoint, or the model's."""
+    """The folder with the weights: the checkpoint, or the model's."""
 
     @property
     def config(self) -> Path:
-        """Where config.json and the tokenizer are."""
+        """The folder with config.json and the tokenizer."""
         return self.run.model if self.run else self.weights
 
     def identity(self) -> dict[str, Any]:
-        """What tells it from others: which it is, and that its files are the same ones."""
+        """Return what tells the subject from others: its path and step, and its files' names, sizes and times of
+        change."""
         files = [
             (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(self.weights.iterdir()) if p.is_file()
         ]
@@ -72,14 +74,14 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """An evaluation that is complete."""
+    """A complete evaluation: the subject and its scores."""
 
     folder: Path
     step: int | None
-    """Of the checkpoint; None for a model."""
+    """The checkpoint's step; None for a model."""
     score: Score
     seen: str
-    """Why some of the prompts may have been trained on; empty where none was."""
+    """Why some of the prompts may have been trained on; empty if none was."""
 
 
 def evaluate(
@@ -93,9 +95,11 @@ def evaluate(
     begin: Callable[[int, int], None] = lambda done, requests: None,
     advance: Callable[[], None] = lambda: None,
 ) -> Evaluated:
-    """Evaluate a run's checkpoint (the newest, or that of `step`) or a model. Raises RunError, RecipeError, RegistryError.
+    """Evaluate a run's checkpoint (the newest, or that of `step`) or a model. Raises RunError, RecipeError,
+    RegistryError.
 
-    `begin` is told how many requests were generated before, of how many; `advance` is called after each other one.
+    begin: called with how many requests were generated before, and of how many; advance: called after each further
+    request.
     """
     subject = find(target.absolute(), step)
     recipe = recipe_for(subject, recipe_path, overrides, site)
@@ -121,7 +125,7 @@ def evaluate(
 
 
 def find(target: Path, step: int | None) -> Subject:
-    """What `target` means. Raises RunError where there is nothing to evaluate."""
+    """Find the subject that `target` names. Raises RunError if there is nothing to evaluate."""
     if (target / "run.json").is_file():
         run = open_existing(target)
         steps = run.checkpoint_steps()
@@ -142,7 +146,8 @@ def find(target: Path, step: int | None) -> Subject:
 
 
 def recipe_for(subject: Subject, path: Path | None, overrides: list[str], site: Path | None) -> Recipe:
-    """The recipe that says what is asked and how it is generated, with the subject as its model."""
+    """Return the recipe that says which prompts are asked and how answers are generated, with the subject as its
+    model."""
     if path is None and subject.run is None:
         raise RunError(f"'{subject.target}' is a model: say by a RECIPE what it is asked (relax-hpc eval MODEL RECIPE)")
     if path is None:
@@ -160,7 +165,7 @@ def recipe_for(subject: Subject, path: Path | None, overrides: list[str], site: 
 
 
 def seen_in_training(subject: Subject, recipe: Recipe) -> str:
-    """Why a run may have been trained on what it is asked; empty where it was not."""
+    """Return why the run may have been trained on these prompts; empty if it was not."""
     if subject.run is None or recipe.evaluation is None:
         return ""
     own = load_recipe(subject.run.recipe).evaluation
@@ -179,14 +184,14 @@ def _names(recipe: Recipe) -> list[str]:
 
 
 def _what(source: AnyPrompts) -> dict[str, Any]:
-    """Which prompts they are, whatever they are worth and how they are generated."""
+    """Return the keys of a source that say which prompts it has, without rewards, environments and limit."""
     return source.model_dump(
         exclude={"reward", "reward_options", "environment", "environment_options", "answer_key", "limit"}
     )
 
 
 def prepare(folder: Path, subject: Subject, recipe: Recipe) -> RunDir:
-    """The directory of the evaluation, made or found. Raises RunError where something else is there."""
+    """Make or find the directory of the evaluation. Raises RunError if it belongs to something else."""
     place, about = RunDir(folder), subject.identity()
     text = dump_recipe(recipe)
     if place.exists and read_json(place.identity).get("evaluates") == about and place.recipe.read_text() == text:
@@ -235,7 +240,8 @@ def generate(
 
 
 def groups_of(runner: RolloutRunner, request: Request, load_again: Callable[[], None]) -> list[Group]:
-    """The request's groups, once more where the engine was lost and came back. Raises RunError for one that is lost."""
+    """Generate the request's groups, once more if the engine was lost and came back. Raises RunError if the engine
+    stays lost."""
     prompts = runner.prompts(request)
     try:
         try:
@@ -250,7 +256,7 @@ def groups_of(runner: RolloutRunner, request: Request, load_again: Callable[[], 
 
 
 def load(runner: RolloutRunner, folder: Path, version: int, recipe: Recipe) -> None:
-    """Give the engine the weights in `folder`. Raises RunError for those of another model, or damaged ones."""
+    """Load the weights in `folder` into the engine. Raises RunError for weights of another model, or damaged ones."""
     dtype = getattr(torch, recipe.trainer.dtype)
     try:
         try:
@@ -266,7 +272,7 @@ def load(runner: RolloutRunner, folder: Path, version: int, recipe: Recipe) -> N
 
 
 def tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Its tensors in the type that a run would publish them in, one at a time."""
+    """Yield the folder's tensors in the type that a run would publish them in, one at a time."""
     index = folder / INDEX
     files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     for name in files:
@@ -278,7 +284,8 @@ def tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def hugging_face(subject: Subject) -> Iterator[Path]:
-    """The folder with the subject's weights as Hugging Face names them; Megatron's are converted for as long as it is entered."""
+    """Yield the folder with the subject's weights under Hugging Face's names; Megatron's are converted, for the length
+    of the block."""
     if subject.run is not None:
         compare_weights(subject.weights)
     if not (subject.weights / DISTRIBUTED).exists():

@@ -1,4 +1,4 @@
-"""What is being done to a run that is not there yet: who makes it says so in its hidden folder, whoever looks reads it there.
+"""Progress of a run that is still being made: its maker writes it into the hidden folder, and others read it there.
 
 say(draft, "reading the prompts") ──► ROOT/.NAME.….new/doing.json ──► being_made(ROOT/NAME): `run`'s own lines, `watch`, `status`
 """
@@ -17,14 +17,15 @@ from relax_hpc.files.run_dir import RunDir
 
 
 def say(draft: RunDir, doing: str) -> None:
-    """Say what is done next, for people only: a disk that is full is told by what comes next."""
+    """Write down what is done next, for people only: a full disk is ignored here, the next write of the work reports
+    it."""
     about = {"doing": doing, "pid": os.getpid(), "host": socket.gethostname()}
     with contextlib.suppress(OSError):
         replace(draft.doing, to_json(about), durable=False)
 
 
 def read(draft: RunDir) -> str | None:
-    """What was said last; None before the first word, and of one whose maker died."""
+    """Return what was written last; None before the first time, and if the maker died."""
     try:
         about = read_json(draft.doing)
     except OSError:  # somebody else's
@@ -35,6 +36,7 @@ def read(draft: RunDir) -> str | None:
 
 
 def being_made(final: Path) -> str | None:
-    """What the command is doing that prepares the run of this name; None where there is none, or it died."""
+    """Return what the command that prepares the run of this name is doing; None if there is no such command, or it
+    died."""
     drafts = map(RunDir, final.parent.glob(f".{final.name}.*.new"))
     return next(filter(None, map(read, drafts)), None)

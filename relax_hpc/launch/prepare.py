@@ -1,7 +1,7 @@
 """Before a run begins: build the model's folder, and check all of a recipe that needs heavy imports.
 
-In a child of the fork server, so that the supervisor, which lives as long as the run, never imports torch. What is wrong goes
-through a pipe to whoever makes the run: its folder may lie on a disk that is full.
+In a child of the fork server, so that the supervisor, which lives as long as the run, never imports torch. What is
+wrong goes through a pipe to whoever makes the run: its folder may lie on a disk that is full.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, materialise
 
 SAID_BYTES = 60_000
-"""A pipe takes as much without anybody reading."""
+"""Bytes that a pipe takes while nobody reads."""
 
 
 def prepare(run: RunDir, recipe: Recipe) -> None:
@@ -61,7 +61,8 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
 
 
 def check_rows(run: RunDir, recipe: Recipe, context: int) -> PromptSources:
-    """The recipe's sources, all of whose rows can be used; how many they leave out goes to RUN/rows.json. Raises RunError."""
+    """Return the recipe's sources, all of whose rows can be used; how many rows they leave out goes to RUN/rows.json.
+    Raises RunError."""
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
     if counts := sources.check(answers=recipe.supervised or recipe.sft_warm_start is not None):
         write_file(run.rows, to_json(counts))
@@ -75,7 +76,8 @@ def count_rows(run: RunDir, recipe: Recipe) -> None:
 
 
 def check_code(recipe: Recipe) -> None:
-    """Raises RunError or RegistryError for an algorithm, filter, reward or environment that does not load, or does not fit."""
+    """Raise RunError or RegistryError for an algorithm, filter, reward or environment that does not load, or does not
+    fit."""
     check_scores(recipe)
     make_filters(recipe.algorithm.filters)
     if recipe.generates:
@@ -84,7 +86,7 @@ def check_code(recipe: Recipe) -> None:
 
 
 def check_scores(recipe: Recipe) -> None:
-    """Raises RunError where a scorer would hold what the algorithm, which may be the user's own, does not need."""
+    """Raise RunError if a scorer would hold a model that the algorithm, which may be the user's own, does not need."""
     needs = make_algorithm(recipe.algorithm).needs
     for name in recipe.scored:
         if name not in needs:
@@ -100,7 +102,8 @@ def check_scores(recipe: Recipe) -> None:
 
 
 def need_libraries(recipe: Recipe) -> None:
-    """Raises RunError where [[tracking]] or [notify] lacks a library or an address: it would be missed when the run is over."""
+    """Raise RunError if [[tracking]] or [notify] lacks a library or an address: it would be missed when the run is
+    over."""
     wanted = [tracking.name for tracking in recipe.tracking] + ["notify"] * (recipe.notify is not None)
     missing = [name for name in wanted if find_spec(LIBRARIES[name]) is None]
     if missing:
@@ -113,7 +116,7 @@ def need_libraries(recipe: Recipe) -> None:
 
 
 def main(root: str, what: str, final_message: int) -> NoReturn:
-    """final_message: where an error goes, as JSON: [whether a person can mend it, its text]."""
+    """final_message: the file descriptor for an error, as JSON: [true if a person can mend it, its text]."""
     run = RunDir(root)
     try:
         recipe = load_recipe(run.recipe)

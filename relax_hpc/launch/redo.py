@@ -1,10 +1,10 @@
-"""Failed groups once more, when a person has mended what they failed of: their requests go back to the open ones.
+"""Make failed groups once more, when a person has mended the cause: their requests become open again.
 
     shards/REQUEST.h5 with failed groups, that no step took ──► quarantine/ (with the reason)
       "score":    requests/partial/REQUEST.pN.h5 has its answers ──► open/REQUEST.….pN: a worker reads them, and scores them only
       "generate": nothing else: the trainer misses the request, and asks for it again
 
-Nothing of the run may be at work meanwhile. Killed in between, a request is generated again.
+No process of the run may be at work meanwhile. Killed in between, a request is generated again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from relax_hpc.spool.shard import Shard
 
 
 def redo_failed(run: RunDir, recipe: Recipe, how: Redo) -> list[str]:
-    """The requests whose failed groups are scored, or generated, again. Where answers are missing that could be scored, "score" generates too."""
+    """Return the requests whose failed groups are scored, or generated, again. If answers to be scored are missing,
+    "score" generates too."""
     decided, redone = GroupStatuses(read_entries(run)).requests, []
     for path in sorted(run.shards.glob("*/*.h5")):
         if path.stem in decided:
@@ -38,7 +39,7 @@ def redo_failed(run: RunDir, recipe: Recipe, how: Redo) -> list[str]:
                     continue
                 partial, request = _whole(shard) if how == "score" else None, _request(shard)
                 number, version = int(shard.meta.get("aborts", 0)) + 1, shard.first_version
-        except RunError:  # a damaged one: who reads it to train says so
+        except RunError:  # damaged: the trainer reports it when it reads it
             continue
         if partial is not None:
             partial_rollouts.publish_part(run, request.id, number, version, partial)
@@ -58,7 +59,8 @@ def _request(shard: Shard) -> Request:
 
 
 def _whole(shard: Shard) -> PartialRollout | None:
-    """Its answers, with nothing left to generate; None where some of them are missing, or ended by a failure of their own."""
+    """Return the request's answers with nothing left to generate; None if some are missing, or ended by a failure of
+    their own."""
     if not all(reason.startswith("reward ") for reason in shard.meta["reasons"].values()):
         return None
     groups = [replace(shard.group(g), reason="", detail="") for g in range(len(shard.groups))]
@@ -72,5 +74,6 @@ def _whole(shard: Shard) -> PartialRollout | None:
 
 
 def _begins(sample: Sample) -> list[int]:
-    """The tokens at which its turns begin: the first, and each that comes after an observation."""
+    """Return the indices of the tokens at which the sample's turns begin: the first, and each that comes after an
+    observation."""
     return [0, *(np.flatnonzero(np.diff(sample.loss_mask.astype(np.int8)) == 1) + 1).tolist()]

@@ -13,7 +13,7 @@ from relax_hpc.supervise.lease import holder
 
 
 def stop(run: RunDir) -> str:
-    """End the run; what was done, in words. Raises RunError when there is nothing to stop."""
+    """End the run; return in words how. Raises RunError when there is nothing to stop."""
     held = holder(run)
     if held is not None:
         publish(run.stop, b"")

@@ -26,11 +26,12 @@ from relax_hpc.recipe import Recipe, with_files
 from relax_hpc.registry import ORIGINS
 
 Modules = dict[str, list[Path]]
-"""Modules and packages beside a file, by name, and the Python files of each."""
+"""Name -> Python files, for the modules and packages beside a file."""
 
 
 class Edited(NamedTuple):
-    """A file of the user's that is not what its copy in the run is: checksums (XXH3-128) of both, None where there is none."""
+    """A file of the user's that differs from its copy in the run: checksums (XXH3-128) of both, None for a missing
+    one."""
 
     file: str
     old: str | None
@@ -38,9 +39,10 @@ class Edited(NamedTuple):
 
 
 def copy(recipe: Recipe, run: RunDir, number: int = 0) -> Recipe:
-    """Copy the files that `recipe` names, and what they import beside them, as version `number`; the recipe that names the copies.
+    """Copy the files that `recipe` names, and what they import beside them, as version `number`; return the recipe that
+    names the copies.
 
-    Raises RunError where a module beside them is not the one that Python would import.
+    Raises RunError if a module beside them is not the one that Python would import.
     """
     wanted = {file: _beside(file) for file in sorted(map(Path, _files(recipe))) if file.is_file()}
     _refuse_clashes(wanted)
@@ -68,13 +70,13 @@ def copy(recipe: Recipe, run: RunDir, number: int = 0) -> Recipe:
 
 
 def seen_from(run: RunDir, recipe: Recipe) -> Recipe:
-    """The recipe with the run's copies named as seen from its directory, for RUN/recipe.toml."""
+    """Return the recipe for RUN/recipe.toml, in which the run's copies are named relative to its directory."""
     relative = lambda file: os.path.relpath(file, run.root) if Path(file).is_relative_to(run.snapshot) else file
     return with_files(recipe, relative)
 
 
 def edited(run: RunDir, recipe: Recipe) -> list[Edited]:
-    """The user's files that are no longer what the run's copies are; those that are gone are not looked at."""
+    """Return the user's files that differ from the run's copies; missing files are not looked at."""
     origins = _origins(run, recipe).values()
     now = {path: _checksum(Path(path)) for path in (origin["from"] for origin in origins) if Path(path).is_file()}
     return [
@@ -85,9 +87,10 @@ def edited(run: RunDir, recipe: Recipe) -> list[Edited]:
 
 
 def take_new(run: RunDir, recipe: Recipe) -> tuple[Recipe, list[Edited]]:
-    """Copy the user's files as they are now; the recipe that names the new copies, and what differs from the old ones.
+    """Copy the user's files as they are now. Return the recipe that names the new copies, and what differs from the old
+    ones.
 
-    Raises RunError where there are none, files are gone, or the run does not know where its copies came from.
+    Raises RunError if there are no such files, some are missing, or the run does not know where its copies came from.
     """
     copies = {file for file in _files(recipe) if Path(file).is_relative_to(run.snapshot)}
     if not copies:
@@ -113,14 +116,15 @@ def take_new(run: RunDir, recipe: Recipe) -> tuple[Recipe, list[Edited]]:
 
 
 def _files(recipe: Recipe) -> set[str]:
-    """The files that a recipe names as FILE.py:NAME."""
+    """Return the files that a recipe names as FILE.py:NAME."""
     found: list[str] = []
     with_files(recipe, lambda file: found.append(file) or file)  # type: ignore[func-returns-value]
     return set(found)
 
 
 def _origins(run: RunDir, recipe: Recipe) -> dict[str, dict[str, str]]:
-    """Of the copies that `recipe` names, and of those beside them: copy -> where it came `from`, and its `checksum`."""
+    """Return copy -> where it came `from`, and its `checksum`, for the copies that `recipe` names and those beside
+    them."""
     versions = {Path(file).parents[1] for file in _files(recipe) if Path(file).is_relative_to(run.snapshot)}
     return {
         str(version / name): origin
@@ -130,7 +134,7 @@ def _origins(run: RunDir, recipe: Recipe) -> dict[str, dict[str, str]]:
 
 
 def _origin(file: Path) -> str:
-    """Where a file came from, where it is another run's copy (a fork's is): itself elsewhere."""
+    """Return where a file came from: for another run's copy (a fork's is one) its origin, else the file itself."""
     for folder in file.parents[1:]:
         if (folder / ORIGINS).is_file():
             return str(read_json(folder / ORIGINS).get(str(file.relative_to(folder)), {}).get("from", file))
@@ -138,7 +142,7 @@ def _origin(file: Path) -> str:
 
 
 def _beside(file: Path) -> Modules:
-    """Those in the folder of `file` that it imports, anywhere in it, and those that they import."""
+    """Return the modules in the folder of `file` that it imports, anywhere in it, and those that they import."""
     found: Modules = {}
     todo = [file]
     while todo:
@@ -153,7 +157,8 @@ def _beside(file: Path) -> Modules:
 
 
 def _imports(file: Path) -> set[str]:
-    """The first parts of the names of what it imports; of what is not Python, which is refused where it is loaded, none."""
+    """Return the first parts of the names that a file imports; none if it is not Python, which is refused where it is
+    loaded."""
     try:
         nodes = list(ast.walk(ast.parse(file.read_bytes())))
     except (SyntaxError, ValueError):
@@ -164,7 +169,7 @@ def _imports(file: Path) -> set[str]:
 
 
 def _refuse_clashes(wanted: dict[Path, Modules]) -> None:
-    """Raises RunError where a module beside a file has the name of another one that would be imported in its place."""
+    """Raise RunError if a module beside a file has the name of another that would be imported in its place."""
     seen: dict[str, Path] = {}
     for file, modules in wanted.items():
         for name, paths in modules.items():
@@ -177,7 +182,8 @@ def _refuse_clashes(wanted: dict[Path, Modules]) -> None:
 
 
 def _elsewhere(name: str, here: Path) -> str | None:
-    """Where Python finds a module, if that is not `here` (its file, or its package's folder); None where it finds none."""
+    """Return where Python finds a module, if not `here` (its file, or its package's folder); None if it is there, or
+    found nowhere."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # __main__

@@ -1,5 +1,4 @@
-"""Rank 0's side of the spool: releases requests, waits for shards, writes the ledger, and knows where a restart goes
-on.
+"""Rank 0's side of the spool: releases requests, waits for shards, writes the ledger, restarts where it was.
 
     release ► open requests … shards (and columns) ► choose ► ledger entry s ► (all ranks train) ► settle ► release …
 

@@ -44,6 +44,6 @@ class Failures:
         request, _, group = name.rpartition("/")
         try:
             _, detail = self._shards.read(request, lambda shard: shard.failure(int(group)))
-        except RunError:  # damaged, or gone: whoever trains on it says so
+        except RunError:  # damaged, or gone: its reader in the trainer reports it
             detail = ""
         return f"{reason}; the first is {name}{f' ({detail})' if detail else ''}"

@@ -2,7 +2,7 @@
 step takes cannot be replaced.
 
     SHARDS/REQUEST.h5 ──damaged, not in the ledger──► QUARANTINE/REQUEST.N.damaged, with its reason; the request is open again
-                     └─in the ledger──► RunError, on every rank: the run stops
+                      └─in the ledger──► RunError, on every rank: the run stops
 """
 
 from __future__ import annotations
