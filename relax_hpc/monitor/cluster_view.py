@@ -1,4 +1,4 @@
-"""The part of a run's view that is about its cluster: jobs, what comes next, rollout nodes."""
+"""The cluster part of a run's view: jobs, what comes next, rollout nodes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from relax_hpc.slurm.overview import UNKNOWN, JobRow, Overview
 from relax_hpc.slurm.plan import job_name
 
 PAST_SHOWN = 4
-"""Rollout nodes of before, the newest."""
+"""How many former rollout nodes to show: the newest."""
 
 
 def parts(status: Status) -> list[RenderableType]:
-    """Tables and lines to stand below the roles; none when nothing was ever sent."""
+    """Tables and lines to stand below the roles; none when no job was ever sent."""
     overview = status.slurm
     if overview is None or not (overview.jobs or overview.node_agents):
         return []
@@ -32,7 +32,7 @@ def parts(status: Status) -> list[RenderableType]:
 
 
 def one_line(overview: Overview) -> str:
-    """The jobs that are there, where there is no terminal."""
+    """The run's jobs in one line, for use without a terminal."""
     alive = [f"{job.kind} {job.id} {job.state.lower()}{_why(job)}" for job in overview.jobs if job.alive]
     return "; ".join(alive) or "no job is in the queue"
 
@@ -61,7 +61,7 @@ def _chain(status: Status, overview: Overview) -> Text:
 
 
 def _refused(overview: Overview) -> list[Text]:
-    """Rollout jobs that Slurm did not take, and will be asked for again."""
+    """Lines about rollout jobs that Slurm refused and that will be sent again."""
     alive = {f"{job.kind} job" for job in overview.jobs if job.alive}
     found = {role: why for role, why in overview.refused.items() if role != "successor" and role not in alive}
     return [Text(f"no {role}: {why}", style="yellow") for role, why in found.items()]

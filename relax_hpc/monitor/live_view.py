@@ -1,4 +1,4 @@
-"""The view of a run: one panel, live while it runs, plain lines where there is no terminal, printed once by `status`."""
+"""The view of a run: one panel, live while it runs; plain lines where there is no terminal; printed once by `status`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PLAIN_EVERY_S = 5.0
 STATE_COLORS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "pending": "cyan", "waiting for a successor": "cyan", "starting": "cyan"}  # fmt: skip
 _complained = set[str]()
 REASONS_SHOWN = 4
-"""Why groups failed: the most frequent ones."""
+"""How many reasons of failed groups to show: the most frequent ones."""
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def render(status: Status) -> RenderableType:
-    """The panel."""
+    """Build the panel of a run's status."""
     color = STATE_COLORS.get(status.state, "white")
     title = Text.assemble((status.recipe.run.name, "bold"), " ", (status.state, color))
     parts: list[RenderableType] = [_progress(status), _numbers(status)]
@@ -51,7 +51,7 @@ def render(status: Status) -> RenderableType:
 
 
 def line(status: Status) -> str:
-    """The same in one line."""
+    """The status of a run in one line."""
     if not status.heartbeats and status.slurm is not None and status.state != "running":
         return f"{status.state}: {cluster_view.one_line(status.slurm)}"
     if not status.steps:
@@ -80,9 +80,10 @@ def line(status: Status) -> str:
 
 @contextmanager
 def live(run: RunDir, console: Console, status: Status | None = None) -> Iterator[Callable[[], None]]:
-    """A live view; the function it gives is to be called often, and looks at the run's files as often as people can read.
+    """Show a live view, and yield the function that refreshes it: call it often, it looks only as often as people can
+    read.
 
-    It never raises: a file that cannot be read, or a terminal that is gone, is no reason to end what is looked at.
+    It never raises: a file that cannot be read, or a terminal that is gone, is no reason to end the run that is shown.
     """
     display = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
     every_s, last, said = REFRESH_S if display else PLAIN_EVERY_S, float("-inf"), ""
@@ -111,10 +112,10 @@ def live(run: RunDir, console: Console, status: Status | None = None) -> Iterato
 
 
 def in_any_case(show: Callable[[], object]) -> None:
-    """Show something, where that can be done: nothing that files and terminals do to a picture may reach whoever runs the run."""
+    """Call `show`, and ignore any error of files or terminals: a picture must not end the process that runs the run."""
     try:
         show()
-    except OSError:  # it is looked again in a moment; or nobody looks any more
+    except OSError:  # the next look comes in a moment, or nobody looks any more
         pass
     except Exception as error:
         if repr(error) not in _complained:
@@ -178,14 +179,14 @@ def _with_lost(grid: Table, status: Status) -> Table:
 
 
 def _lineage(status: Status) -> str:
-    """That weights were made again with other bits than before."""
+    """Say that weights were made again with other bits than before; empty where they were not."""
     if status.lineage is None:
         return ""
     return f"lineage {status.lineage['lineage']} began at version {status.lineage['version']}: other bits than before"
 
 
 def _damaged(status: Status) -> str:
-    """The checkpoint that was found damaged, and how."""
+    """Name the checkpoint that was found damaged, and how; empty where none was."""
     if status.damaged is None:
         return ""
     return f"the checkpoint of step {status.damaged['step']} was damaged, an older one was taken: {status.damaged['reason']}"
@@ -254,18 +255,20 @@ def _sources(status: Status) -> RenderableType | None:
 
 
 def _reward(step: dict[str, Any]) -> str:
-    """The metric that is shown: of all that was generated, for what is trained on is chosen; older runs do not tell."""
+    """The mean reward of all samples generated, not of the chosen ones that were trained on; older runs have only the
+    latter.
+    """
     return "generated_reward" if "generated_reward" in step else "raw_reward"
 
 
 def _nothing(status: Status) -> str:
-    """That the recent steps trained on nothing."""
+    """Say that the recent steps trained on nothing; empty where they did."""
     empty = bool(status.steps) and not any(s["samples"] for s in status.steps)
     return f"nothing is trained: all groups of the last {len(status.steps)} steps were kept out" if empty else ""
 
 
 def _differs(status: Status) -> str:
-    """That engine and trainer do not compute the same."""
+    """Say that engine and trainer do not compute the same logprobs; empty where they do."""
     found = status.engine_differs
     if found is None:
         return ""
@@ -276,7 +279,7 @@ def _differs(status: Status) -> str:
 
 
 def _lately(status: Status, name: str) -> str:
-    """The mean of a metric over the recent steps, and their curve."""
+    """The mean of a metric over the recent steps, with their curve."""
     return f"{_mean(status, name):.3f} {_spark(_numbers_of(status, name))}"
 
 
@@ -309,7 +312,7 @@ def _mean(status: Status, name: str) -> float:
 
 
 def _numbers_of(status: Status, name: str) -> list[float]:
-    """A metric of the recent steps, but of those where it was not finite."""
+    """A metric's values at the recent steps, without those that were not finite."""
     return [s[name] for s in status.steps if s[name] is not None]
 
 

@@ -1,4 +1,4 @@
-"""The logs of a run: the newest of every role, put together by their time stamps, and followed while they grow.
+"""The logs of a run: the newest of every role, merged by time stamp, and followed while they grow.
 
 RUN/logs/ROLE.ATTEMPT.log, RUN/logs/slurm/NAME-JOB.out ──► Log(role, path) ──► (role, line), … in order of time
 """
@@ -19,7 +19,7 @@ from relax_hpc.supervise.lease import holder
 from relax_hpc.supervise.supervisor import ENDED, outcome_of
 
 TAIL_BYTES = 256 << 10
-"""Read of the end of each log; enough for the last lines that a person asks for."""
+"""Bytes read from the end of each log; enough for the last lines that a person asks for."""
 FOLLOW_EVERY_S = 0.5
 LOOK_FOR_NEW_S = 2.0
 """How often the folder is listed for the logs of further attempts."""
@@ -59,7 +59,10 @@ def newest(run: RunDir) -> dict[str, Log]:
 
 
 def choose(run: RunDir, role: str | None) -> dict[str, Log]:
-    """The logs of a role, or of all whose names begin with it. Raises RunError listing what there is."""
+    """The logs of a role, or of all roles whose names begin with `role`.
+
+    Raises RunError listing the roles there are.
+    """
     there = newest(run)
     if role is None:
         return there
@@ -73,7 +76,7 @@ def choose(run: RunDir, role: str | None) -> dict[str, Log]:
 
 
 def last_lines(logs: dict[str, Log], count: int) -> list[Line]:
-    """The last lines of all logs together, in the order of their time stamps; each log is to be followed from there."""
+    """The last lines of all logs together, by time stamp; each log is left at its end, to be followed from there."""
     stamped: list[tuple[str, Line]] = []
     for log in logs.values():
         stamp = ""
@@ -88,7 +91,7 @@ def last_lines(logs: dict[str, Log], count: int) -> list[Line]:
 def follow(
     run: RunDir, role: str | None, logs: dict[str, Log], sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[Line]:
-    """New lines as they come, of further attempts too, until the run is over and silent."""
+    """Yield new lines as they come, those of further attempts too, until the run is over and silent."""
     looked_at = 0.0
     while True:
         came = False
@@ -119,7 +122,7 @@ def _tail(log: Log) -> list[str]:
 
 
 def _new(log: Log) -> list[str]:
-    """Whole lines since the last look."""
+    """Whole lines added since the last look."""
     with log.path.open("rb") as file:
         file.seek(log.offset)
         data = file.read()
@@ -133,5 +136,5 @@ def _changed(log: Log) -> str:
 
 
 def _clean(line: bytes) -> str:
-    """Without what would move the cursor of the reader's terminal."""
+    """Decode a line, without what would move the cursor of the reader's terminal."""
     return _CONTROL.sub("", line.decode(errors="replace"))

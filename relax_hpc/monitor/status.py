@@ -1,4 +1,4 @@
-"""What a run is doing, from its files alone: for the live view, and for `relax-hpc status` from anywhere."""
+"""The status of a run from its files alone, for the live view and for `relax-hpc status` from anywhere."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from relax_hpc.telemetry import read_heartbeat, read_metrics
 RECENT = 20
 """Steps and requests over which rates are averaged."""
 LOOKED_AT = 8
-"""Workers whose files are read in one look, the next ones in the next: looking costs the same whatever their number."""
+"""Workers whose files one look reads; the next look reads the next ones, so that a look costs no more with many
+workers.
+"""
 HOLDER_EVERY_S = 5.0
-"""How often is looked who holds a run. In a Slurm job on another machine that is a question to Slurm, of `slurm.ask_every_s`."""
+"""How often to look who holds a run. In a Slurm job on another machine that asks Slurm, every `slurm.ask_every_s`."""
 
 
 @dataclass(slots=True)
 class Status:
-    """A run at one moment; `refresh` reads only what was added since, of many workers those whose turn it is."""
+    """A run at one moment; `refresh` reads only what was added since, and only some of many workers at a time."""
 
     run: RunDir
     recipe: Recipe
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
-    """How many rows of sources are left out, by key."""
+    """How many rows of the sources are left out, by key."""
     heartbeats: dict[str, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
     evals: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -39,29 +41,29 @@ class Status:
     given_up: dict[int, str] = field(default_factory=dict)
     """Version -> why its evaluation was given up."""
     failures: dict[int, dict[str, int]] = field(default_factory=dict)
-    """Step -> why groups of it failed, and how many."""
+    """Step -> reason -> how many of its groups failed for it."""
     sft_warm_start: dict[str, Any] | None = None
     lineage: dict[str, Any] | None = None
-    """The newest beginning of a lineage: a version that was made again, with other bits."""
+    """The newest start of a lineage: a version that was made again with other bits."""
     damaged: dict[str, Any] | None = None
     """The last checkpoint that was found damaged."""
     engine_differs: dict[str, Any] | None = None
-    """The last time that engine and trainer were found to compute different logprobs with the same weights."""
+    """The last time that engine and trainer were found to compute different logprobs with equal weights."""
     requests: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Scorer or critic -> the requests that it made columns of lately."""
+    """Scorer or critic -> the requests for which it lately made columns."""
     events: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
     outcome: dict[str, Any] | None = None
     holder: dict[str, Any] | None = None
     slurm: Overview | None = None
-    """Jobs and rollout nodes, for those who look from outside."""
+    """Jobs and rollout nodes; None where they are not asked for."""
     _offsets: dict[str, int] = field(default_factory=dict)
     _holder_at: float | None = None
 
     @classmethod
     def of(cls, run: RunDir, *, jobs: bool = False) -> Status:
-        """`jobs`: with the run's Slurm jobs, for which Slurm is asked now and then."""
+        """The status of `run`. `jobs`: with the run's Slurm jobs, for which Slurm is asked now and then."""
         recipe = load_recipe(run.recipe)
         status = cls(run, recipe, read_json(run.rows) or {})
         if jobs and recipe.slurm is not None:
@@ -74,7 +76,9 @@ class Status:
         for record in self._new("trainer-0"):
             if record["kind"] == "step":
                 self.steps = [*self.steps, record][-RECENT:]
-                self.failures[record["step"]] = record.get("failures", {})  # of a step that is replayed, once
+                self.failures[record["step"]] = record.get(
+                    "failures", {}
+                )  # by step, so that a replayed step counts once
             elif record["kind"] == "eval":
                 self.evals[record["version"]] = record
             elif record["kind"] == "eval_failed":
@@ -114,7 +118,7 @@ class Status:
         return HOLDER_EVERY_S if slurm is None or not (self.holder or {}).get("job") else slurm.ask_every_s
 
     def failed_groups(self) -> Counter[str]:
-        """Reason -> the groups that failed for it, of all steps."""
+        """Reason -> groups that failed for it, over all steps."""
         return sum((Counter(found) for found in self.failures.values()), Counter())
 
     def roles(self) -> list[str]:
@@ -124,17 +128,17 @@ class Status:
         return [f"trainer-{i}" for i in range(self.recipe.trainer.processes)]
 
     def _sidecars(self) -> list[str]:
-        """Scorers and critic."""
+        """Names of scorers and critic."""
         roles = {"scorer": self.recipe.scorer, "critic": self.recipe.critic}
         return [f"{role}-{i}" for role, config in roles.items() if config for i in range(config.processes)]
 
     def workers(self) -> list[str]:
-        """The recipe's workers, and those that joined."""
+        """Names of the recipe's workers, and of those that joined."""
         base = [f"rollout-{i}" for i in range(self.recipe.rollout.workers if self.recipe.generates else 0)]
         return [*base, *(name for name in self._names("rollout-*") if name not in base)]
 
     def _in_turn(self) -> list[str]:
-        """The workers to look at: all that were never looked at, then those that were not for the longest time."""
+        """The workers to look at now: first those never looked at, then those not looked at for the longest time."""
         there = self.workers()
         again = [name for name in self.requests if name in there][:LOOKED_AT]
         for name in again:
@@ -146,18 +150,18 @@ class Status:
 
     @property
     def state(self) -> str:
-        """In a word or two: running, how it ended, what it waits for, or that nobody will go on with it."""
+        """The state in a word or two: running, how it ended, what it waits for, or that nobody will go on with it."""
         if self.holder is not None:
             return "running"
         ended = str(self.outcome["outcome"]) if self.outcome else None
         if is_final(self.outcome) or self.slurm is None:
             return ended or "interrupted"
-        # Otherwise a successor that is queued goes on with it, of a failed run too.
+        # Otherwise a queued successor goes on with the run, even one that failed.
         return self.slurm.waits_for(ended) or ended or "interrupted"
 
     @property
     def over(self) -> bool:
-        """Whether nothing happens any more by itself."""
+        """True when nothing happens any more by itself."""
         return self.state in (*ENDED, "interrupted", "preempted")
 
     @property
@@ -166,13 +170,13 @@ class Status:
 
     @property
     def train_rate(self) -> float:
-        """Samples a second that the trainer consumed lately."""
+        """Samples a second that the trainer consumed over the recent steps."""
         seconds = sum(s["step_s"] for s in self.steps)
         return sum(s["samples"] for s in self.steps) / seconds if seconds else 0.0
 
     @property
     def rollout_rate(self) -> float:
-        """Samples a second that all workers made lately."""
+        """Samples a second that all workers made over the recent requests."""
         return sum(self.worker_rate(name) for name in self.requests)
 
     def worker_rate(self, name: str) -> float:
@@ -183,7 +187,7 @@ class Status:
         return float(sum(o["samples"] for o in requests[1:]) / seconds) if seconds > 0 else 0.0
 
     def column_rate(self, name: str) -> float:
-        """Tokens a second that a scorer lately scored, of all its models, or a critic valued."""
+        """Tokens a second that a scorer lately scored, over all its models, or that a critic valued."""
         lines = self.columns.get(name, [])
         return float(sum(c["tokens"] * len(c["columns"]) for c in lines) / max(sum(c["score_s"] for c in lines), 1e-9))
 

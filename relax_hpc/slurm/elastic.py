@@ -1,8 +1,7 @@
 """Elastic rollout nodes, each a one-node job: the desired size, and the jobs that are sent or drained to reach it.
 
     relax-hpc scale RUN rollout=N ─┐
-    [slurm.autoscale] ─────────────┴► desired-size.json ──► jobs there are ──► sbatch what is missing, drain what is too
-much
+    [slurm.autoscale] ─────────────┴► desired-size.json ──► jobs there are ──► sbatch what is missing, drain the rest
 
 The desired size counts all rollout nodes; the base nodes of the recipe are always there.
 """

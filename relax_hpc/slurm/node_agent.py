@@ -1,8 +1,8 @@
 """The node agent of a rollout node: keeps the node's workers alive, and lists them in its heartbeat.
 
     srun (one task a node) ► node agent ► workers 1 … k of this node
-                                └► heartbeats/node-agent-….json: who works, who was lost ► the supervisor gives claims
-back
+                                └► heartbeats/node-agent-….json: who works, who was lost
+                                      └► the supervisor gives claims back
 
 It outlives the trainer: when the run's leader is lost it waits for the successor, and it leaves when the run is over.
 """

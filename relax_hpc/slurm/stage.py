@@ -1,7 +1,7 @@
 """`python -m relax_hpc.slurm.stage TAR ARGUMENTS…`: starts Python from an environment unpacked on the node's own disk.
 
-    TAR (on the shared file system) ──first process of a node unpacks, others wait──► NODE/environment-…/bin/python
-ARGUMENTS
+    TAR (on the shared file system)
+      ──first process of a node unpacks, others wait──► NODE/environment-…/bin/python ARGUMENTS
 
 Thousands of files are then opened on the node, and only one is read from the shared file system. A virtual environment
 works where it was unpacked: Python looks for pyvenv.cfg beside itself. Imports the standard library only.

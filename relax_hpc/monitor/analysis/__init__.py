@@ -1,4 +1,4 @@
-"""Looking at a run from its files alone, after it or while it goes on; nothing is written, torch is not needed.
+"""Read a run from its files alone, after it or while it goes on; nothing is written, torch is not needed.
 
 run = relax_hpc.open_run("runs/countdown")
 run.trajectories()          one row a sample: text, reward, status, age, …
@@ -98,11 +98,14 @@ class RunView:
     def iter_trajectories(
         self, columns: Sequence[str] | None = None, text: bool = True, broken: list[RunError] | None = None
     ) -> Iterator[pa.Table]:
-        """The same rows, one Arrow table a shard: never more than one shard is in memory. `broken`: see iter_shards."""
+        """Yield the rows of `trajectories` as one Arrow table a shard: at most one shard is in memory.
+
+        `broken`: see iter_shards.
+        """
         return self.tables(self.columns(columns, text), broken)
 
     def tables(self, names: Sequence[str], broken: list[RunError] | None = None) -> Iterator[pa.Table]:
-        """`iter_trajectories` for columns that `columns` gave."""
+        """Yield what `iter_trajectories` does, for column names that `columns` returned."""
         decoder = self.decoder if {"prompt", "completion"} & set(names) else None
         statuses = self.statuses(broken)
         for shard in self.iter_shards(broken=broken):
@@ -147,7 +150,9 @@ class RunView:
         ]
 
     def statuses(self, broken: list[RunError] | None = None) -> GroupStatuses:
-        """What became of each request, as the ledger says now. Raises RunError at a damaged entry, unless `broken` is given."""
+        """Read from the ledger the status of each request and group, as of now. Raises RunError at a damaged entry, unless
+        `broken` is given, which then collects the errors.
+        """
         return GroupStatuses(read_entries(self.run, broken))
 
     @cached_property
@@ -166,7 +171,7 @@ class RunView:
         return (self.run.model / "tokenizer.json").is_file()
 
     def steps(self) -> pd.DataFrame:
-        """One row a training step, as the trainer measured it; of a step repeated after a restart, the last time."""
+        """One row a training step, as the trainer measured it; for a step repeated after a restart, the last time."""
         return _frame(last_of(self.metrics("trainer-0", "step"), "step"))
 
     def evals(self) -> pd.DataFrame:
@@ -201,7 +206,7 @@ class RunView:
     def request_rows(
         self, paths: Sequence[Path] | None = None, broken: list[RunError] | None = None
     ) -> Iterator[dict[str, Any]]:
-        """The rows of `requests`, as they are read; with `paths`, of these shards alone."""
+        """Yield the rows of `requests` as they are read; with `paths`, of these shards alone."""
         statuses = self.statuses(broken)
         seen = set()
         for shard in self.iter_shards(paths, broken):
@@ -229,12 +234,12 @@ class RunView:
         return {name: self.metrics(name, "request") for name in names}
 
     def events(self) -> list[dict[str, Any]]:
-        """What the supervisor did: starts, losses, restarts, the outcome."""
+        """Events that the supervisor recorded: starts, losses, restarts, the outcome."""
         return read_metrics(self.run.metrics / "supervisor.jsonl")[0]
 
     @property
     def outcome(self) -> dict[str, Any] | None:
-        """How the run ended; None while it has not."""
+        """The run's outcome; None while it has not ended."""
         outcome: dict[str, Any] | None = read_json(self.run.outcome)
         return outcome
 

@@ -1,4 +1,4 @@
-"""Everything that was generated, counted by status; only the shards' small columns are read."""
+"""Counts all that was generated, by status; only the shards' small columns are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Tally:
     groups: int = 0
     samples: int = 0
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """[samples] each: reward, raw_reward, length, prompt_length, finish; `age` is shorter, it leaves out what has none."""
+    """[samples] each: reward, raw_reward, length, prompt_length, finish; `age` is shorter, without samples that have
+    none.
+    """
 
     @property
     def tokens(self) -> int:

@@ -33,7 +33,7 @@ SHOWN = (
 
 
 class Found(NamedTuple):
-    """A sample worth showing; larger is better, and of equals the newer one."""
+    """A sample worth showing, ordered so that a larger one is better; among equals the newer one."""
 
     reward: float
     request: str
@@ -67,7 +67,7 @@ def _groups(shard: Shard) -> Iterator[list[Found]]:
 
 
 def _rows(view: RunView, found: Found) -> Iterator[dict[str, Any]]:
-    """The row of a sample; none when its shard is gone meanwhile."""
+    """Yield the row of a sample; nothing when its shard is gone meanwhile."""
     decoder = view.decoder if view.has_text else None
     for shard in view.iter_shards([found.path], broken=[]):
         columns = sample_columns(shard, view.statuses().of(found.path), SHOWN, decoder)
@@ -79,5 +79,5 @@ def _rows(view: RunView, found: Found) -> Iterator[dict[str, Any]]:
 
 
 def _visible(text: str) -> str:
-    """Control characters, which a model may well have generated, as a replacement sign."""
+    """Show control characters, which a model may well have generated, as a replacement sign."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ROWS_PER_GROUP = 8192
 """Samples in a row group: enough for column statistics to pay."""
 BYTES_PER_GROUP = 64 << 20
-"""A row group is closed at this size whatever its rows: what the writer holds."""
+"""Bytes at which a row group is closed whatever its rows: the writer holds this much in memory."""
 
 
 def export_parquet(

@@ -26,7 +26,7 @@ EXAMPLES = 4
 """Best samples, and as many worst ones."""
 EVENTS_SHOWN = 50
 WORKERS_SHOWN = 8
-"""More workers than this share one bar."""
+"""Up to this many workers have a bar each; more than that share one bar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,14 @@ def newest(view: RunView) -> list[Path]:
 
 
 def tiles(view: RunView) -> list[tuple[str, str, str]]:
-    """(label, value, remark): what one wants to know first."""
+    """(label, value, remark): the numbers that one wants to know first."""
     steps, evals = view.steps(), view.evals()
     found: list[tuple[str, str, str]] = []
     if len(steps):
         asked = view.recipe.get("run", {}).get("steps")
         found.append(("steps", str(int(steps["step"].max()) + 1), f"of {asked}" if asked else ""))
         few = max(1, len(steps) // 20)
-        what = "reward" if "reward" in steps else "loss"  # of supervised fine-tuning
+        what = "reward" if "reward" in steps else "loss"  # supervised fine-tuning has a loss only
         values = steps[what].astype(float)  # null where it was not finite
         first, last = values[:few].mean(), values[-few:].mean()
         found.append((what, f"{last:.3f}", f"from {first:.3f}"))
@@ -163,7 +163,7 @@ def sections(view: RunView) -> list[tuple[str, list[Figure]]]:
 
 
 def role_times(trained: list[dict[str, Any]], workers: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """role -> {what: seconds} over the whole run."""
+    """role -> {activity: seconds} over the whole run."""
 
     def total(lines: list[dict[str, Any]], key: str) -> float:
         return float(sum(line.get(key, 0.0) for line in lines))
@@ -209,7 +209,7 @@ def score_rows(view: RunView) -> Iterator[dict[str, Any]]:
 
 
 def dropped(view: RunView) -> dict[str, float] | None:
-    """How long the answers were that came too late, beside those trained on: dropping favors short answers."""
+    """Mean lengths of the answers that came too late and of those trained on: dropping favors short answers."""
     late, steps = view.metrics("trainer-0", "dropped"), view.steps()
     if not late or not len(steps):
         return None

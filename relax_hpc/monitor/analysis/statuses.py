@@ -1,6 +1,7 @@
-"""What became of every group that was generated, from the ledger alone.
+"""The status of every group that was generated, from the ledger alone.
 
-ledger entries ──► request: taken at a step | dropped | not decided ──► group: trained | filtered | failed | dropped | unused
+ledger entries ──► request: taken at a step | dropped | not decided ──► group: trained | filtered | failed | dropped |
+unused
 """
 
 from __future__ import annotations
@@ -17,24 +18,27 @@ from relax_hpc.spool.ledger import FAILED, Entry, read_entry
 
 GroupStatus = Literal["trained", "filtered", "failed", "dropped", "unused", "evaluation"]
 STATUSES: tuple[GroupStatus, ...] = ("trained", "filtered", "failed", "dropped", "unused", "evaluation")
-"""trained: in the loss. filtered: taken by a step, kept out of its loss by a filter, or since the batch was full. failed: the group could not be generated or
-scored, whatever became of its request. dropped: its request was given up, too old. unused: no step has taken its request, or its file lost a
-race. evaluation: a held-out prompt."""
+"""The statuses of a group.
+
+trained: in the loss. filtered: taken by a step, kept out of its loss by a filter, or since the batch was full.
+failed: the group could not be generated or scored, whatever became of its request. dropped: its request was given up,
+too old. unused: no step has taken its request, or its file lost a race. evaluation: a held-out prompt.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one group."""
+    """The status of one group, with its reason."""
 
     status: GroupStatus
     reason: str = ""
     detail: str = ""
-    """Of a group that failed: which prompt, and what was said."""
+    """For a group that failed: which prompt, and the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """What became of one request, and of each of its groups."""
+    """The status of one request and of each of its groups."""
 
     status: GroupStatus
     step: int | None = None
@@ -44,7 +48,7 @@ class RequestStatus:
     """Group -> why a filter kept it out of the loss."""
 
     def group(self, group: int, failure: str = "", detail: str = "") -> Verdict:
-        """The verdict on a group; `failure` and `detail` are what the shard says of a group that failed."""
+        """Return the verdict on a group; `failure` and `detail` are what the shard says of a group that failed."""
         if self.status == "evaluation":
             return Verdict("evaluation", failure, detail)
         if failure:
@@ -55,7 +59,7 @@ class RequestStatus:
 
 
 class GroupStatuses:
-    """The ledger, read from the requests' side."""
+    """The ledger, indexed by request."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self.requests: dict[str, RequestStatus] = {}

@@ -36,7 +36,7 @@ TOKEN_TYPES = {
     "versions": "list<int32>", "columns/reference": "list<float32>", "columns/teacher": "list<float32>",
     "columns/recomputed": "list<float32>", "columns/values": "list<float32>",
 }  # fmt: skip
-"""Columns that are there when they are asked for by name."""
+"""Arrow types of the columns that a table has only when they are asked for by name."""
 SCORES: tuple[str, ...] = (*get_args(Score), "values")
 """Columns that scorers and critics make, each in a file of its own."""
 FINISH_NAMES = np.array([f.name.lower() for f in Finish])
@@ -61,7 +61,7 @@ def choose_columns(columns: Sequence[str] | None, extras: Iterable[str], text: b
 
 
 def verdicts(shard: Shard, status: RequestStatus) -> list[Verdict]:
-    """[G] what became of each group."""
+    """[G] the verdict on each group of a shard."""
     return [status.group(g, *shard.failure(g)) for g in range(len(shard.groups))]
 
 
@@ -131,7 +131,10 @@ def arrow_type(column: str) -> pa.DataType:
 
 
 def _scored(shard: Shard, name: str) -> list[Any]:
-    """What another role's model said of each sample's tokens; None where there is no such column. Raises RunError for a damaged one."""
+    """[N] another role's numbers for each sample's tokens; None where there is no such column.
+
+    Raises RunError for a damaged column.
+    """
     from relax_hpc.spool.column import DamagedColumn, read_column
 
     if shard.path.parent.parent.name != "shards":
@@ -154,7 +157,7 @@ def _versions(shard: Shard) -> tuple[Any, Any]:
     if not len(starts):
         none = np.ma.MaskedArray(np.zeros(len(empty), np.int64), mask=np.ones(len(empty), bool))
         return none, none
-    # Of spans that begin together only the last one has tokens.
+    # Where several spans begin together, only the last one has tokens.
     first, last = (
         versions[np.maximum(np.searchsorted(starts, token, side="right") - 1, 0)].astype(np.int64)
         for token in (offsets[:-1], offsets[1:] - 1)

@@ -32,7 +32,7 @@ PARTS = {
     "step": ("wait_s", "read_s", "train_s", "publish_s", "settle_s"),
     "column": ("wait_s", "score_s", "publish_s"),
 }
-"""What was before the time of a line."""
+"""The parts of a line's time, in the order in which they came before its end."""
 LOUD = ("lost", "silent", "outcome")
 """Events that are drawn across all tracks."""
 
@@ -56,13 +56,13 @@ class Timeline:
         return self.part(role, thread, name, *self._last[role, thread], **args)
 
     def part(self, role: str, thread: str, name: str, begin: float, end: float, **args: Any) -> Event:
-        """A slice within the one that was made last on its thread: what reaches beyond that is cut."""
+        """Add a slice within the newest one on its thread; what reaches beyond that is cut."""
         first, last = self._last[role, thread]
         begin, end = (min(max(time, first), last) for time in (begin, end))
         return self._add("X", role, thread, name, begin, dur=(end - begin) * MICRO, args=_plain(args))
 
     def instant(self, role: str, name: str, line: dict[str, Any], *, loud: bool = False) -> None:
-        """What a line of metrics tells, at its time. `loud`: drawn across all tracks."""
+        """Add a line of metrics as an event at its time. `loud`: drawn across all tracks."""
         self._add("i", role, WORK, name, line["time"], s="g" if loud else "t", args=_plain(line))
 
     def counter(self, role: str, name: str, time: float, value: float) -> None:
@@ -70,7 +70,7 @@ class Timeline:
             self._add("C", role, WORK, name, time, args={name: value})
 
     def arrow(self, name: str, tail: Event, head: Event) -> None:
-        """From the end of one slice to the beginning of another; none where that one was over before."""
+        """Draw an arrow from the end of one slice to the beginning of another; none where that one was over before."""
         # Within the slices: that binds the ends to them.
         left = tail["ts"] + tail["dur"] - min(SHORTEST_US, tail["dur"]) / 2
         arrived = max(left, head["ts"] + min(SHORTEST_US, head["dur"]) / 2)
@@ -103,7 +103,10 @@ class Timeline:
 
 
 def write(view: RunView, path: Path) -> int:
-    """Write the timeline of a run, which may be going on; how many events it has. Raises RunError where there is nothing yet."""
+    """Write the timeline of a run, which may be going on; return its number of events.
+
+    Raises RunError when there are none.
+    """
     line = timeline(view)
     events = [*line.names(), *sorted(line.events, key=lambda e: (e["ts"], -e.get("dur", 0.0)))]
     head = {"displayTimeUnit": "ms", "otherData": {"run": str(view.run.root), "began": line.began}}
@@ -115,7 +118,7 @@ def write(view: RunView, path: Path) -> int:
 
 
 def timeline(view: RunView) -> Timeline:
-    """The events of all roles."""
+    """Build the timeline with the events of all roles."""
     files = sorted((p.stem for p in view.run.metrics.glob("*.jsonl")), key=lambda n: (len(n), n))
     lines = {name: view.metrics(name) for name in files if not name.endswith(".trained")}
     times = [_began(line) for said in lines.values() for line in said]
@@ -143,7 +146,7 @@ def timeline(view: RunView) -> Timeline:
 
 
 def _began(line: dict[str, Any]) -> float:
-    """The earliest time that a line tells of."""
+    """The earliest time that a line covers."""
     parts = PARTS.get(str(line.get("kind")), ("seconds",))
     before: float = line.get("began", line["time"]) - sum(line.get(name, 0.0) for name in parts)
     return before - line.get("wait_s", 0.0) if "began" in line else before
@@ -175,7 +178,7 @@ def _trainer(
 
 
 def _step(made: Timeline, role: str, line: dict[str, Any]) -> tuple[Event, Event]:
-    """The slices of a step; that in which it read its requests, and that in which it published."""
+    """Add the slices of a step; return the one that read its requests and the one that published."""
     line = {"read_s": 0.0, "settle_s": 0.0, **line}  # older runs do not tell
     end = line["time"]
     bounds = [end]
@@ -235,7 +238,7 @@ def _worker(
 
 
 def _columns(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:
-    """What a scorer or a critic did."""
+    """Add the work of a scorer or a critic."""
     for line in lines:
         if line["kind"] == "critic":
             made.slice(role, WORK, f"learn step {line['step']}", line["time"] - line["learn_s"], line["time"])
@@ -258,7 +261,7 @@ def _events(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def _plain(args: dict[str, Any]) -> dict[str, Any]:
-    """What strict JSON can say: a number that is not finite becomes text."""
+    """Make values fit for strict JSON: a number that is not finite becomes text."""
     return {
         name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in args.items()

@@ -1,6 +1,6 @@
-"""Lines of metrics ► what a person should hear of: outcomes, restarts, steps that do not come, rewards that collapse.
+"""Lines of metrics ► alerts for a person: outcomes, restarts, steps that do not come, rewards that collapse.
 
-Each alert has a key that is the same whenever its line is read again, so that nobody is told twice.
+Each alert has a key that stays the same whenever its line is read again, so that nobody is told twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Alert:
 
 
 class Alerts:
-    """What is asked for by [notify], in the lines of all roles in order of time."""
+    """Finds the alerts that [notify] asks for, in the lines of all roles in order of time."""
 
     def __init__(self, config: Notify, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: our own, in seconds; the lines have the time of day of the machine that wrote them."""
@@ -33,7 +33,7 @@ class Alerts:
         self._step, self._said_at, self._heard_at, self._on = -1, 0.0, 0.0, False
 
     def of(self, role: str, line: Mapping[str, Any]) -> Iterator[Alert]:
-        """The alerts that this line gives."""
+        """Yield the alerts that this line gives."""
         kind, at = line.get("kind"), float(line["time"])
         if kind in ("start", "outcome") or role == "trainer-0":
             self._said_at, self._heard_at, self._on = at, self._clock(), kind != "outcome"
@@ -51,7 +51,7 @@ class Alerts:
                     yield Alert(f"collapse {what} {self._step}", at, f"step {self._step}: {text}")
 
     def stalled(self) -> Iterator[Alert]:
-        """That the trainer has not written a line for too long; the same alert until it does."""
+        """Yield an alert when the trainer has not written a line for too long; its key is unchanged until it does."""
         silent_s = self._clock() - self._heard_at
         if "stall" in self._config.events and self._on and silent_s > self._config.stall_s:
             last = f"step {self._step} was the last" if self._step >= 0 else "there was none yet"
@@ -61,7 +61,7 @@ class Alerts:
 
 
 class Collapse:
-    """Signs that nothing is learnt any more, over the last `window` steps; each is told when it begins."""
+    """Signs over the last `window` steps that nothing is learned any more; each is reported when it begins."""
 
     def __init__(self, config: Notify) -> None:
         self._config = config
@@ -70,7 +70,7 @@ class Collapse:
         self._begun: set[str] = set()
 
     def of(self, line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """(which sign, in words) that begin with this step."""
+        """Yield (sign, description) for each sign that begins with this step."""
         steps = f"over the last {self._config.window} steps"
         entropy, reward = (
             self._mean(self._entropy, line.get("entropy")),
@@ -95,7 +95,7 @@ class Collapse:
         self._best = max(self._best, reward)
 
     def _mean(self, values: deque[float], value: float | None) -> float | None:
-        """With one more value; None while there are too few."""
+        """The mean with one more value; None while there are too few."""
         if value is not None:
             values.append(value)
         return sum(values) / len(values) if len(values) == values.maxlen else None

@@ -29,19 +29,19 @@ from relax_hpc.recipe.tables.tracking import Notify
 from relax_hpc.telemetry import iter_metrics
 
 LOOK_S = 5.0
-"""Between two looks for new lines: a stat for each role's file, on a shared file system."""
+"""Seconds between two looks for new lines: each costs a stat for each role's file, on a shared file system."""
 NICE = 10
 
 
 class Lines:
-    """New lines of all metrics files, put together by their times."""
+    """New lines of all metrics files, merged by their times."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._offsets: dict[str, int] = {}
 
     def new(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(role, line) of what was added since the last call."""
+        """Yield (role, line) for each line added since the last call."""
         with os.scandir(self._run.metrics) as entries:
             grown = [
                 entry.name.removesuffix(".jsonl")
@@ -58,17 +58,17 @@ class Lines:
 
 
 class Follower:
-    """Copies what there is, again and again."""
+    """Copies new metrics into the sinks and sends alerts, each time that it looks."""
 
     def __init__(self, run: RunDir, recipe: Recipe, since: float | None = None) -> None:
-        """since: when the supervisor began that this one works for, so that alerts are sent; without it, none are."""
+        """since: Unix time at which our supervisor began, from which on alerts are sent; None: no alerts."""
         self.log = logging.getLogger("tracking")
         self.lines, self.points = Lines(run), Points()
         self.sinks: dict[str, Sink] = {}
         for config in recipe.tracking:
             try:
                 self.sinks[config.name] = make_sink(config, run, recipe)
-            except Exception:  # whatever a library raises; the others go on
+            except Exception:  # any error of a library; the other sinks go on
                 self.log.exception("%s does not begin", config.name)
         self.alerts, self.messenger = Alerts(recipe.notify or Notify()), None
         if recipe.notify is not None and since is not None:
@@ -79,7 +79,7 @@ class Follower:
                 self.log.error("nobody is told anything: %s", error)
 
     def look(self) -> None:
-        """Copy what is new, and tell of it."""
+        """Copy what is new, and send alerts about it."""
         for role, line in self.lines.new():
             self._tell(self.alerts.of(role, line))
             for point in self.points.of(line):
@@ -95,7 +95,7 @@ class Follower:
                 self.messenger.put(alert)
 
     def close(self) -> list[str]:
-        """End the sinks; what a person does with each."""
+        """Close the sinks; return for each what a person does with it."""
         if self.messenger is not None:
             self.messenger.close()
         self._all("close")
@@ -111,7 +111,7 @@ class Follower:
 
 
 def follow(run: RunDir, supervisor: int, since: float) -> None:
-    """Until the supervisor says so or is gone: then what is left is copied, and the sinks are closed."""
+    """Follow the run until the supervisor says to stop or is gone; then copy what is left and close the sinks."""
     ending = False
 
     def end(number: int, frame: Any) -> None:

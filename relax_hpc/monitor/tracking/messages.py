@@ -21,11 +21,11 @@ from relax_hpc.recipe.tables.tracking import Notify
 
 TRIES = 8
 FIRST_WAIT_S = 5.0
-"""After the first failure; doubles with each one: about twenty minutes in all."""
+"""Wait after the first failure; it doubles with each one, which makes about twenty minutes in all."""
 LAST_TRIES, LAST_WAIT_S = 3, 1.0
-"""When the follower ends, it does not wait as long."""
+"""Tries and waits when the follower ends, which must not take long."""
 REMEMBERED = 1000
-"""Keys of what was sent."""
+"""How many keys of sent alerts to remember."""
 
 
 def addresses(config: Notify, root: Path) -> list[str]:
@@ -54,7 +54,10 @@ def addresses(config: Notify, root: Path) -> list[str]:
 
 
 def targets(urls: list[str]) -> list[Any]:
-    """Each address as an Apprise of its own. Raises RunError naming which one Apprise does not know, but not what it is."""
+    """Make an Apprise for each address.
+
+    Raises RunError that says which one Apprise does not know, without repeating it.
+    """
     import apprise
 
     logging.getLogger("apprise").setLevel(logging.CRITICAL)  # what it says names addresses
@@ -72,11 +75,11 @@ def targets(urls: list[str]) -> list[Any]:
 
 @dataclass(slots=True)
 class Pending:
-    """An alert that some have not heard of yet."""
+    """An alert that some addresses have not received yet."""
 
     alert: Alert
     left: list[int]
-    """Addresses, by number."""
+    """Addresses still to be told, by index."""
     tries: int = 0
     not_before: float = 0.0
 
@@ -93,12 +96,12 @@ class Messenger:
         self._log = logging.getLogger("notify")
 
     def put(self, alert: Alert) -> None:
-        """Have it sent with the next `send`, unless it was."""
+        """Queue an alert for the next `send`, unless it was sent already."""
         if alert.time > self._since and alert.key not in self._sent and alert.key not in self._pending:
             self._pending[alert.key] = Pending(alert, list(range(len(self._targets))))
 
     def send(self) -> None:
-        """Try what is due, as one message for each address."""
+        """Try the alerts that are due, as one message for each address."""
         due = [p for p in self._pending.values() if p.not_before <= time.monotonic()]
         if not due:
             return
@@ -116,7 +119,7 @@ class Messenger:
             if not pending.left:
                 del self._pending[pending.alert.key]
                 self._sent[pending.alert.key] = pending.alert.time
-        while len(self._sent) > REMEMBERED:  # nothing of before the last one forgotten is sent again
+        while len(self._sent) > REMEMBERED:  # nothing older than the last one forgotten is sent again
             self._since = max(self._since, self._sent.pop(min(self._sent, key=lambda key: self._sent[key])))
         self._path.parent.mkdir(exist_ok=True)
         replace(self._path, to_json({"since": self._since, "sent": self._sent}))

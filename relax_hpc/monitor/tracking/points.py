@@ -17,7 +17,7 @@ REQUEST_MEANS = ("reward", "length_max", "truncated", "wait_s", "sync_s", "block
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What is known at a step, or of a version."""
+    """Numbers of a step, or of a version."""
 
     time: float
     step: int
@@ -25,7 +25,7 @@ class Point:
 
 
 class Points:
-    """Remembers what a line alone does not say. A step that is made again after a restart gives no point."""
+    """Turns lines into points, with what a single line does not say. A step repeated after a restart gives no point."""
 
     def __init__(self) -> None:
         self._step = self._version = -1
@@ -34,7 +34,7 @@ class Points:
         self._lost = 0
 
     def of(self, line: Mapping[str, Any]) -> Iterator[Point]:
-        """The points that this line makes."""
+        """Yield the points that this line makes."""
         kind, time = line.get("kind"), float(line["time"])
         if kind == "step" and line["step"] > self._step:
             self._step = line["step"]

@@ -1,7 +1,8 @@
 """Sinks: each takes points through its own library, and is made anew from the first line whenever the follower starts.
 
-Files of other libraries cannot be committed together with an offset: they buffer in threads and processes of their own. So a
-sink's files are a copy that is made again, and whatever kill it was that ended the one before, every step is in them once.
+Files of other libraries cannot be committed together with an offset: they buffer in threads and processes of their own.
+So
+a sink's files are a copy that is made again: however the follower before was killed, every step is in them once.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ QUEUED = 20_000
 
 
 class Sink(Protocol):
-    """Fill this to add one. What it raises ends it, and nothing else."""
+    """The interface of a sink; implement it to add one. An error that it raises ends this sink and nothing else."""
 
     def add(self, point: Point) -> None: ...
 
     def flush(self) -> None:
-        """Let others see what was added."""
+        """Let readers see what was added."""
 
     def close(self) -> None: ...
 
     @property
     def where(self) -> str:
-        """What a person does with it next."""
+        """Tell the person what to do with it next: where to look, or which command to run."""
 
 
 def make_sink(config: AnyTracking, run: RunDir, recipe: Recipe) -> Sink:
@@ -75,7 +76,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A W&B run; the scores are against their versions, all else against the steps."""
+    """A W&B run; scores are plotted against versions, all else against steps."""
 
     def __init__(self, config: Wandb, folder: Path, run: RunDir, recipe: Recipe) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # where there is no internet it would only wait
@@ -90,7 +91,7 @@ class WandbSink:
         )  # fmt: skip
         self._run.define_metric("eval/*", step_metric="eval/version")
         self._known = self._run.step
-        """Online, the server has these steps already."""
+        """The last step that the server has already, where the run is online."""
         self._step, self._folder = 0, folder
 
     def add(self, point: Point) -> None:
@@ -99,7 +100,7 @@ class WandbSink:
         if self._step >= self._known:
             self._run.log(dict(point.values), step=self._step)
 
-    def flush(self) -> None: ...  # a process of its own writes as it comes
+    def flush(self) -> None: ...  # W&B's own process writes as points come
 
     def close(self) -> None:
         self._run.finish()
@@ -110,13 +111,13 @@ class WandbSink:
 
 
 class ClearMLSink:
-    """An offline session: no server, no key is asked for."""
+    """An offline ClearML session: needs no server and no key."""
 
     def __init__(self, config: ClearML, folder: Path, run: RunDir, recipe: Recipe) -> None:
         settings = folder / "clearml.conf"
         settings.write_text(
             "sdk { development { report_use_subprocess: false } }\n"
-        )  # its processes outlive a kill of ours
+        )  # ClearML's processes outlive a kill of ours
         os.environ |= {"CLEARML_CONFIG_FILE": str(settings), "CLEARML_CACHE_DIR": str(folder)}
         from clearml import Task
 
@@ -152,7 +153,7 @@ class ClearMLSink:
 
 
 def identity(run: RunDir) -> str:
-    """The run's own id, the same on every resume."""
+    """The run's own id, unchanged on every resume."""
     return str(read_json(run.identity)["id"])
 
 

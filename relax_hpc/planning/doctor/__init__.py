@@ -1,8 +1,8 @@
-"""`relax-hpc doctor`: what would go wrong with a run, found before it is sent.
+"""`relax-hpc doctor`: finds what would go wrong with a run before it is sent.
 
 recipe or run ► target ─┬► files    is the shared file system one that a run can live on, is there room
                         ├► python   does the Python of the nodes hold what the run needs
                         ├► slurm    does the cluster have what [slurm] asks for, in its own words
-                        └► nodes    the same, and GPUs and network, seen from nodes (a job; `probe` runs there)
+                        └► nodes    all of this, and GPUs and network, seen from nodes (a job; `probe` runs there)
 Every check is a row: ok, a warning, failed, or a note on what could not be looked at. Nothing is left behind.
 """

@@ -1,7 +1,9 @@
-"""How long a node does not notice what another one changes: measured between two nodes, by a pulse and who watches it.
+"""Measures between two nodes how long one does not notice changes by the other: one node pulses, the other watches.
 
-node A: a file replaced and a name added every PULSE_S ──► node B: `stat` of the file, a listing of the folder: the longest that each stays
-the same is what its client caches, or PULSE_S where it caches nothing. Nothing is opened meanwhile: that would make a client of NFS ask the server.
+node A: replaces a file and adds a name every PULSE_S ──► node B: `stat` of the file, a listing of the folder
+
+The longest time that each stays the same is how long node B's client caches it, or PULSE_S where it caches nothing.
+Nothing is opened meanwhile: that would make an NFS client ask the server.
 """
 
 from __future__ import annotations
@@ -21,13 +23,15 @@ AREA = "nodes"
 PULSE_S = 0.25
 LOOK_S = 0.02
 WINDOW_S = 8.0
-"""Longer caches are found, not measured."""
+"""Seconds of watching: a cache that lasts longer is found, but not measured."""
 NOTICEABLE_S = 1.0
 
 
 @contextmanager
 def pulse(folder: Path, name: str) -> Iterator[None]:
-    """Change FOLDER/pulse-NAME/ twice every PULSE_S, by a thread: a file in it is replaced, and another one gets a new name."""
+    """Change FOLDER/pulse-NAME/ twice every PULSE_S from a thread: replace a file in it, and give another one a new
+    name.
+    """
     own, over = folder / f"pulse-{name}", threading.Event()
     own.mkdir()
 
@@ -50,7 +54,9 @@ def pulse(folder: Path, name: str) -> Iterator[None]:
 
 
 def longest_unchanged(look: Callable[[], object], window_s: float) -> float:
-    """Seconds within `window_s` that `look` gave the same, at the longest. Where it never changed, all of `window_s`."""
+    """Return the longest time in seconds, within `window_s`, for which `look` gave an unchanged answer; `window_s` if
+    always.
+    """
     end, seen, since, longest, changes = time.monotonic() + window_s, look(), time.monotonic(), 0.0, 0
     while (now := time.monotonic()) < end:
         if (new := look()) != seen:
@@ -60,7 +66,7 @@ def longest_unchanged(look: Callable[[], object], window_s: float) -> float:
 
 
 def caches(folder: Path, peer: str, host: str, window_s: float = WINDOW_S) -> list[Check]:
-    """Measure what this node, `host`, caches of the folder in which `peer` pulses."""
+    """Measure how long this node, `host`, caches the folder in which `peer` pulses."""
     watched = folder / f"pulse-{peer}"
     looks: dict[str, Callable[[], object]] = {
         "attributes of files": lambda: _of(watched / "file"),

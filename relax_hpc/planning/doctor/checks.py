@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 Verdict = Literal["ok", "note", "warning", "failed"]
 ORDER: tuple[Verdict, ...] = ("ok", "note", "warning", "failed")
-"""From good to bad; a note says what was not looked at, or what is only worth knowing."""
+"""Verdicts from good to bad; a note says what was not looked at, or is only worth knowing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +48,5 @@ def worst(checks: Iterable[Check]) -> Verdict:
 
 
 def gigabytes(count: float) -> str:
-    """A number of bytes for a person."""
+    """Format a number of bytes in gigabytes for a person."""
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

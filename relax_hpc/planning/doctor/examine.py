@@ -1,4 +1,4 @@
-"""All checks of a recipe or a run, area by area; makes nothing that stays."""
+"""Runs all checks of a recipe or a run, area by area; makes nothing that stays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relax_hpc.telemetry import read_metrics
 
 Area = Literal["files", "python", "slurm", "nodes"]
 AREAS: tuple[Area, ...] = ("files", "python", "slurm")
-"""Looked at when nobody says which; nodes only on demand, since that is a job."""
+"""Areas to check by default; nodes are checked only on demand, since that takes a job."""
 
 
 def target(path: Path, sets: Sequence[str] = (), site: Path | None = None) -> tuple[Recipe, RunDir | None]:
@@ -39,7 +39,10 @@ def examine(
     local_root_ok: bool = False,
     say: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Check]:
-    """The checks as they are made. `say` is told what is being looked at. Raises RunError when nothing can be written."""
+    """Yield the checks as they are made.
+
+    `say` is told what is being looked at. Raises RunError when nothing can be written.
+    """
     with files.scratch(recipe.run.root.absolute()) as folder:
         if "files" in areas:
             say("the file system")
@@ -57,7 +60,7 @@ def examine(
 
 
 def checkpoint_s(run: RunDir | None) -> float | None:
-    """The longest that a checkpoint of this run took; None before the first."""
+    """Seconds of the longest checkpoint of this run; None before the first."""
     if run is None:
         return None
     records, _ = read_metrics(run.metrics / "trainer-0.jsonl")

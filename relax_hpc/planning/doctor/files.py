@@ -1,4 +1,4 @@
-"""What a run needs of its file system, tried in a folder that goes away: names appear whole, once, and for all to see."""
+"""Tries what a run needs of its file system, in a temporary folder: names appear whole, once, and for all to see."""
 
 from __future__ import annotations
 
@@ -21,13 +21,17 @@ from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 
 AREA = "files"
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 20.0
-"""Nothing relies on clocks that agree, but records of several machines are read side by side, and `status` shows ages by them."""
+"""Clock differences that give a warning or a failure.
+
+Nothing relies on clocks that agree, but records of several machines are read side by side, and `status` shows ages by
+them.
+"""
 SLOW_FSYNC_S = 0.2
 NFS_CACHE_S = 60
-"""acdirmax where a mount does not say."""
+"""Seconds that an NFS client caches folders where the mount does not say: the default of acdirmax."""
 PREFIX = ".doctor."
 NETWORKED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "glusterfs", "panfs", "wekafs", "afs", "9p", "virtiofs", "daos", "orangefs", "pvfs")  # fmt: skip
-"""File systems that several machines can hold; FUSE ones carry the name after `fuse.`."""
+"""File systems that several machines can mount; FUSE ones carry the name after `fuse.`."""
 
 
 def existing_part(path: Path) -> Path:
@@ -37,7 +41,7 @@ def existing_part(path: Path) -> Path:
 
 @contextmanager
 def scratch(root: Path) -> Iterator[Path]:
-    """A folder in `root` (or the nearest one above) that is removed at the end. Raises RunError."""
+    """Make a folder in `root` (or the nearest one above that exists); it is removed at the end. Raises RunError."""
     near = existing_part(root)
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=near))
@@ -57,7 +61,7 @@ def scratch(root: Path) -> Iterator[Path]:
 
 
 def semantics(folder: Path, *, trainer_processes: int) -> list[Check]:
-    """What runs rely on, each tried in `folder`, which must be empty."""
+    """Try each guarantee that runs rely on, in `folder`, which must be empty."""
     tried: tuple[tuple[str, Callable[[Path], None]], ...] = (
         ("exclusive link", _exclusive_link),
         ("hard links across folders", _link_across),
@@ -86,7 +90,7 @@ def semantics(folder: Path, *, trainer_processes: int) -> list[Check]:
 
 
 class _Wrong(Exception):
-    """The file system did something else than it should."""
+    """Raised when the file system did something else than it should."""
 
 
 def _exclusive_link(folder: Path) -> None:
@@ -123,7 +127,7 @@ def _rename_over_file(folder: Path) -> None:
 
 
 def _rename_folder(folder: Path) -> None:
-    """What fences a trainer that was superseded."""
+    """Try the rename of a folder, which is how a superseded trainer is fenced."""
     (folder / "a").mkdir()
     (folder / "full").mkdir()
     write_file(folder / "full" / "x", b"", durable=False)
@@ -168,7 +172,7 @@ def _fsync(folder: Path) -> Check:
 
 
 def _locks(folder: Path, trainer_processes: int) -> Check:
-    """fcntl locks between two processes: torch's FileStore, by which trainer processes find each other, takes them."""
+    """Try fcntl locks between two processes: torch's FileStore, by which trainer processes find each other, takes them."""
     with (folder / "lock").open("wb") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,7 +208,7 @@ def _no_locks(found: str, trainer_processes: int) -> Check:
 
 
 def skew(folder: Path) -> Check:
-    """This machine's clock against the one that stamps files."""
+    """Compare this machine's clock with the one that stamps files."""
     before = time.time()
     path = folder / "now"
     write_file(path, b"", durable=False)
@@ -218,7 +222,7 @@ def skew(folder: Path) -> Check:
 
 
 def times(folder: Path) -> Check:
-    """How fine the times of files are: whole seconds hide a change from who has looked in the same second."""
+    """Measure how fine file times are: whole seconds hide a change from a reader that looked within the same second."""
     stamps = []
     for name in ("one", "two", "three"):
         write_file(folder / name, b"", durable=False)
@@ -232,7 +236,7 @@ def times(folder: Path) -> Check:
 
 
 def attribute_cache(folder: Path) -> Check:
-    """How long this machine may not notice what others changed, as the mount's options say; --on-nodes measures it (caches.py)."""
+    """Read from the mount's options how long this machine may miss others' changes; --on-nodes measures it (caches.py)."""
     kind, networked = kind_of(folder)
     if not kind.startswith("nfs"):
         return ok(
@@ -250,7 +254,7 @@ def attribute_cache(folder: Path) -> Check:
 
 
 def access(root: Path, run: Path | None) -> list[Check]:
-    """Whether others can write where a run lies: whoever can, runs code in its user's name."""
+    """Check if others can write where a run lies: if so, they can run code in its user's name."""
     found = []
     for folder in filter(None, (root, run)):
         mode = folder.stat().st_mode if folder.is_dir() else 0
@@ -262,13 +266,13 @@ def access(root: Path, run: Path | None) -> list[Check]:
 
 
 def kind_of(path: Path) -> tuple[str, bool]:
-    """The type of the file system that `path` lies on, and whether it looks like one that other machines hold too."""
+    """(type of the file system that `path` lies on, True if it looks like one that other machines mount too)."""
     kind = _mount_of(path)[1]
     return kind, kind.removeprefix("fuse.").startswith(NETWORKED)
 
 
 def _mount_of(path: Path) -> tuple[str, str, list[str]]:
-    """Where the file system of `path` is mounted, its type, its options."""
+    """(mount point, type, options) of the file system of `path`."""
     real, best, kind, options = path.resolve(), "", "unknown", list[str]()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -1,9 +1,9 @@
-"""`--on-nodes`: a short job for each group, one task a node; what its nodes find, and which ones say nothing.
+"""`--on-nodes`: a short job for each group, one task a node; collects what its nodes find, and which ones say nothing.
 
 plan ► srun (trainer nodes) ┐
      ► srun (rollout nodes) ┴─► SCRATCH/found-GROUP-INDEX.json ─► rows; jobs are cancelled and files removed in any case
 
-srun, not sbatch --wait: that one looks less and less often. Slurm is asked for the job by its name, which is unique.
+srun and not sbatch --wait, which polls less and less often. Slurm is asked for the job by its name, which is unique.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from relax_hpc.slurm.submission.scripts import node_script, place
 POLL_S = 0.2
 ASK_EVERY_S = 2.0
 LEAVE_S = 5.0
-"""How long tasks may take to leave when they were told to."""
+"""How long tasks may take to leave once told to."""
 NODES_WAIT = 0.6
 """Share of the time-out after which a node stops waiting for the others, so that it can still say so."""
 
@@ -50,16 +50,19 @@ class Job:
     reason: str = ""
     nodes: str = ""
     since: float = field(default_factory=time.monotonic)
-    """When it was sent, then when it was first seen to run."""
+    """When the job was sent; once it runs, when it was first seen to run."""
 
     def words(self) -> str:
-        """The end of what srun said."""
+        """The end of srun's log."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return "; ".join(line.replace("srun: ", "").replace("error: ", "") for line in lines[-3:])
 
 
 def on_nodes(plan: Plan, folder: Path, timeout_s: float, *, libraries: bool) -> list[Check]:
-    """What the nodes of each group find. Returns within about twice `timeout_s`: to start, then to answer."""
+    """Check the nodes of each group from a job there.
+
+    Returns within about twice `timeout_s`: to start, then to answer.
+    """
     _code(folder)
     groups = plan.groups
     jobs: list[Job] = []
@@ -101,7 +104,7 @@ def _start(plan: Plan, group: Group, folder: Path, timeout_s: float, libraries: 
 
 
 def _wait(jobs: list[Job], folder: Path, timeout_s: float) -> list[Job]:
-    """Until all nodes have answered, or the time of those that have not is over."""
+    """Wait until all nodes have answered, or time is up for those that have not."""
     asked_at = 0.0
     while True:
         if time.monotonic() - asked_at > ASK_EVERY_S:
@@ -143,7 +146,7 @@ def _findings(job: Job, folder: Path, timeout_s: float) -> list[Check]:
 
 
 def _why_not(job: Job, answered: list[str], timeout_s: float) -> Check:
-    """What is known of nodes that said nothing."""
+    """Explain, as far as is known, why nodes did not answer."""
     what, expected = f"{job.group.name} nodes", f"{job.group.nodes} nodes that answer"
     if job.state == "PENDING":
         words = f"job {job.id} did not start within {timeout_s:.0f} s: {reason_in_words(job.reason)}"
@@ -158,13 +161,13 @@ def _why_not(job: Job, answered: list[str], timeout_s: float) -> Check:
 
 
 def _names(nodes: str) -> list[str]:
-    """Slurm's n[1-3] as names."""
+    """Expand Slurm's n[1-3] into names."""
     done = ask(["scontrol", "show", "hostnames", nodes])
     return done.stdout.split() if done is not None and done.returncode == 0 else [nodes]
 
 
 def _by_what(job: Job, checks: list[tuple[str, Check]]) -> list[Check]:
-    """One row for what all nodes say alike; a row for each node that differs to the bad."""
+    """Make one row of what all nodes report alike, and a row for each node that differs for the worse."""
     rows: list[Check] = []
     for what in dict.fromkeys(check.what for _, check in checks):
         of = [(host, check) for host, check in checks if check.what == what]
@@ -183,7 +186,9 @@ def _by_what(job: Job, checks: list[tuple[str, Check]]) -> list[Check]:
 
 
 def _code(folder: Path) -> None:
-    """Our own code where it is a source tree, as a run keeps it: nodes need not see where we are installed."""
+    """Copy our own code into `folder` where it is a source tree, as a run does: nodes need not see where we are
+    installed.
+    """
     package = Path(relax_hpc.__file__).parent
     (folder / "code").mkdir()
     if (package.parent / "setup.cfg").exists() or not _installed(package):
@@ -195,7 +200,7 @@ def _installed(package: Path) -> bool:
 
 
 def _end(jobs: list[Job], folder: Path) -> None:
-    """Have all tasks leave, by word, then by scancel, then by signal; nothing of them is left in the queue."""
+    """End all tasks: by the file `over`, then by scancel, then by signal. Nothing of them stays in the queue."""
     with contextlib.suppress(OSError):
         write_file(folder / "over", b"", durable=False)
     deadline = time.monotonic() + LEAVE_S
@@ -211,6 +216,6 @@ def _end(jobs: list[Job], folder: Path) -> None:
             job.process.terminate()
             try:
                 job.process.wait(LEAVE_S)
-            except subprocess.TimeoutExpired:  # srun waits for a node that is cut off
+            except subprocess.TimeoutExpired:  # srun keeps waiting for a node that is cut off
                 job.process.kill()
                 job.process.wait()

@@ -39,7 +39,7 @@ TOKEN_BYTES = 32
 
 
 class Probe:
-    """One node's look at itself and the others."""
+    """One node's checks of itself and of the others."""
 
     def __init__(self, folder: Path, asked: dict[str, Any], index: int) -> None:
         self.folder, self.asked = folder, asked
@@ -51,12 +51,15 @@ class Probe:
         self.peers = self._peers(index)
 
     def _peers(self, index: int) -> list[str]:
-        """The next node in a ring, and the first trainer node: every pair would be too many of a hundred nodes."""
+        """The nodes to connect to: the next in a ring, and the first trainer node.
+
+        All pairs would be too many of 100 nodes.
+        """
         ring = f"{self.asked['group']}-{(index + 1) % self.asked['nodes']}"
         return [name for name in dict.fromkeys([ring, "trainer-0"]) if name != self.name]
 
     def work(self) -> None:
-        """All checks, and the findings into a file."""
+        """Make all checks, and write the findings into a file."""
         token = secrets.token_hex(TOKEN_BYTES)
         checks = [ok(AREA, "answer", self.host), *self.interface()]
         with listener(token) as port, pulse(self.folder, self.name):
@@ -74,7 +77,7 @@ class Probe:
                 time.sleep(POLL_S)
 
     def _left_s(self) -> float:
-        """Until the others must have been seen; what takes longer would keep this node from saying anything."""
+        """Seconds until the others must have been seen; any longer, and this node could not report at all."""
         return max(1.0, self.deadline - time.monotonic())
 
     def files(self) -> list[Check]:
@@ -87,7 +90,7 @@ class Probe:
         if name is None:
             return []
         there = sorted(psutil.net_if_addrs())
-        if any(known == name or known.startswith(name) for known in there):  # NCCL takes it as a prefix
+        if any(known == name or known.startswith(name) for known in there):  # NCCL takes the name as a prefix
             return [ok(AREA, "slurm.interface", name)]
         return [failed(AREA, "slurm.interface", f"no '{name}' on {self.host}", f"one of {', '.join(there)}", "--set slurm.interface=NAME, or leave it out")]  # fmt: skip
 
@@ -115,7 +118,7 @@ class Probe:
         return [first, *self._cuda(wanted)]
 
     def _cuda(self, wanted: int) -> list[Check]:
-        """What torch and the driver say; torch in a process of its own, for it may hang on a broken GPU."""
+        """Check GPUs through torch and the driver; torch runs in a process of its own, for it may hang on a broken GPU."""
         code = "import torch; print(torch.cuda.device_count(), torch.version.cuda)"
         try:
             said = _output([sys.executable, "-P", "-c", code], self._left_s())
@@ -134,7 +137,7 @@ class Probe:
         return [failed(AREA, "torch.cuda", words, f"{wanted} GPUs", fix)]
 
     def network(self) -> list[Check]:
-        """The others: do their files show here, do their names resolve, can they be connected to."""
+        """Check the other nodes: do their files show here, do their names resolve, can they be connected to."""
         checks, began = [], time.monotonic()
         while time.monotonic() < self.deadline and not all(self._hello(name) for name in {*self.others, *self.peers}):
             time.sleep(POLL_S)
@@ -173,7 +176,7 @@ class Probe:
 
 @contextmanager
 def listener(token: str) -> Iterator[int]:
-    """A port that answers those who know the token; nothing listens any more afterwards."""
+    """Open a port that answers those who know the token; it is closed at the end."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
         server.bind(("", 0))
         server.listen(64)
@@ -203,7 +206,7 @@ def _serve(server: socket.socket, token: str, over: threading.Event) -> None:
 
 
 def greet(address: str, port: int, token: str) -> None:
-    """Connect, show the token, and see that who answers knows it too. Raises OSError."""
+    """Connect, show the token, and check that the other side knows it too. Raises OSError."""
     with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
         connection.sendall(token.encode())
         if not hmac.compare_digest(_receive(connection, len(_answer(token))), _answer(token)):
@@ -222,7 +225,7 @@ def _receive(connection: socket.socket, length: int) -> bytes:
 
 
 def addresses(interface: str | None) -> list[str]:
-    """This node's IPv4 addresses, those of `interface` alone where it is given."""
+    """This node's IPv4 addresses; only those of `interface` where it is given."""
     return [
         address.address
         for name, known in psutil.net_if_addrs().items()

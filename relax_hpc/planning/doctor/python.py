@@ -1,4 +1,6 @@
-"""The Python that processes will use: where it lies, and what it can import. In processes of its own; ours stays small."""
+"""Checks the Python that processes will use: where it lies and what it can import. Imports run in child processes, so
+that ours stays small.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ print(mpi4py.__version__, "with", MPI.Get_library_version().splitlines()[0].stri
 
 
 def environment(recipe: Recipe) -> list[Check]:
-    """Where Python lies, what it can import, which MPI there is."""
+    """Check where Python lies, what it can import, and which MPI there is."""
     slurm = recipe.slurm
     if slurm is not None and slurm.container is not None:
         return [
@@ -53,7 +55,7 @@ def environment(recipe: Recipe) -> list[Check]:
 
 
 def libraries(python: str, names: tuple[str, ...] = LIBRARIES, limit_s: float = IMPORT_S) -> list[Check]:
-    """Which libraries `python` can import, and their versions."""
+    """Check which libraries `python` can import, and their versions."""
     try:
         done = subprocess.run(
             [python, "-P", "-c", _IMPORT, *names], capture_output=True, text=True, check=False, timeout=limit_s
@@ -71,7 +73,7 @@ def libraries(python: str, names: tuple[str, ...] = LIBRARIES, limit_s: float = 
 
 
 def mpi(python: str) -> Check:
-    """Which MPI mpi4py was built for; a process of its own, since loading a broken one can end it."""
+    """Check which MPI mpi4py was built for, in a child process: loading a broken MPI can end it."""
     try:
         done = subprocess.run([python, "-P", "-c", _MPI], capture_output=True, text=True, check=False, timeout=IMPORT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -84,8 +86,8 @@ def mpi(python: str) -> Check:
 
 
 def _shared(python: str) -> list[Check]:
-    """Whether nodes are likely to see this Python; what is certain only a node can say."""
-    prefix = Path(python).parent.parent  # of a virtual environment: resolved, it would be that of its base
+    """Check if nodes are likely to see this Python; only a node can be certain (--on-nodes)."""
+    prefix = Path(python).parent.parent  # a virtual environment's own folder: resolved, it would be its base's
     places = {"Python": prefix, "the package": Path(relax_hpc.__file__).parent}
     checks = []
     for what, place in places.items():

@@ -1,4 +1,7 @@
-"""What a run will write, and whether there is room for it. An upper bound from the recipe: answers of full length."""
+"""Estimates how much a run will write, and checks that there is room.
+
+An upper bound from the recipe: full-length answers.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +26,19 @@ from relax_hpc.recipe.tables.source import keys_of, left_out
 from relax_hpc.spool.layout import SCORE_BYTES
 
 STATE_BYTES = 12
-"""Of a parameter in a checkpoint: master weights and two moments of AdamW, in float32."""
+"""Bytes of a parameter in a checkpoint: master weights and two moments of AdamW, in float32."""
 TOKEN_BYTES = 16
-"""Of a token in a shard, all columns together, rounded up."""
+"""Bytes of a token in a shard, all columns together, rounded up."""
 PROMPT_TOKENS = 512
-"""Taken for a prompt, whose length the recipe does not say."""
+"""Tokens assumed for a prompt, whose length the recipe does not say."""
 CHECKPOINT_FILES, VERSION_FILES = 15, 2
-"""With a reference and a critic; that many at most."""
+"""Files of a checkpoint and of a version, at most: with a reference and a critic."""
 SPARSE_VERSIONS = 3
-"""That are there at a time, where only some are published."""
+"""Versions that exist at a time where only some are published."""
 
 
 class Need(NamedTuple):
-    """What a run writes."""
+    """Bytes and files that a run writes, at most."""
 
     checkpoints: int  # bytes
     weights: int  # bytes
@@ -52,15 +55,15 @@ class Need(NamedTuple):
 
 
 def need(recipe: Recipe) -> Need | None:
-    """An upper bound; None when the model's size cannot be read."""
+    """Compute an upper bound; None when the model's size cannot be read."""
     count = parameters(recipe)
     if count is None:
         return None
     run, rollout = recipe.run, recipe.rollout
-    kept = run.keep_checkpoints + 1  # one is written before the oldest goes
+    kept = run.keep_checkpoints + 1  # a new one is written before the oldest goes
     replayed = min(run.steps, kept * run.checkpoint_every)
     versions = replayed + recipe.async_.max_staleness + 1
-    if recipe.supervised:  # those that are evaluated, and that a run or an attempt begins with
+    if recipe.supervised:  # versions that are evaluated, or that a run or an attempt begins with
         versions = SPARSE_VERSIONS * recipe.generates
     width = 4 if recipe.trainer.dtype == "float32" else 2
     steps = run.steps if recipe.spool.keep == "all" else replayed
@@ -74,12 +77,12 @@ def need(recipe: Recipe) -> Need | None:
     files = (
         run.steps + steps * requests * (1 + len(recipe.columns)) + kept * CHECKPOINT_FILES + versions * VERSION_FILES
     )
-    critic = isinstance(recipe.algorithm, Ppo)  # of the policy's size, or near it
+    critic = isinstance(recipe.algorithm, Ppo)  # about the policy's size
     return Need(kept * count * STATE_BYTES * (1 + critic), versions * count * width, shards, files)
 
 
 def parameters(recipe: Recipe) -> int | None:
-    """Of the model; None when they cannot be counted."""
+    """Number of parameters of the model; None when they cannot be counted."""
     if isinstance(recipe.model, TinyModel):
         model = recipe.model
         heads = (model.heads + 2 * model.kv_heads) * (model.hidden_size // model.heads) + model.hidden_size
@@ -92,7 +95,7 @@ def parameters(recipe: Recipe) -> int | None:
 
 
 def room(recipe: Recipe) -> list[Check]:
-    """Space and files that are left, against what the run will write."""
+    """Check the space and files that are left against what the run will write."""
     folder = existing_part(recipe.run.root.absolute())
     there = os.statvfs(folder)
     free, wanted = there.f_bavail * there.f_frsize, need(recipe)
@@ -115,9 +118,9 @@ def room(recipe: Recipe) -> list[Check]:
 
 
 def inodes(folder: Path, wanted: int) -> Check:
-    """How many files the file system of `folder` can still hold, against how many the run will make."""
+    """Check how many files the file system of `folder` can still hold against how many the run will make."""
     there = os.statvfs(folder)
-    # btrfs and many network file systems do not count: they say 0 of 0, some 0 left of a number. Where a file can be made, 0 is no count.
+    # btrfs and many network file systems do not count inodes: they report 0 of 0, or 0 left. If a file can be made, 0 is no real count.
     if there.f_files == 0 or (there.f_favail == 0 and _has_room_for_a_file(folder)):
         return note(AREA, "inodes", "not counted by this file system")
     if there.f_favail < wanted:
@@ -129,12 +132,12 @@ def _has_room_for_a_file(folder: Path) -> bool:
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
-    except OSError as error:  # whoever may not write there learns so from another check
+    except OSError as error:  # another check reports a folder that cannot be written
         return error.errno not in (errno.ENOSPC, errno.EDQUOT)
 
 
 def inputs(recipe: Recipe) -> list[Check]:
-    """Whether models and prompt files can be read."""
+    """Check that models and prompt files can be read."""
     found = []
     if isinstance(recipe.model, PathModel):
         found.append(_model("model.path", recipe.model.path))
@@ -152,7 +155,7 @@ def inputs(recipe: Recipe) -> list[Check]:
 
 
 def rows(recipe: Recipe, run: RunDir | None) -> list[Check]:
-    """How many rows of prompt files are left out, or cut: of a run as it counted them, of a recipe as its run would."""
+    """Count rows of prompt files that are left out or cut: for a run as it counted them, for a recipe as its run would."""
     try:
         counts = read_json(run.rows) or {} if run is not None else count_rows(recipe)
     except RunError as error:
@@ -171,7 +174,7 @@ def _model(key: str, path: Path) -> Check:
 
 
 def _in_safetensors(path: Path) -> int:
-    """Numbers in a safetensors file, from its header."""
+    """Count the numbers in a safetensors file from its header."""
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))

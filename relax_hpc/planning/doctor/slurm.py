@@ -1,4 +1,4 @@
-"""What the cluster has, against what the recipe asks for: partitions, limits, nodes, preemption, and sbatch's own words.
+"""Compares the cluster with the recipe's [slurm]: partitions, limits, nodes, preemption, and sbatch's own words.
 
 scontrol show partition, sinfo -N ──► Cluster ──► checks (pure)          rendered scripts ──► sbatch --test-only
 """
@@ -23,7 +23,7 @@ from relax_hpc.slurm.submission.submit import LOCAL_ROOTS
 AREA = "slurm"
 PROGRAMS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 OLDEST = (22, 5)
-"""Slurm's release that is tested."""
+"""Oldest release of Slurm that is tested: (year, month)."""
 UNUSABLE = ("down", "drain", "fail", "maint", "unk", "power", "reboot", "future", "planned_down")
 _MEMORY = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024}
 
@@ -45,7 +45,7 @@ class Node:
 
 @dataclass(slots=True)
 class Cluster:
-    """What the controller says."""
+    """Partitions, nodes and configuration as Slurm's controller reports them."""
 
     partitions: dict[str, dict[str, str]] = field(default_factory=dict)
     nodes: dict[str, list[Node]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Cluster:
 
 
 def programs() -> list[Check]:
-    """Slurm's commands and the controller."""
+    """Check Slurm's commands and the controller."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return [failed(AREA, "commands", f"no {', '.join(missing)} on PATH", "Slurm's client commands", "call this on a login node of the cluster (`module load slurm`?), or use `relax-hpc run`")]  # fmt: skip
@@ -78,7 +78,7 @@ def programs() -> list[Check]:
 
 
 def look() -> Cluster:
-    """Ask the controller, three times in all."""
+    """Ask the controller, with three commands in all."""
     cluster = Cluster()
     shown = ask(["scontrol", "show", "partition", "--all", "--oneliner"])
     for line in shown.stdout.splitlines() if shown is not None else ():
@@ -99,12 +99,12 @@ def look() -> Cluster:
 
 
 def fields(line: str) -> dict[str, str]:
-    """`A=1 B=2` as a dictionary."""
+    """Parse `A=1 B=2` into a dictionary."""
     return dict(word.split("=", 1) for word in line.split() if "=" in word)
 
 
 def gres_of(text: str) -> dict[str, int]:
-    """sinfo's "gpu:a100:4(S:0-1),shard:8" by name with and without type."""
+    """Parse sinfo's "gpu:a100:4(S:0-1),shard:8" into counts by name, with and without type."""
     found: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", text).split(","):
         name, *kind, count = part.split(":") if ":" in part else (part, "1")
@@ -115,7 +115,7 @@ def gres_of(text: str) -> dict[str, int]:
 
 
 def seconds(text: str) -> float:
-    """A time limit of Slurm's; infinite for UNLIMITED."""
+    """Convert a time limit of Slurm's to seconds; infinite for UNLIMITED."""
     if text in ("UNLIMITED", "infinite", "NONE", ""):
         return float("inf")
     found = time_s(text)
@@ -126,7 +126,10 @@ def seconds(text: str) -> float:
 
 
 def cluster_checks(plan: Plan, cluster: Cluster, checkpoint_s: float | None) -> list[Check]:
-    """All that can be said without sending anything. Pure."""
+    """Make all checks that need nothing to be sent. Pure.
+
+    checkpoint_s: seconds of the longest checkpoint of this run; None where unknown.
+    """
     groups = plan.groups
     scale = plan.slurm.autoscale
     if scale is not None and scale.partition is not None and len(groups) > 1:
@@ -163,7 +166,7 @@ def _limits(what: str, group: Group, about: dict[str, str]) -> list[Check]:
 
 
 def _nodes(what: str, plan: Plan, group: Group, nodes: list[Node]) -> list[Check]:
-    """Whether enough nodes are large enough, and up."""
+    """Check that enough nodes are large enough, and up."""
     asks, single = group.asks, plan.slurm.shape == "single"
     both = (plan.trainer, plan.rollout) if single else (group,)
     cpus = sum((g.asks.cpus_per_task or 1) * g.per_node for g in both)
@@ -205,7 +208,7 @@ def _kind(node: Node) -> str:
 
 
 def memory_mb(text: str) -> float:
-    """'64G' in MB, as Slurm counts."""
+    """Convert '64G' to MB, in units of 1024 as Slurm counts."""
     unit = text[-1].upper()
     return float(text[:-1]) * _MEMORY[unit] if unit in _MEMORY else float(text)
 
@@ -213,7 +216,7 @@ def memory_mb(text: str) -> float:
 def _preemption(
     what: str, plan: Plan, group: Group, about: dict[str, str], name: str, cluster: Cluster, checkpoint_s: float | None
 ) -> list[Check]:
-    """Whether a preempted trainer has the time for a checkpoint."""
+    """Check that a preempted trainer has the time for a checkpoint."""
     title, kind = f"{what}: preemption", cluster.config.get("PreemptType", "preempt/none")
     mode = about.get("PreemptMode", "OFF")
     if group.name != "trainer" or kind == "preempt/none" or mode == "OFF":
@@ -263,7 +266,7 @@ def _walltime(plan: Plan, checkpoint_s: float | None) -> list[Check]:
 
 
 def try_scripts(plan: Plan, folder: Path) -> list[Check]:
-    """What sbatch would say of each script; nothing is sent. Account, QOS and site's own rules show only here."""
+    """Ask sbatch about each script without sending it: account, QOS and the site's own rules show only here."""
     checks = []
     for kind in plan.jobs:
         path = folder / f"{kind}.sbatch"
@@ -282,7 +285,7 @@ def try_scripts(plan: Plan, folder: Path) -> list[Check]:
 
 
 def root_is_shared(plan: Plan, local_root_ok: bool) -> Check:
-    """Whether nodes can be expected to see the run's directory."""
+    """Check if nodes can be expected to see the run's directory."""
     real = plan.root.resolve()
     kind, networked = kind_of(plan.root)
     local = next((root for root in LOCAL_ROOTS if real.is_relative_to(root)), None)

@@ -1,6 +1,7 @@
-"""Times of a run that nobody has made: arithmetic on the recipe, the model's numbers, and what is said to be assumed.
+"""Estimates the times of a run that nobody has made, from recipe, model size and what the person says.
 
-A training step costs arithmetic, a token of an answer costs reading weights and cache, weights and checkpoints cost bandwidth.
+A training step costs arithmetic, a token of an answer costs reading weights and cache, weights and checkpoints cost
+bandwidth.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.weights import FileWeights
 
 DEVICE_FLOPS = 989e12
-"""A second: an H100's, dense bfloat16."""
+"""Floating-point operations a second of a device: an H100's, dense bfloat16."""
 MODEL_FLOPS_SHARE = 0.3
-"""Of it, that training reaches."""
+"""Share of DEVICE_FLOPS that training reaches."""
 DEVICE_BYTES_S = 3.35e12
-"""Of an H100's memory."""
+"""Bytes a second of a device's memory: an H100's."""
 DECODING_SHARE = 0.5
-"""Of it, that generating reaches."""
+"""Share of DEVICE_BYTES_S that generating reaches."""
 TOKEN_FLOOR_S = 0.005
-"""No engine is faster from token to token, however small the model."""
+"""Least seconds from token to token, however small the model."""
 STEP_FLOOR_S = 0.1
-"""Reading shards, packing, optimizer, metrics: no step is shorter."""
+"""Least seconds of a step: reading shards, packing, optimizer, metrics."""
 REQUEST_BASE_S = 0.2
-"""Of a request: prompts read, rewards scored."""
+"""Seconds of a request beside generating: reading prompts, scoring rewards."""
 SHARD_S = 0.05
 ANSWER_SHARE = 0.25
-"""Of the longest answer, that the mean one has."""
+"""Mean length of an answer, as a share of the longest."""
 SIGMA = 0.8
 RESTART_S = 180.0
 BANDWIDTH = 2e9
@@ -43,7 +44,7 @@ BANDWIDTH = 2e9
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a person says of a run's times, in place of what would be assumed or measured; None: nothing."""
+    """What a person says of a run's times, in place of assumptions or measurements; None where nothing is said."""
 
     answer_tokens: float | None = None
     sigma: float | None = None
@@ -58,7 +59,7 @@ class Asked:
 
 
 def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str]]:
-    """Times, and what was assumed for them. Raises RunError for answers that cannot be that long."""
+    """(times, what was assumed for them). Raises RunError for answers that cannot be that long."""
     most = min(recipe.rollout.max_new_tokens * recipe.rollout.max_turns, shape.context - 1)
     mean = asked.answer_tokens or max(1.0, ANSWER_SHARE * most)
     if mean > most:
@@ -104,7 +105,9 @@ def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str
 
 
 def _train_s(recipe: Recipe, shape: Shape, tokens: float) -> float:
-    """Forward, and backward at twice its cost; the forward pass twice where activations are recomputed."""
+    """Seconds of a training step: forward, backward at twice its cost, and forward again where activations are
+    recomputed.
+    """
     whole = parameters(shape)
     active = whole.dense + (whole.experts * shape.chosen / shape.experts if shape.experts else 0)
     operations = (8 if recipe.trainer.parallel.recompute == "full" else 6) * active * tokens
@@ -112,7 +115,10 @@ def _train_s(recipe: Recipe, shape: Shape, tokens: float) -> float:
 
 
 def _token_s(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> float:
-    """What a device reads for the next token of all answers of a request: its weights, and the cache half-way."""
+    """Seconds for a device to make the next token of all answers of a request: it reads its weights, and the cache at
+    half its
+    final length.
+    """
     ours, asked = recipe.rollout.engine == "torch", recipe.rollout.sglang
     tensor, copies = (1, 1) if ours else (asked.tensor_parallel, asked.copies)
     weights = engine_memory(recipe, shape, 0.0, prompt, answer).weights

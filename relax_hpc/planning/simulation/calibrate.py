@@ -1,4 +1,4 @@
-"""Times of a run that was made, from its metrics: what its requests, steps, versions, checkpoints and restarts took."""
+"""Measures the times of a finished run from its metrics: requests, steps, versions, checkpoints, restarts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from relax_hpc.planning.simulation.times import Measured, Times
 from relax_hpc.recipe.schema import Recipe
 
 LEAST = 5
-"""Steps, and requests, from which anything is concluded."""
+"""Fewest steps, and fewest requests, from which anything is concluded."""
 Lines = list[dict[str, Any]]
 
 
 def calibrated(view: RunView, recipe: Recipe, asked: Asked) -> tuple[Times, list[str]]:
-    """Times, and what they are from. Raises RunError for a run whose metrics say too little."""
+    """(times, what they come from). Raises RunError for a run whose metrics say too little."""
     for name, value in dataclasses.asdict(asked).items():
         if value is not None and name in ("answer_tokens", "sigma", "token_s", "bandwidth"):
             raise RunError(
@@ -73,18 +73,18 @@ def calibrated(view: RunView, recipe: Recipe, asked: Asked) -> tuple[Times, list
 
 
 def _steps(view: RunView) -> Lines:
-    """Steps as they were made the first time, without the first of each process."""
+    """Steps when they were first made, without the first step of each process."""
     return [s for s in _warm(view.metrics("trainer-0", "step"), "incarnation") if not s.get("replayed")]
 
 
 def _requests(view: RunView) -> Lines:
-    """Requests that were generated for training, without the first of each process, which loads and compiles."""
+    """Training requests, without the first of each process, which loads and compiles."""
     warm = [request for lines in view.workers().values() for request in _warm(lines, "attempt")]
     return [request for request in warm if request["samples"] and not request["request"].startswith("e")]
 
 
 def _given_back(view: RunView) -> dict[str, float]:
-    """Seconds that requests were generated before they were given back partly generated."""
+    """Request -> seconds of generating before it was given back as a partial rollout."""
     seconds: dict[str, float] = defaultdict(float)
     for worker in view.workers():
         for line in view.metrics(worker, "abort"):
@@ -93,20 +93,20 @@ def _given_back(view: RunView) -> dict[str, float]:
 
 
 def _warm(lines: Lines, process: str) -> Lines:
-    """All but the first line of each process; `process`: the name that tells them apart."""
+    """All but the first line of each process; `process`: the key that tells processes apart."""
     first = {line.get(process): number for number, line in reversed(list(enumerate(lines)))}
     return [line for number, line in enumerate(lines) if first[line.get(process)] != number]
 
 
 def _without_checkpoints(view: RunView, steps: Lines) -> list[float]:
-    """Seconds of each step in which the trainer neither waited for data nor published; a checkpoint counts to the step after it."""
+    """Seconds of each step without waiting for data and publishing; a checkpoint counts to the step after it."""
     saves = {line["step"]: line["seconds"] for line in view.metrics("trainer-0", "checkpoint")}
     rest = [s["step_s"] - s["wait_s"] - s["publish_s"] - saves.get(s["step"], 0.0) for s in steps]
     return [max(r, s["train_s"]) for r, s in zip(rest, steps, strict=True)]
 
 
 def _restarts(view: RunView) -> list[float]:
-    """From each loss of the trainer to where its first step began."""
+    """Seconds from each loss of the trainer to the start of its next first step."""
     steps = view.metrics("trainer-0", "step")
     lost = [line["time"] for line in view.metrics("supervisor", "lost") if line.get("role") == "trainer"]
     after = [next((s for s in steps if s["time"] > when), None) for when in lost]
@@ -118,7 +118,7 @@ def _restarts(view: RunView) -> list[float]:
 
 
 def _chosen(what: str, option: str, said: float | None, seen: list[float], otherwise: float) -> tuple[float, str]:
-    """What was said, else the median of what was seen, else an assumption; and the sentence about it."""
+    """(value, sentence that explains it): the value said, else the median of those seen, else the assumption."""
     if said is not None:
         return said, f"{said:.3g} s to {what} ({option})"
     if seen:

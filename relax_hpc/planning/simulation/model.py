@@ -1,11 +1,12 @@
-"""The simulation itself: simulated time, a simulated trainer, and the real request planner.
+"""The simulation: simulated time, a simulated trainer, and the real request planner.
 
     trainer   choose (RequestPlanner) ► train ► publish ► apply, release (RequestPlanner) ► a checkpoint each N steps
               fault: restart, then every step since the checkpoint again, without waiting for data
     workers   rollouts.py
 
-Answers to the same prompts have the same lengths, whoever generates them and however often: a request that is given back or that
-replaces a dropped one takes as long again. Two simulations that differ in workers, staleness or faults see the same requests.
+Answers to the same prompts have the same lengths, whichever worker generates them and however often: a request that was
+given back, or that replaces a dropped one, takes as long again. Two simulations that differ in workers, staleness or
+faults see the same requests.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from relax_hpc.spool.queue import LOOK_AT_STARTS_S
 from relax_hpc.spool.request import Request
 
 VAIN_FAULTS = 100
-"""Faults of the trainer without a new checkpoint, after which it is clear that there will be none."""
+"""Faults of the trainer without a new checkpoint, after which the simulation gives up hope of one."""
 
 
 class Simulation:
@@ -44,15 +45,15 @@ class Simulation:
         )  # fmt: skip
         self.rollouts = Rollouts(self.env, setup, times, self.trace, (faults, looks), self._generated, self._tell)
         self.drawn: dict[str, tuple[float, float]] = {}
-        """Seconds and tokens of outstanding requests."""
+        """Request -> (seconds, tokens), of outstanding requests."""
         self.complete: dict[str, Spans] = {}
         self.first: dict[str, int] = {}
-        """First version of each complete request: what the planner asks for."""
+        """Complete request -> the version that began it: the planner asks for it."""
         self._news = self.env.event()
         self._looked_at_starts = float("-inf")
 
     def run(self) -> Trace:
-        """To the end of the last step. Raises RunError where faults come faster than checkpoints."""
+        """Run to the end of the last step. Raises RunError where faults come faster than checkpoints."""
         trainer = self.env.process(self._train_all())
         if self.setup.trainer_mtbf_s < float("inf"):
             self.env.process(self._trainer_faults(trainer))
@@ -61,7 +62,7 @@ class Simulation:
         return self.trace
 
     def _release(self, upto: int) -> None:
-        """Ask for batches, and draw what their requests will take."""
+        """Release batches of requests, and draw what each will take."""
         requests = self.planner.release(upto)
         if requests:
             seconds, tokens = self.times.requests.draw(self._work_rng, len(requests))
@@ -74,8 +75,8 @@ class Simulation:
         self.rollouts.put(oldest, {request_id: seconds for request_id, (seconds, _) in found.items()})
 
     def _generated(self, request_id: str, spans: Spans) -> None:
-        """A request's shard is there."""
-        if request_id in self.planner.outstanding:  # it was not dropped meanwhile
+        """Note that a request's shard is published."""
+        if request_id in self.planner.outstanding:  # else it was dropped meanwhile
             self.complete[request_id], self.first[request_id] = spans, spans.versions[0]
             self._tell()
 
@@ -105,7 +106,7 @@ class Simulation:
                 self._check(vain)
 
     def _check(self, vain: int) -> None:
-        """Raises RunError when there were too many faults since the last checkpoint."""
+        """Raise RunError when there were too many faults since the last checkpoint."""
         if vain > VAIN_FAULTS:
             raise RunError(
                 f"no checkpoint in {vain} faults of the trainer, one each {self.setup.trainer_mtbf_s:.0f} s on average (--mtbf over "
@@ -114,7 +115,7 @@ class Simulation:
             )
 
     def _spend(self, on: str, seconds: float) -> Work:
-        """Let time pass; where a fault cuts it off, it is lost."""
+        """Let `seconds` pass on `on`; where a fault cuts the work off, it is lost."""
         began = self.env.now
         try:
             yield self.env.timeout(seconds)
@@ -137,7 +138,7 @@ class Simulation:
             trainer.interrupt()
 
     def _take(self, step: int) -> Generator[simpy.Event, Any, Choice]:
-        """Wait for what `step` takes, as roles.training.batch_scheduler does."""
+        """Wait for the requests that `step` takes, as roles.training.batch_scheduler does."""
         began = self.env.now
         longest_s = pauses(1)[1][-1]
         try:
@@ -160,7 +161,9 @@ class Simulation:
         return choice
 
     def _held_up(self, step: int) -> bool:
-        """Whether a request in progress is due now that the planner is known to wait for: to find that out by asking it takes longer."""
+        """Return True if a request in progress is already known to be due, so that the slower planner need not be
+        asked.
+        """
         version, requests = step - self.planner.max_staleness, self.planner.outstanding
         due = (i for i, started in self.rollouts.started.items() if started == version and i in requests)
         if self.setup.on_stale == "drop":
@@ -168,7 +171,7 @@ class Simulation:
         return self.setup.on_stale == "wait" and any(True for _ in due)
 
     def _settle(self, step: int, choice: Choice) -> None:
-        """The step is made, and its version is there."""
+        """Settle a step that is made and whose version is published."""
         self.rollouts.announce()
         self.trace.ended_s.append(self.env.now)
         self.trace.ledger.append((choice.take, choice.drop))
@@ -184,7 +187,9 @@ class Simulation:
         self._release(self.planner.last_batch(step + 1))
 
     def _account(self, step: int, spans: Spans, tokens: float) -> None:
-        """What `step` trains on of a request: all of it, or what is within the bound where async.on_stale = "mask"."""
+        """Record what `step` trains on of a request: all of it, or the part within the bound where async.on_stale =
+        "mask".
+        """
         oldest = step - self.planner.max_staleness if self.setup.on_stale == "mask" else 0
         inside = [v for v, share in zip(*spans, strict=True) if v >= oldest and share > 0]
         masked = sum(share for v, share in zip(*spans, strict=True) if v < oldest)
@@ -194,6 +199,6 @@ class Simulation:
             self.trace.ages.append(step - inside[0])
 
     def _tell(self) -> None:
-        """The trainer looks again, if it waits: a request is complete, or open again, which holds nothing up any more."""
+        """Wake a waiting trainer: a request is complete, or is open again and holds nothing up any more."""
         if not self._news.triggered:
             self._news.succeed()

@@ -1,4 +1,4 @@
-"""What a simulation says: a trace becomes the numbers of one row."""
+"""Turns the trace of a simulation into the numbers of one row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from relax_hpc.spool.request import OnStale
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one setup. Shares are between 0 and 1; steps in which the pipeline fills are left out of times and throughput."""
+    """The results of one setup. Shares are between 0 and 1; the steps in which the pipeline fills are left out of times
+    and
+    throughput.
+    """
 
     workers: int
     nodes: int
@@ -22,7 +25,7 @@ class Outcome:
     max_staleness: int
     on_stale: OnStale
     mtbf_h: float | None
-    """Of a node; None without faults."""
+    """Mean hours between faults of a node; None without faults."""
     step_p50_s: float
     step_p95_s: float
     samples_s: float
@@ -32,13 +35,13 @@ class Outcome:
     """Share of all workers' time in which they wait for a request."""
     age_p50: float
     age_max: int
-    """In versions, of the oldest token of a request that is in the loss."""
+    """Largest age in versions of a token in the loss."""
     dropped: float
-    """Share of the requests that were given up."""
+    """Share of the requests that were dropped."""
     masked: float
     """Share of the tokens of trained requests that are too old for the loss."""
     effective: float
-    """Share of the wall clock that went neither into restarts, nor repeated or cut-off steps, nor checkpoints."""
+    """Share of the wall clock left after restarts, repeated and cut-off steps, and checkpoints."""
     trainer_faults: int
     node_faults: int
     file_calls_s: float
@@ -50,7 +53,7 @@ class Outcome:
 
 
 def summarize(setup: Setup, mtbf_h: float | None, trace: Trace) -> Outcome:
-    """The row of a trace."""
+    """Compute the row of a trace."""
     ends = np.array([0.0, *trace.ended_s])
     steady = ends[min(setup.max_staleness + 1, setup.steps - 1) :]
     each = np.diff(steady)

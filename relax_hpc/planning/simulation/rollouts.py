@@ -3,7 +3,7 @@
     claim the first open request by name ► take the newest weights ► generate ► publish the shard, and claim again
     fault of their node: requests are open again once it counts as lost; the node comes back
 
-Who waits looks as often as files.watch lets it.
+Waiting workers look for requests as often as files.watch lets them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Work = Generator[simpy.Event, Any, None]
 class Worker:
     node: int
     held: int = -1
-    """Its version of the weights."""
+    """Version of the weights that it holds; -1 before the first."""
     request: str | None = None
     wake: simpy.Event | None = None
-    """While it waits for a request."""
+    """The event that wakes it while it waits for a request; else None."""
     waits_since: float = 0.0
     idle_s: float = 0.0
     process: simpy.Process | None = None
@@ -51,22 +51,25 @@ class Rollouts:
         generated: Callable[[str, Spans], None],
         given_back: Callable[[], None],
     ) -> None:
-        """rngs: of faults, and of moments at which workers look. generated: a request's shard is there; given_back: a request is open again."""
+        """rngs: for faults, and for the moments at which workers look. generated: called when a request's shard is
+        published;
+        given_back: called when a request is open again.
+        """
         self.env, self.setup, self.times, self.trace = env, setup, times, trace
         self._fault_rng, self._look_rng = rngs
         self._generated, self._given_back = generated, given_back
         self.version = 0
-        """The newest."""
+        """The newest version."""
         self._published_at = [0.0]
-        """When each version was there."""
+        """Time at which each version was published."""
         self.open: dict[str, int] = {}
-        """Oldest version that each open request may start from."""
+        """Open request -> the oldest version that it may start from."""
         self.started: dict[str, int] = {}
-        """Version that each claimed request was started with."""
+        """Claimed request -> the version that it was started with."""
         self._by_name: list[str] = []
-        """A heap of open requests; some are claimed or withdrawn."""
+        """A heap of the names of open requests; some are claimed or withdrawn since."""
         self._seconds: dict[str, float] = {}
-        """What generating each request takes, of those that are open or claimed."""
+        """Open or claimed request -> seconds that generating it takes."""
         self.waiting: dict[Worker, None] = {}
         self.workers = [Worker(i // setup.workers_per_node) for i in range(setup.workers)]
         for worker in self.workers:
@@ -76,28 +79,28 @@ class Rollouts:
                 env.process(self._node_faults([w for w in self.workers if w.node == node]))
 
     def put(self, oldest: Mapping[str, int], seconds: Mapping[str, float]) -> None:
-        """Open requests, with the oldest version that each may start from and what generating it takes."""
+        """Open requests, given the oldest version that each may start from and the seconds that generating it takes."""
         self._seconds |= seconds
         self._open(oldest)
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
-        """Those that are open; who generates one goes on in vain."""
+        """Withdraw those of the requests that are open; a worker that already generates one goes on in vain."""
         for request_id in request_ids:
             if self.open.pop(request_id, None) is not None:
                 del self._seconds[request_id]
 
     def announce(self) -> None:
-        """One more version is there."""
+        """Publish one more version."""
         self.version += 1
         self._published_at.append(self.env.now)
 
     def in_progress(self) -> dict[str, int]:
-        """Version of each request that is open (raised to the newest) or claimed, as spool.queue gives it."""
+        """Open or claimed request -> version: the newest for an open one, as spool.queue gives it."""
         self.open = {i: max(oldest, self.version) for i, oldest in self.open.items()}
         return self.open | self.started
 
     def idle_s(self) -> float:
-        """What all workers together have waited for requests."""
+        """Seconds that all workers together have waited for requests."""
         return sum(w.idle_s for w in self.workers) + sum(self.env.now - w.waits_since for w in self.waiting)
 
     def _open(self, requests: Mapping[str, int]) -> None:
@@ -107,7 +110,9 @@ class Rollouts:
         self.call(len(self.open))
 
     def claim(self) -> str | None:
-        """The first open request by name that the newest weights may start, as spool.queue claims it."""
+        """Claim the first open request by name that the newest weights may start, as spool.queue does; None where there
+        is none.
+        """
         too_new, found = [], None
         while self._by_name and found is None:
             request_id = heapq.heappop(self._by_name)
@@ -125,12 +130,15 @@ class Rollouts:
         return found
 
     def call(self, count: int) -> None:
-        """Let the `count` workers look that look next; the later ones would find nothing. One of each node looks, and calls the next one."""
+        """Wake the `count` workers whose turn it is to look; later ones would find nothing.
+
+        One worker of each node looks, and calls the next.
+        """
         if not self.waiting or not count:
             return
         since, each = pauses(self.setup.nodes)
         poll_leaders: dict[int, float] = {}
-        for worker in self.waiting:  # those that wait longest come first
+        for worker in self.waiting:  # workers that wait longest come first
             poll_leaders.setdefault(worker.node, self.env.now - worker.waits_since)
         pause = np.array([each[bisect.bisect_right(since, waited) - 1] for waited in poll_leaders.values()])
         delays = dict(zip(poll_leaders, (pause * self._look_rng.random(len(pause))).tolist(), strict=True))
@@ -172,7 +180,7 @@ class Rollouts:
         shard.callbacks.append(functools.partial(self._published, request_id, spans))
 
     def _swapping(self, worker: Worker, seconds: float) -> Generator[simpy.Event, Any, Spans]:
-        """Generate a request while new weights are taken as they come; for each, generation stands still meanwhile."""
+        """Generate a request and take new weights as they come; generation stands still for each."""
         at, left = self.env.now, seconds
         versions, shares = [worker.held], [0.0]
         while True:
@@ -196,12 +204,12 @@ class Rollouts:
         self._generated(request_id, spans)
 
     def _lose(self, worker: Worker) -> None:
-        """Its node is lost: what it generated is given back once that is noticed."""
+        """Lose the worker's node: its request is given back once the loss is noticed."""
         worker.held = -1
         if worker.request is None:
             worker.idle_s += self.env.now - worker.waits_since
             self.waiting.pop(worker, None)
-            self.call(len(self.open))  # it may have been called for a request
+            self.call(len(self.open))  # the lost worker may have been woken for a request
             return
         gone = self.env.timeout(self.times.worker_lost_s)
         assert gone.callbacks is not None

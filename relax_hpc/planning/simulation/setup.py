@@ -1,4 +1,4 @@
-"""What is simulated, and what is written down of it."""
+"""The input of a simulation, and the trace that it writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_hpc.spool.request import OnStale
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What is simulated."""
+    """The run to simulate: its size, its bound, its faults."""
 
     workers: int
     workers_per_node: int
@@ -20,13 +20,13 @@ class Setup:
     requests_per_step: int
     groups_per_request: int
     samples_per_prompt: int
-    """Samples a group."""
+    """Samples in a group."""
     steps: int
     checkpoint_every: int
     trainer_mtbf_s: float = float("inf")
-    """Of all its nodes together."""
+    """Mean seconds between faults of the trainer's nodes, taken together."""
     node_mtbf_s: float = float("inf")
-    """Of each rollout node."""
+    """Mean seconds between faults of each rollout node."""
     seed: int = 0
 
     @property
@@ -35,9 +35,9 @@ class Setup:
         return -(-self.workers // self.workers_per_node)
 
 
-@dataclass(slots=True)  # not frozen: there are millions, and frozen ones are made at half the speed
+@dataclass(slots=True)  # not frozen: there are millions, and making frozen ones takes twice as long
 class Prompt:
-    """Which one a request asks for."""
+    """The prompt that a request asks for."""
 
     source: int
     index: int
@@ -61,7 +61,9 @@ class Prompts:
 
 
 class Spans(NamedTuple):
-    """Of a request that was generated: the versions that made it, oldest first, and the share of its tokens that each made."""
+    """A request that was generated: the versions that made it, oldest first, and the share of its tokens that each
+    made.
+    """
 
     versions: tuple[int, ...]
     shares: tuple[float, ...]
@@ -69,23 +71,24 @@ class Spans(NamedTuple):
 
 @dataclass(slots=True)
 class Trace:
-    """What happened."""
+    """Records of a simulated run."""
 
     ledger: list[tuple[tuple[str, ...], tuple[str, ...]]] = field(default_factory=list)
-    """Of each step: the requests it took, those it dropped."""
+    """For each step: (requests it took, requests it dropped)."""
     ended_s: list[float] = field(default_factory=list)
-    """When each step was made, for the first time."""
+    """Time at which each step was first made."""
     ages: list[int] = field(default_factory=list)
-    """Of each request that was taken: the step less the oldest version in the loss."""
+    """For each request that was taken: the step minus the oldest version in the loss."""
     tokens: float = 0.0
-    """Generated, of requests that were taken."""
+    """Tokens generated, of requests that were taken."""
     masked_tokens: float = 0.0
     trainer_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("wait", "work", "checkpoint", "lost"), 0.0)
     )
-    """Where its time went; `lost` is restarts, steps that a fault cut off, and repeated ones."""
+    """Seconds of the trainer by what they went into; `lost`: restarts, steps that a fault cut off, and repeated steps.
+    """
     idle_s: float = 0.0
-    """Of all workers together."""
+    """Seconds that all workers together were idle."""
     trainer_faults: int = 0
     node_faults: int = 0
     requests_generated: int = 0

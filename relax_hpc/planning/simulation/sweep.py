@@ -1,4 +1,4 @@
-"""Many setups, one outcome each, and the one to take."""
+"""Simulates many setups and recommends one."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from relax_hpc.recipe.problems import explain
 from relax_hpc.spool.request import OnStale
 
 ENOUGH = 0.95
-"""Of the greatest throughput: what costs less and reaches this is recommended."""
+"""Share of the greatest throughput that is enough: the cheapest setup that reaches it is recommended."""
 BIAS = 0.02
-"""Share of dropped requests from which on answers count as biased towards short ones: such a setup is not recommended."""
+"""Share of dropped requests from which answers count as biased towards short ones: such a setup is not recommended."""
 ON_STALE: tuple[OnStale, ...] = get_args(OnStale)
 TimesFor = Callable[[int], tuple[Times, list[str]]]
-"""Times with so many workers, and what they are from."""
+"""Number of workers -> (times, what they come from)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is to be tried, each with each."""
+    """The values to try, in every combination."""
 
     workers: Sequence[int]
     staleness: Sequence[int]
     on_stale: Sequence[OnStale]
     mtbf_h: Sequence[float | None]
-    """Mean time between failures of a node; None: no faults."""
+    """Mean hours between faults of a node; None: no faults."""
     steps: int
     seed: int
 
@@ -47,7 +47,10 @@ class Grid:
 
 
 def times_of_recipe(recipe: Recipe, path: Path, config: Path | None, asked: Asked) -> TimesFor:
-    """Assumed times; how long weights travel depends on the number of workers. Raises RunError where the model has no numbers."""
+    """Assume times; how long weights travel depends on the number of workers.
+
+    Raises RunError for a model of unknown size.
+    """
     from relax_hpc.planning.sizing.model import shape_of
 
     shape, _ = shape_of(recipe.model, path, config)
@@ -60,7 +63,7 @@ def times_of_recipe(recipe: Recipe, path: Path, config: Path | None, asked: Aske
 
 
 def times_of_run(recipe: Recipe, path: Path, asked: Asked) -> TimesFor:
-    """Measured times. Raises RunError where the run's metrics say too little."""
+    """Measure times. Raises RunError where the run's metrics say too little."""
     from relax_hpc.monitor.analysis import RunView
     from relax_hpc.planning.simulation.calibrate import calibrated
 
@@ -69,7 +72,10 @@ def times_of_run(recipe: Recipe, path: Path, asked: Asked) -> TimesFor:
 
 
 def sweep(recipe: Recipe, grid: Grid, times: TimesFor, done: Callable[[], None] = lambda: None) -> list[Outcome]:
-    """An outcome for each point; `done` is called after each. Raises RecipeError for what the recipe cannot be."""
+    """Simulate each point and return its outcome; `done` is called after each.
+
+    Raises RecipeError for an impossible recipe.
+    """
     for staleness, on_stale in itertools.product(grid.staleness, grid.on_stale):
         check(recipe, staleness, on_stale)
     found = []
@@ -103,7 +109,7 @@ def setup_of(
 
 
 def check(recipe: Recipe, staleness: int, on_stale: OnStale) -> None:
-    """Raises RecipeError where the recipe cannot have this [async]."""
+    """Raise RecipeError where the recipe cannot have this [async]."""
     data: dict[str, Any] = recipe.model_dump(by_alias=True)
     data["async"] = {"max_staleness": staleness, "on_stale": on_stale}
     try:
@@ -113,7 +119,7 @@ def check(recipe: Recipe, staleness: int, on_stale: OnStale) -> None:
 
 
 def recommend(outcomes: Sequence[Outcome]) -> tuple[Outcome, str]:
-    """The cheapest of the fast ones, and why; under the most frequent faults that were asked for."""
+    """(the cheapest of the fast setups, why), under the most frequent faults that were asked for."""
     worst = min((o.mtbf_h for o in outcomes if o.mtbf_h is not None), default=None)
     there = [o for o in outcomes if o.mtbf_h == worst]
     fair = [o for o in there if o.dropped <= BIAS] or there
@@ -142,7 +148,7 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[Outcome, str]:
 
 
 def on_stale_of(words: Sequence[str]) -> list[OnStale]:
-    """Raises RunError for a policy that there is not."""
+    """Parse names of staleness policies. Raises RunError for one that does not exist."""
     unknown = [w for w in words if w not in ON_STALE]
     if unknown:
         raise RunError(

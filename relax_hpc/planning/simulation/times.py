@@ -1,4 +1,4 @@
-"""How long everything takes in a simulation: what requests and steps are drawn from, and what always takes the same."""
+"""Durations in a simulation: distributions for requests and steps, constants for all else."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Floats = NDArray[np.float64]
 
 
 class RequestTimes(Protocol):
-    """What generating requests takes."""
+    """A distribution of the times and tokens of requests."""
 
     def draw(self, rng: np.random.Generator, count: int) -> tuple[Floats, Floats]:
-        """Of `count` requests: seconds of generating, tokens generated."""
+        """Draw `count` requests: ([count] seconds of generating, [count] tokens generated)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Requests of a run: each that is drawn takes what one of them took, and has its tokens."""
+    """Requests of a real run: each draw has the time and tokens of one of them."""
 
     seconds: Floats  # [N]
     tokens: Floats  # [N]
@@ -34,17 +34,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """Answers of lognormal length, all of a request generated at once: it lasts as long as its longest answer."""
+    """Answers of lognormal length, all of a request generated at once: a request lasts as long as its longest answer."""
 
     mean: float
-    """Tokens of an answer, before the longest ones are cut."""
+    """Mean tokens of an answer, before the longest ones are cut."""
     sigma: float
     longest: int
     samples: int
-    """Of a request."""
+    """Samples of a request."""
     base_s: float
     token_s: float
-    """From one token of an answer to the next."""
+    """Seconds from one token of an answer to the next."""
 
     def draw(self, rng: np.random.Generator, count: int) -> tuple[Floats, Floats]:
         middle = math.log(self.mean) - self.sigma**2 / 2
@@ -54,25 +54,25 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds, of one run."""
+    """Durations of one run, in seconds."""
 
     requests: RequestTimes
     train: Floats  # [M] a training step, with all that the trainer does in it but wait and publish
     publish: Floats  # [M] publishing its version of the weights; drawn together with `train`
     fetch_s: float
-    """A worker takes a version."""
+    """For a worker to take a version."""
     shard_s: float
-    """Publishing a request's shard, beside the next request."""
+    """To publish a request's shard, while the next request is generated."""
     checkpoint_s: float
-    """The trainer stands still while one is written."""
+    """The trainer's pause while a checkpoint is written."""
     restart_s: float
-    """From a fault of the trainer to its first step again, what is repeated not counted."""
+    """From a fault of the trainer to its next first step; repeated steps are not counted."""
     worker_lost_s: float
     """From a fault of a rollout node until others may claim its requests."""
     worker_restart_s: float
-    """Until it claims again."""
+    """From then on until the node claims requests again."""
 
     def steps(self, rng: np.random.Generator, count: int) -> tuple[list[float], list[float]]:
-        """Of `count` steps: seconds of training, of publishing."""
+        """Draw `count` steps: (seconds of training, seconds of publishing)."""
         picked = rng.integers(len(self.train), size=count)
         return self.train[picked].tolist(), self.publish[picked].tolist()

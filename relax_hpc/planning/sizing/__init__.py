@@ -1,1 +1,3 @@
-"""How large a run is, before it is sent: parameters, memory, bytes. Arithmetic on a recipe and a model's config.json alone."""
+"""Estimates how large a run is before it is sent: parameters, memory, bytes. Arithmetic on a recipe and a model's
+config.json alone.
+"""

@@ -1,4 +1,4 @@
-"""Memory of an engine: weights, and the key/value cache with what it has room for."""
+"""Memory of an engine: weights, and the tokens that its key/value cache has room for."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.weights import FileWeights
 
 MEM_FRACTION = 0.85
-"""Of a GPU's memory for weights and cache, where rollout.sglang.mem_fraction leaves it to SGLang."""
+"""Share of a GPU's memory for weights and cache, assumed where rollout.sglang.mem_fraction leaves it to SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """Bytes on one device of an engine; tokens of one copy of the weights."""
+    """Memory of an engine: bytes on one of its devices, and tokens for one copy of the weights."""
 
     devices: int
-    """Of one engine."""
+    """Devices of one engine."""
     parameters: int
     weights: float
     cache: float
-    """Of SGLang: all that mem_fraction leaves. Of the torch engine: what a request needs."""
+    """Bytes of the cache: for SGLang, all that mem_fraction leaves; for the torch engine, what a request needs."""
     token: int
-    """Bytes of the cache that a token takes."""
+    """Bytes of the cache for a token."""
     wanted: int
-    """Tokens of a request whose answers are all as long as they may be."""
+    """Tokens of a request whose answers all have full length."""
     longest: int
-    """Of one sequence."""
+    """Tokens of the longest sequence."""
     host: float
     """Bytes of host memory while a version is taken, for each worker."""
 
@@ -43,7 +43,7 @@ class EngineMemory:
 
 
 def engine_memory(recipe: Recipe, shape: Shape, device_bytes: float, prompt: int, answer: int) -> EngineMemory:
-    """`prompt`, `answer`: tokens of a sample."""
+    """Compute the memory of an engine. `prompt`, `answer`: tokens of a sample; `device_bytes`: memory of a device."""
     asked, element = recipe.rollout.sglang, ELEMENT[recipe.trainer.dtype]
     ours = recipe.rollout.engine == "torch"
     tensor = 1 if ours else asked.tensor_parallel

@@ -1,4 +1,4 @@
-"""recipe + a model's numbers ──► what the run takes of each device, node and file system, and what does not fit."""
+"""recipe + model size ──► what the run needs of each device, node and file system, and what does not fit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from relax_hpc.slurm.plan import make_plan
 
 GIB = 2**30
 RESERVE = 4 * GIB
-"""Of each device for what is not counted: CUDA's context, buffers of NCCL and of kernels, fragmentation."""
+"""Bytes of each device kept for what is not counted: CUDA's context, buffers of NCCL and kernels, fragmentation."""
 PROMPT_TOKENS = 256
 MOST_REMEDIES = 3
 MOST_MOVES = 3
@@ -40,7 +40,7 @@ Role = Literal["trainer", "rollout"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the recipe does not say."""
+    """Facts that the recipe does not say: devices, nodes, bandwidth."""
 
     device_bytes: float = 80 * GIB
     bandwidth: float = 2e9
@@ -49,8 +49,11 @@ class Asked:
     answer_tokens: int | None = None
 
     def lengths(self, recipe: Recipe, shape: Shape) -> tuple[int, int]:
-        """(tokens of a prompt, of an answer): PROMPT_TOKENS and the longest answer, or what the context has room for; of answers that
-        are there already, what a micro-batch has room for."""
+        """(tokens of a prompt, tokens of an answer): PROMPT_TOKENS and the longest answer, or what the context has room
+        for.
+
+        For answers that exist already, what a micro-batch has room for.
+        """
         room = min(shape.context, recipe.trainer.tokens_per_micro_batch) if recipe.supervised else shape.context
         most = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
         if recipe.supervised:
@@ -74,14 +77,14 @@ class GroupSize:
     processes: int
     devices_each: int
     devices: int
-    """Of all processes."""
+    """Devices of all processes together."""
     given: int
-    """That [slurm] gives on all nodes; 0 where it does not say."""
+    """Devices that [slurm] gives on all nodes; 0 where it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that does not fit, and changes with which it would."""
+    """Something that does not fit, and changes that would make it fit."""
 
     role: Role
     what: str
@@ -90,12 +93,12 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """All of it; bytes where nothing else is said."""
+    """The sizes of a run; bytes where nothing else is said."""
 
     model: Shape
     whole: Count
     active: int
-    """Parameters that a token goes through."""
+    """Parameters that a token passes through."""
     groups: list[GroupSize]
     jobs: list[str]
     device_bytes: float
@@ -103,7 +106,7 @@ class Estimate:
     replicas: int
     """Data-parallel trainer processes."""
     micro_batches: int
-    """Of one of them in a step."""
+    """Micro-batches of one replica in a step."""
     trainer: list[TrainerMemory]
     engine: EngineMemory | None
     """None where nothing is generated."""
@@ -123,7 +126,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe, shape: Shape, asked: Asked) -> Estimate:
-    """Raises RunError for a plan that does not divide the model."""
+    """Estimate a run. Raises RunError for a plan that does not divide the model."""
     wrong = misfit(recipe.trainer.parallel, recipe.trainer.processes, shape.sizes)
     if wrong:
         raise RunError(wrong)
@@ -200,7 +203,7 @@ def _misfits(recipe: Recipe, shape: Shape, asked: Asked) -> Iterator[tuple[Role,
 
 
 def _remedies(recipe: Recipe, shape: Shape, asked: Asked, role: Role) -> Iterator[str]:
-    """The fewest changes with which nothing of this role is left to mend, with `--set` before each."""
+    """The fewest changes after which this role has no problem left, with `--set` before each."""
     moves = list(_trainer_moves(recipe, shape) if role == "trainer" else _rollout_moves(recipe))
     found: list[set[int]] = []
     for count in range(1, MOST_MOVES + 1):
@@ -311,7 +314,7 @@ def _assumed(recipe: Recipe, shape: Shape, asked: Asked) -> list[str]:
 
 
 def gib(count: float) -> str:
-    """A number of bytes for a person."""
+    """Format a number of bytes in GiB for a person."""
     return f"{count / GIB:.1f} GiB" if count >= GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 

@@ -1,4 +1,4 @@
-"""A model's numbers, from its config.json or from [model], and how many parameters a process holds of it."""
+"""The size of a model, from its config.json or from [model], and how many of its parameters a process holds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from relax_hpc.recipe.tables.parallel import Parallel, Sizes
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 SPECIAL_TOKENS = 3
-"""What the tokenizer of a tiny model has beside its alphabet."""
+"""Tokens that the tokenizer of a tiny model has beside its alphabet."""
 HEAD_DIM = {"qwen3": 128}
-"""Where config.json may leave it out, and it is not hidden_size / heads."""
+"""Model type -> head size, where config.json may leave it out and it is not hidden_size / heads."""
 
 
 class Count(NamedTuple):
@@ -46,18 +46,18 @@ class Shape:
     vocabulary: int
     context: int
     tied: bool
-    """Whether the output layer is the embedding."""
+    """True where the output layer is the embedding."""
     intermediate: int
     experts: int
     chosen: int
-    """Experts that a token goes through."""
+    """Experts that a token is routed to."""
     expert_intermediate: int
     sparse: tuple[bool, ...]
-    """Which layers have experts."""
+    """[layers] True where the layer has experts."""
 
     @property
     def sizes(self) -> Sizes:
-        """What a parallel plan must divide."""
+        """The sizes that a parallel plan must divide."""
         dense = 0 if all(self.sparse) else self.intermediate
         return Sizes(self.heads, self.kv_heads, self.layers, dense, self.experts, self.expert_intermediate)
 
@@ -66,13 +66,13 @@ class Shape:
         return self.type in ("qwen3", "qwen3_moe")
 
     def kv_bytes(self, element: int, tensor: int = 1) -> int:
-        """Keys and values of one token on one of `tensor` processes."""
+        """Bytes of keys and values of one token, on one of `tensor` processes."""
         return 2 * self.layers * -(-self.kv_heads // tensor) * self.head_dim * element
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Over how many processes matrices are split."""
+    """The number of processes over which matrices are split."""
 
     tensor: int = 1
     expert: int = 1
@@ -83,9 +83,9 @@ WHOLE = Cut()
 
 
 def layer_parameters(shape: Shape, layer: int, cut: Cut = WHOLE) -> Count:
-    """Of one layer, on one process."""
+    """Parameters of one layer on one process."""
     heads = shape.heads // cut.tensor
-    kv_heads = -(-shape.kv_heads // cut.tensor)  # an engine with more processes repeats them
+    kv_heads = -(-shape.kv_heads // cut.tensor)  # an engine with more processes than heads repeats them
     columns = (heads + 2 * kv_heads) * shape.head_dim
     dense = columns * shape.hidden + heads * shape.head_dim * shape.hidden + 2 * shape.hidden
     dense += columns if shape.type == "qwen2" else 0
@@ -104,9 +104,9 @@ def parameters(
     last: bool = True,
     critic: bool = False,
 ) -> Count:
-    """On one process: these layers (all by default), with the embedding if `first`, norm and output layer if `last`.
+    """Parameters on one process: these layers (all by default), the embedding if `first`, norm and output layer if `last`.
 
-    `critic`: its output layer is a head of one number, whole on every process.
+    `critic`: the output layer is a head of one number, whole on every process.
     """
     total = Count(0, 0)
     for layer in range(shape.layers) if layers is None else layers:
@@ -115,7 +115,9 @@ def parameters(
     ends = matrix * first + shape.hidden * last
     if critic:
         return total.plus(Count(ends + (shape.hidden + 1) * last, 0))
-    ends += matrix if last and not (first and shape.tied) else 0  # a last stage alone has a copy of a tied one
+    ends += (
+        matrix if last and not (first and shape.tied) else 0
+    )  # a last stage without the embedding has its own copy of a tied one
     return total.plus(Count(ends, 0))
 
 
@@ -127,14 +129,14 @@ def stage_layers(shape: Shape, plan: Parallel, stage: int) -> list[int]:
 
 
 def stage_parameters(shape: Shape, plan: Parallel, stage: int, critic: bool = False) -> Count:
-    """What the megatron backend holds on one process of a stage."""
+    """Parameters that the megatron backend holds on one process of a stage."""
     cut = Cut(plan.tensor, plan.expert, plan.expert_tensor)
     layers = stage_layers(shape, plan, stage)
     return parameters(shape, cut, layers, stage == 0, stage == plan.pipeline - 1, critic)
 
 
 def shape_of(model: PathModel | TinyModel, recipe: Path, config: Path | None = None) -> tuple[Shape, str]:
-    """The numbers and where they are from: `config`, the model's folder, or models/NAME beside the recipe. Raises RunError."""
+    """(shape, where it is from): `config`, the model's folder, or models/NAME beside the recipe. Raises RunError."""
     if isinstance(model, TinyModel):
         return _tiny(model), "[model]"
     places = [model.path / "config.json", recipe.parent / "models" / model.path.name / "config.json"]
@@ -151,13 +153,13 @@ def shape_of(model: PathModel | TinyModel, recipe: Path, config: Path | None = N
 
 
 def shape_in(folder: Path) -> Shape | None:
-    """The numbers of the model in `folder`; None where it is not on this machine."""
+    """The shape of the model in `folder`; None where it is not on this machine."""
     path = folder / "config.json"
     return from_config(_read(path), str(path)) if path.is_file() else None
 
 
 def from_config(about: dict[str, Any], where: str) -> Shape:
-    """A Hugging Face configuration, as its file has it. Raises RunError for one that is not known or lacks a number."""
+    """Read a Hugging Face configuration. Raises RunError for one of an unknown type or without a needed number."""
     kind = about.get("model_type")
     if kind not in KNOWN:
         raise RunError(f"{where}: model_type '{kind}': how large a model is can be told for {', '.join(KNOWN)}")

@@ -1,4 +1,4 @@
-"""What a step writes, reads and sends: tokens, bytes of shards, bytes and seconds of a version of the weights."""
+"""Traffic of a step: tokens, bytes of shards, bytes and seconds of a version of the weights."""
 
 from __future__ import annotations
 
@@ -14,42 +14,45 @@ from relax_hpc.recipe.tables.weights import CollectiveWeights, FileWeights
 from relax_hpc.spool.layout import COLUMNS, SCORE_BYTES, TOKEN_COLUMNS
 
 FILE_BYTES = 5000
-"""HDF5's own, and what `meta` says of the request."""
+"""Bytes of a shard beside tokens: HDF5's own, and the request's part of `meta`."""
 COLUMN_FILE_BYTES = 800
-"""The same of a scorer's column."""
+"""Bytes of a scorer's column file beside tokens."""
 PROMPT_META_BYTES = 100
-"""Answer and metadata of a prompt in `meta`; sources that say much take more."""
+"""Bytes of a prompt's answer and metadata in `meta`; sources that say much take more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Of one training step, unless it says otherwise."""
+    """The traffic of one training step, where nothing else is said."""
 
     samples: int
     prompt_tokens: int
-    """Of a prompt."""
+    """Tokens of a prompt."""
     answer_tokens: int
-    """Of an answer, over all its turns."""
+    """Tokens of an answer, over all its turns."""
     trained_tokens: int
-    """In the loss, of all samples."""
+    """Tokens of all samples in the loss."""
     most_samples: int
-    """That are generated, where dynamic sampling asks for all that it may; `samples` enter the loss."""
+    """Samples generated where dynamic sampling asks for all that it may; only `samples` of them enter the loss."""
     spool_bytes: int
     routed_bytes: int
-    """The part of it that says which experts tokens were routed to."""
+    """The part of the spool's bytes that says to which experts tokens were routed."""
     most_spool_bytes: int
-    """Of `most_samples`."""
+    """Bytes in the spool for `most_samples`."""
     run_spool_bytes: int
-    """Of all steps at most, where spool.keep = "all"; of what may be there at a time, where it is "needed"."""
+    """Bytes of all steps at most, where spool.keep = "all"; of all that may exist at a time, where it is "needed"."""
     weights_bytes: int
-    """Of a version."""
+    """Bytes of a version of the weights."""
     copies: int
-    """How often a version goes over the slowest link."""
+    """How often a version crosses the slowest link."""
     sync_s: float
 
 
 def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: float) -> Traffic:
-    """`prompt`, `answer`: tokens of a sample. `bandwidth`: bytes a second of a process's link, or of the file system."""
+    """Compute the traffic of a step. `prompt`, `answer`: tokens of a sample.
+
+    `bandwidth`: bytes a second of a process's link, or of the file system.
+    """
     groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
     samples = groups * size
     requests, most_requests = recipe.requests_per_step, recipe.most_requests_per_step
@@ -60,7 +63,7 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
     copies = _copies(recipe)
     steps = recipe.run.steps
-    if recipe.spool.keep == "needed":  # what the oldest checkpoint replays, and what is on its way
+    if recipe.spool.keep == "needed":  # steps that the oldest checkpoint replays, and those in progress
         steps = min(steps, recipe.run.checkpoint_every * recipe.run.keep_checkpoints + recipe.async_.max_staleness + 1)
     return Traffic(
         samples=samples,
@@ -79,7 +82,7 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
 
 
 def step_of(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> Step:
-    """What the trainer reads in a step."""
+    """The numbers of samples and tokens that the trainer reads in a step."""
     samples = recipe.trainer.prompts_per_step * recipe.algorithm.group_size
     generated = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
     longest = min(prompt + (answer if recipe.supervised else generated), shape.context)
@@ -87,7 +90,7 @@ def step_of(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> Step:
 
 
 def _shard_bytes(groups: int, size: int, prompt: int, answer: int) -> int:
-    """The columns of so many groups of `size` samples, of one span each."""
+    """Bytes of the columns of `groups` groups of `size` samples, each sample one span."""
     of = {name: dtype.itemsize for name, dtype in COLUMNS.items()}
     a_token = sum(of[name] for name in TOKEN_COLUMNS)
     a_sample = sum(of[name] for name in ("samples", "offsets", "span_start", "span_version"))
@@ -96,7 +99,7 @@ def _shard_bytes(groups: int, size: int, prompt: int, answer: int) -> int:
 
 
 def _routed_bytes(shape: Shape, prompt: int, answer: int) -> int:
-    """Of a sample."""
+    """Bytes of routing for one sample."""
     if not shape.experts:
         return 0
     one = np.min_scalar_type(shape.experts - 1).itemsize
@@ -104,8 +107,12 @@ def _routed_bytes(shape: Shape, prompt: int, answer: int) -> int:
 
 
 def _copies(recipe: Recipe) -> int:
-    """Files: written once, read by each worker, or once on a node that has a copy in memory. MPI sends to one worker after
-    the other; a broadcast leaves process 0 as a tree."""
+    """How often a version crosses the slowest link.
+
+    Files are written once, and read by each worker, or once on a node that has a copy in memory. MPI sends to one
+    worker after
+    the other; a broadcast leaves process 0 as a tree.
+    """
     workers = recipe.rollout.workers
     if isinstance(recipe.weights, FileWeights):
         return 1 + (recipe.rollout.nodes if recipe.weights.node_cache else workers)

@@ -22,24 +22,24 @@ ELEMENT = {"float32": 4, "bfloat16": 2}
 LOGITS_PER_CHUNK = 2**24
 """As in relax_hpc.trainers.forward, which is too heavy to import here."""
 LOGIT_BYTES = 20
-"""A logit in trainer.dtype, in float32, its exponential, and the gradients of two of them."""
+"""Bytes for a logit: in trainer.dtype, in float32, its exponential, and the gradients of two of them."""
 
 
 class Kept(NamedTuple):
-    """Bytes a token and layer that the forward pass keeps, for each column of something."""
+    """Bytes a token and layer that the forward pass keeps for the backward, for each column of the matrices named."""
 
     hidden: float
-    """The residual stream: norms, inputs of matrices."""
+    """Columns of the residual stream: norms, inputs of matrices."""
     heads: float
-    """Queries and the output of attention."""
+    """Columns of queries and of the output of attention."""
     kv_heads: float
     mlp: float
     experts: float
-    """Columns of the experts that a token goes through."""
+    """Columns of the experts that a token is routed to."""
     sent: float
     """Columns of the residual stream, once for each expert that a token is sent to."""
     ends: float
-    """Before the first layer and after the last, for each column of the residual stream."""
+    """Columns of the residual stream before the first layer and after the last."""
 
 
 KEPT = {
@@ -53,13 +53,13 @@ KEPT = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a training step reads."""
+    """The numbers of samples and tokens that a training step reads."""
 
     samples: int
     longest: int
-    """Tokens of a sample, prompt and answer, at most."""
+    """Most tokens of a sample, prompt and answer."""
     tokens: int
-    """Of all samples, prompts counted with each."""
+    """Tokens of all samples, the prompt counted with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class TrainerMemory:
 
     stage: int
     parameters: int
-    """That the process holds."""
+    """Parameters that the process holds."""
     weights: float
     gradients: float
     optimizer: float
     frozen: float
-    """Reference and teacher."""
+    """Bytes of reference and teacher weights."""
     activations: float
     head: float
 
@@ -83,49 +83,54 @@ class TrainerMemory:
 
 
 def needs_reference(recipe: Recipe) -> bool:
-    """Whether a frozen copy of the model is held; of an algorithm of the user's own it is not known, and not counted."""
+    """Return True if a frozen copy of the model is held; False for a user's own algorithm, of which that is not known."""
     held = "reference" not in recipe.scored
     return held and isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
 
 
 def beside(recipe: Recipe, key: str, policy: Shape) -> Shape | None:
-    """Of the model that the trainer holds by `key`, None where it holds none; the policy's where its config.json is not here."""
+    """The shape of the model that the trainer holds by `key`; None where it holds none.
+
+    Where its config.json is not on this machine, the policy's shape stands in.
+    """
     folder = recipe.models_held.get(key)
     return None if folder is None else shape_in(folder) or policy
 
 
 def _critic(recipe: Recipe, policy: Shape) -> Shape | None:
-    """Of the critic, where the trainer holds one."""
+    """The shape of the critic that the trainer holds; None where it holds none."""
     return beside(recipe, CRITIC_KEY, policy) or policy if recipe.trains_critic else None
 
 
 def replicas(recipe: Recipe) -> int:
-    """Data-parallel processes, those that share a sequence counted once."""
+    """Number of data-parallel processes; those that share a sequence count once."""
     plan = recipe.trainer.parallel
     return recipe.trainer.processes // (plan.tensor * plan.pipeline * plan.context)
 
 
 def micro_batches(recipe: Recipe, step: Step) -> int:
-    """Of one process in a step."""
+    """Micro-batches of one process in a step."""
     return max(1, math.ceil(step.tokens / replicas(recipe) / (micro_batch_tokens(recipe, step) * _shared(recipe))))
 
 
 def micro_batch_tokens(recipe: Recipe, step: Step) -> int:
-    """Tokens of one forward pass on one process: the budget, or the longest sample where that is more; a step has no more."""
+    """Tokens of one forward pass on one process: the budget, or the longest sample if larger, and at most the whole
+    step.
+    """
     share = _shared(recipe)
     budget = max(recipe.trainer.tokens_per_micro_batch, math.ceil(step.longest / share))
     return min(budget, math.ceil(step.tokens / replicas(recipe) / share))
 
 
 def trainer_memory(recipe: Recipe, shape: Shape, step: Step) -> list[TrainerMemory]:
-    """For each pipeline stage."""
+    """Compute the memory of a trainer process, for each pipeline stage."""
     if recipe.trainer.backend == "torch":
         return [_torch(recipe, shape, step)]
     return [_megatron(recipe, shape, step, stage) for stage in range(recipe.trainer.parallel.pipeline)]
 
 
 def scorer_weights(recipe: Recipe, shape: Shape) -> float:
-    """Bytes that a scorer's process holds at most."""
+    """Most bytes of weights that a scorer's process holds."""
     folder, plan = recipe.models_beside.get(TEACHER_KEY), recipe.trainer.parallel
     teacher = (shape_in(folder) if folder else None) or shape
     models = [teacher if name == "teacher" else shape for name in recipe.scored]
@@ -136,7 +141,9 @@ def scorer_weights(recipe: Recipe, shape: Shape) -> float:
 
 
 def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
-    """A checkpoint: weights, reference, AdamW's moments, those of a critic; the megatron backend keeps master weights beside its weights."""
+    """Bytes of a checkpoint: weights, reference, AdamW's moments, those of a critic; megatron also keeps master
+    weights.
+    """
     count, critic = parameters(shape).all, _critic(recipe, shape)
     learning = count + (parameters(critic, critic=True).all if critic else 0)
     frozen = count * needs_reference(recipe)
@@ -195,12 +202,12 @@ def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMe
 
 
 def _kept_by_stage(recipe: Recipe, shape: Shape, step: Step, stage: int) -> float:
-    """Bytes a token: what is in flight when the first backward pass of a stage begins."""
+    """Bytes a token that are in flight when the first backward pass of a stage begins."""
     plan, kept = recipe.trainer.parallel, KEPT["megatron", recipe.trainer.dtype]
     rows = shape.hidden / (plan.tensor if plan.sequence else 1)
     each = [_layer_bytes(shape, kept, recipe, layer) for layer in stage_layers(shape, plan, stage)]
     working = 0.0
-    if plan.recompute == "full":  # the input of each layer, and one layer at a time
+    if plan.recompute == "full":  # kept: the input of each layer, and one whole layer at a time
         working = max(each)
         each = [rows * ELEMENT[recipe.trainer.dtype]] * len(each)
     count = micro_batches(recipe, step)
@@ -214,7 +221,7 @@ def _kept_by_stage(recipe: Recipe, shape: Shape, step: Step, stage: int) -> floa
 
 
 def _layer_bytes(shape: Shape, kept: Kept, recipe: Recipe, layer: int) -> float:
-    """A token, of those that the process has after context parallelism, in one layer."""
+    """Bytes for one token in one layer, for tokens that the process has after context parallelism."""
     plan = recipe.trainer.parallel
     rows = 1 / (plan.tensor if plan.sequence else 1)
     queries = shape.heads * shape.head_dim / plan.tensor
