@@ -30,7 +30,7 @@ ANALYSIS_PACKAGES = frozenset({"pandas", "pyarrow", "matplotlib", "jinja2"})
 
 
 class App(typer.Typer):
-    """All commands; an error that nobody foresaw ends in a few lines too."""
+    """The group of all commands; an unforeseen error, too, ends in a few lines."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -137,7 +137,7 @@ def resume(
         _write_down(run, changes)
         replace(run.recipe, dump_recipe(user_code.seen_from(run, new)).encode())
     if redo is not None or code is not None:
-        from relax_hpc.launch.redo import redo_failed  # reads shards, by h5py, which a supervisor shall not hold
+        from relax_hpc.launch.redo import redo_failed  # reads shards with h5py, which a supervisor must not import
 
         how = cast(Redo, redo or "score")
         redone = redo_failed(run, new, how)
@@ -178,7 +178,7 @@ def existing(recipe: Recipe) -> RunDir | None:
     run = place(recipe)
     if not run.exists:
         return None
-    # How it is sent to a cluster is no part of what the run is.
+    # How a run is sent to a cluster does not make it another run.
     changes = [
         c
         for c in differences(load_recipe(run.recipe), recipe)

@@ -1,7 +1,7 @@
-"""Before a run begins: build the model's folder, and check all of a recipe that needs heavy imports.
+"""Prepare a run before it begins: build the model's folder, and check all of a recipe that needs heavy imports.
 
-In a child of the fork server, so that the supervisor, which lives as long as the run, never imports torch. What is
-wrong goes through a pipe to whoever makes the run: its folder may lie on a disk that is full.
+This is done in a child of the fork server, so that the supervisor, which lives as long as the run, never imports torch.
+What is wrong goes through a pipe to whoever makes the run: its folder may lie on a disk that is full.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class Index:
     groups: NDArray[Any]  # [G] of GROUP
     offsets: NDArray[np.int64]  # [N + 1] where each sample's tokens begin
     prompt_offsets: NDArray[np.int64]  # [G + 1] where each group's prompt tokens begin
-    span_start: NDArray[np.int64]  # [S] the flat token at which a span begins; from there on …
+    span_start: NDArray[np.int64]  # [S] flat index of the token at which a span begins; from there on …
     span_version: NDArray[np.int32]  # [S] … the weights had this version
 
     @classmethod

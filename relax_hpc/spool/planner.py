@@ -112,9 +112,7 @@ class RequestPlanner:
         passing: complete request -> how many of its groups pass the filters. Returns at most n requests a call.
         """
         last = self.last_batch(step)
-        if (
-            not self.wanted or self.next_batch <= last
-        ):  # first those that are asked for anyway: the cursor's order is theirs
+        if not self.wanted or self.next_batch <= last:  # whole batches are released first: they are next by the cursor
             return []
         batches, size = last - step + 1, self.groups_per_request
         most = self.extra_requests + math.ceil((self.oversample - 1) * self.n * batches)
@@ -150,7 +148,7 @@ class RequestPlanner:
         urgent = sorted(due, key=lambda i: (due[i], -self.outstanding[i].drops, i))
         if self.wanted:
             return self._fill(step, urgent, due, complete, passing or {})
-        if self.on_stale == "mask":  # what is too old stays out of the loss token by token: no request is ever late
+        if self.on_stale == "mask":  # tokens that are too old stay out of the loss one by one: no request is ever late
             ready = [i for i in urgent if i in complete]
             return Choice(tuple(sorted(ready[: self.n]))) if len(ready) >= self.n else None
         ready = [i for i in urgent if i in complete and due[i] >= step]

@@ -36,8 +36,8 @@ from relax_hpc.spool.layout import COLUMNS, EXTRA, GROUP, ROUTED, ROUTED_TYPES, 
 FORMAT = "relax_hpc.shard"
 SCHEMA = 3
 ATTRIBUTES = ("format", "schema", "meta_checksum")
-"""Root attributes. HDF5 keeps checksums of its own metadata, attributes included, so the checksum that vouches for the
-rest is one."""
+"""Root attributes. HDF5 keeps checksums of its own metadata, attributes included, so the checksum of
+`meta`, which holds those of all columns, is one of them."""
 Compression = Literal["none", "lz4", "zstd"]
 
 INDEX = tuple(field.name for field in fields(Index))

@@ -107,7 +107,7 @@ class PendingColumns:
         lacking = self.requests()
         if version is None:
             return (lacking[0] if lacking else None), len(lacking)
-        # later batches began with later versions: what a step waits for is among the first
+        # later batches began with later versions: requests that a step waits for are among the first
         for request in lacking[:LOOK_AHEAD]:
             alive()
             if self._may_be_made(request, shard_reader, version):

@@ -250,7 +250,7 @@ class BatchScheduler:
         self._looked_at_starts = time.monotonic()
         self.queue.raise_oldest(version)
         started = self.queue.in_progress()
-        self._look()  # what finished while we listed counts as complete, not as never started
+        self._look()  # a request that finished while we listed is complete, not one never started
         return self._choose(step, started)
 
     def _choose(self, step: int, started: dict[str, int]) -> Choice | None:
