@@ -294,7 +294,9 @@ def _assumed(recipe: Recipe, shape: Shape, asked: Asked) -> list[str]:
     if recipe.generates and recipe.rollout.engine == "sglang" and recipe.rollout.sglang.mem_fraction is None:
         said.append(f"SGLang takes {MEM_FRACTION:.0%} of a device (rollout.sglang.mem_fraction says how much)")
     if isinstance(recipe.algorithm, OwnAlgorithm):
-        said.append("the algorithm of your own holds no reference model")
+        said.append(
+            'an algorithm of your own is taken to hold no reference model: with `needs = ("reference",)` add one copy of the weights'
+        )
     if recipe.scorer is not None:
         said.append(
             f"{recipe.scorer.processes} scorer processes hold {gib(scorer_weights(recipe, shape))} of weights each, on devices that no trainer "
