@@ -255,8 +255,9 @@ def _sources(status: Status) -> RenderableType | None:
 
 
 def _reward(step: dict[str, Any]) -> str:
-    """The mean reward of all samples generated, not of the chosen ones that were trained on; older runs have only the
-    latter.
+    """Name of the reward metric to show: that of all samples generated, since those trained on are chosen.
+
+    Older runs have only the latter.
     """
     return "generated_reward" if "generated_reward" in step else "raw_reward"
 

@@ -52,8 +52,7 @@ EXIT_CODES = {"failed": 1, "preempted": 75}
 """Exit code of a leader by its outcome, 0 for the others.
 
 75 is EX_TEMPFAIL of sysexits.h, "try again later": this job is over and the run is not, so sacct must not show the job
-as
-completed.
+as completed.
 """
 HELD_S = 90.0
 """How long a job waits for a lease when Slurm knows nothing of its holder."""

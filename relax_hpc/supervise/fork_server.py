@@ -6,8 +6,7 @@
 
 Importing torch and transformers costs seconds of CPU, for each role and for each restart. Children of the fork server
 share these imports and their memory. The fork server has one thread, touches no GPU and computes nothing before it
-forks.
-The first child of a new run prepares the run (launch/prepare.py); the run's copy of the code is made after that.
+forks. The first child of a new run prepares the run (launch/prepare.py); the run's copy of the code is made after that.
 The fork server ends with the process that started it. Roles whose fork server is gone leave as they do when their
 supervisor is gone.
 """

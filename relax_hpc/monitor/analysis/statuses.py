@@ -1,7 +1,7 @@
 """The status of every group that was generated, from the ledger alone.
 
-ledger entries ──► request: taken at a step | dropped | not decided ──► group: trained | filtered | failed | dropped |
-unused
+ledger entries ──► request: taken at a step | dropped | not decided
+               ──► group: trained | filtered | failed | dropped | unused
 """
 
 from __future__ import annotations

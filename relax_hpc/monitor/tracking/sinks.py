@@ -1,8 +1,7 @@
 """Sinks: each takes points through its own library, and is made anew from the first line whenever the follower starts.
 
 Files of other libraries cannot be committed together with an offset: they buffer in threads and processes of their own.
-So
-a sink's files are a copy that is made again: however the follower before was killed, every step is in them once.
+So a sink's files are a copy that is made again: however the follower before was killed, every step is in them once.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Sink(Protocol):
 
     @property
     def where(self) -> str:
-        """Tell the person what to do with it next: where to look, or which command to run."""
+        """Say what a person does with it next: a command to run, or an address to open."""
 
 
 def make_sink(config: AnyTracking, run: RunDir, recipe: Recipe) -> Sink:

@@ -44,7 +44,7 @@ BANDWIDTH = 2e9
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a person says of a run's times, in place of assumptions or measurements; None where nothing is said."""
+    """Times that a person states, in place of assumptions or measurements; None where nothing is said."""
 
     answer_tokens: float | None = None
     sigma: float | None = None

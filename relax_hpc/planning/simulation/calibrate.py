@@ -106,7 +106,7 @@ def _without_checkpoints(view: RunView, steps: Lines) -> list[float]:
 
 
 def _restarts(view: RunView) -> list[float]:
-    """Seconds from each loss of the trainer to the start of its next first step."""
+    """Seconds from each loss of the trainer to the beginning of the first step after it."""
     steps = view.metrics("trainer-0", "step")
     lost = [line["time"] for line in view.metrics("supervisor", "lost") if line.get("role") == "trainer"]
     after = [next((s for s in steps if s["time"] > when), None) for when in lost]

@@ -1,10 +1,8 @@
 """File-system calls a second of a run, all its processes together.
 
 Fitted to the table of docs/benchmarks.md, "File operations of whole runs" (2, 8 and 32 workers, 2 requests a second,
-and all of
-them waiting; strace, 2026-11-22). The fit gives that table back within 7 %: a test holds that. How often waiting
-workers
-look is not fitted: it follows files.watch.
+and all of them waiting; strace, 2026-11-22). The fit gives that table back within 7 %: a test holds that. How often
+waiting workers look is not fitted: it follows files.watch.
 """
 
 from __future__ import annotations

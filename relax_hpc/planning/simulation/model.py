@@ -171,7 +171,7 @@ class Simulation:
         return self.setup.on_stale == "wait" and any(True for _ in due)
 
     def _settle(self, step: int, choice: Choice) -> None:
-        """Settle a step that is made and whose version is published."""
+        """Publish the version of a step that is made, apply its choice to the planner, and release further requests."""
         self.rollouts.announce()
         self.trace.ended_s.append(self.env.now)
         self.trace.ledger.append((choice.take, choice.drop))

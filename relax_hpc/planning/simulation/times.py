@@ -66,7 +66,7 @@ class Times:
     checkpoint_s: float
     """The trainer's pause while a checkpoint is written."""
     restart_s: float
-    """From a fault of the trainer to its next first step; repeated steps are not counted."""
+    """From a fault of the trainer until it steps again; repeated steps are not counted."""
     worker_lost_s: float
     """From a fault of a rollout node until others may claim its requests."""
     worker_restart_s: float

@@ -40,7 +40,7 @@ Role = Literal["trainer", "rollout"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Facts that the recipe does not say: devices, nodes, bandwidth."""
+    """Facts that the recipe does not say: memory of a device, bandwidth, tokens of a sample."""
 
     device_bytes: float = 80 * GIB
     bandwidth: float = 2e9

@@ -26,20 +26,20 @@ LOGIT_BYTES = 20
 
 
 class Kept(NamedTuple):
-    """Bytes a token and layer that the forward pass keeps for the backward, for each column of the matrices named."""
+    """Bytes that the forward pass keeps for the backward: a token, a layer, and a column of what each field names."""
 
     hidden: float
-    """Columns of the residual stream: norms, inputs of matrices."""
+    """For a column of the residual stream: norms, inputs of matrices."""
     heads: float
-    """Columns of queries and of the output of attention."""
+    """For a column of queries and of the output of attention."""
     kv_heads: float
     mlp: float
     experts: float
-    """Columns of the experts that a token is routed to."""
+    """For a column of the experts that a token is routed to."""
     sent: float
-    """Columns of the residual stream, once for each expert that a token is sent to."""
+    """For a column of the residual stream, once for each expert that a token is sent to."""
     ends: float
-    """Columns of the residual stream before the first layer and after the last."""
+    """For a column of the residual stream before the first layer and after the last."""
 
 
 KEPT = {

@@ -1,8 +1,7 @@
 """`python -m relax_hpc.slurm.submission.make_run KIND RECIPE [--set KEY=VALUE …] [--site FILE]`: make a run if missing.
 
 For scripts that are sent by hand: all jobs of a run may call this at the same time, and the first one makes the run.
-The
-calling job is recorded as one of kind KIND.
+The calling job is recorded as one of kind KIND.
 """
 
 from __future__ import annotations
