@@ -1,4 +1,4 @@
-"""Tables that lose nothing in a narrow terminal: what is too wide is turned on its side."""
+"""Tables that lose nothing in a narrow terminal: a table that is too wide is turned on its side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from rich.table import Table
 
 
 def show_table(table: Table, console: Console) -> None:
-    """Print a table; where it is wider than the terminal, a line a column, and as many of its rows beside each other as fit."""
+    """Print a table. If it is wider than the terminal, print a line for each column, with as many rows beside each
+    other as fit."""
     if _width(table, console) <= console.width:
         console.print(table)
         return
@@ -29,7 +30,7 @@ def _width(table: Table, console: Console) -> int:
 
 
 def _turned(table: Table, rows: list[int]) -> Table:
-    """These rows as columns, each with its first cell as its header."""
+    """Return a table of these rows as columns, each with its first cell as its header."""
     cells = [list(column.cells) for column in table.columns]
     turned = Table(box=table.box, pad_edge=table.pad_edge, title_justify=table.title_justify)
     turned.add_column(table.columns[0].header)

@@ -1,4 +1,4 @@
-"""How `relax-hpc plan` looks on a terminal."""
+"""Tables of `relax-hpc plan` on a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_hpc.planning.sizing.estimate import Estimate, gib
 
 
 def show(made: Estimate, where: str, rows: list[str], console: Console) -> None:
-    """All tables, rows of prompts that are left out, then what does not fit."""
+    """Print all tables, then rows of prompts that are left out, then what does not fit."""
     _model(made, where, console)
     _groups(made, console)
     _trainer(made, console)

@@ -1,4 +1,4 @@
-"""How `relax-hpc shards` looks on a terminal: rows in, rich tables out."""
+"""Tables of `relax-hpc shards` on a terminal: rows in, rich tables out."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ SAID = {
     "recomputed": "log p recomputed",
     "values": "value",
 }
-"""Of each column, in words."""
+"""Column of a shard -> its label."""
 SHORT_TEXT = 400
-"""Characters of a text that are shown unless all of it is asked for."""
+"""Characters of a text that are shown unless the full text is asked for."""
 BARS = " ▁▂▃▄▅▆▇█"
 BINS = 24
 
 
 def show_requests(rows: Iterable[dict[str, Any]], hidden: int, broken: list[Any]) -> None:
-    """`shards ls`."""
+    """Print the table of `shards ls`."""
     console, rows = _console(), list(rows)
     cells = [_request_cells(row) for row in rows]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -87,7 +87,7 @@ def _request_cells(row: dict[str, Any]) -> list[Any]:
 def show_request(
     view: RunView, shard: Shard, status: RequestStatus, group: int | None, sample: int | None, full: bool
 ) -> None:
-    """`shards show`: one panel a group."""
+    """Print `shards show`: one panel a group."""
     from relax_hpc.files.errors import RunError
     from relax_hpc.monitor.analysis.tables import SCORES, TEXT_TYPES, TYPES, sample_columns, verdicts
 
@@ -172,7 +172,7 @@ def _text(label: str, text: str | None, full: bool, style: str) -> Text:
 
 
 def show_stats(counts: Counts) -> None:
-    """`shards stats`."""
+    """Print the tables of `shards stats`."""
     console = _console()
     if not counts.statuses and not counts.broken:
         console.print("no shards")
@@ -210,7 +210,7 @@ def show_stats(counts: Counts) -> None:
 
 
 def _console() -> Console:
-    """In a file or a pipe, lines need not be cut at 80."""
+    """Return a console; in a file or a pipe, its lines have 140 characters, not 80."""
     console = Console()
     return console if console.is_terminal else Console(width=140)
 

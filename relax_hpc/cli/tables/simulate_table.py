@@ -1,4 +1,4 @@
-"""How `relax-hpc simulate` looks on a terminal."""
+"""Table of `relax-hpc simulate` on a terminal."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from relax_hpc.cli.tables import show_table
 from relax_hpc.planning.simulation.outcome import Outcome
 
 FEW_FAULTS = 10
-"""Of the trainer, below which a row says little about them."""
+"""Faults of the trainer below which a row says little about them."""
 
 
 def show(outcomes: Sequence[Outcome], best: Outcome, why: str, notes: Sequence[str], console: Console) -> None:
-    """One row a setup, the recommended one in bold; then why, and what the times are from."""
+    """Print one row a setup, the recommended one in bold; then why, and where the times are from."""
     faults = any(o.mtbf_h is not None for o in outcomes)
     names = ["workers", "nodes", "stale", "on_stale", *(["MTBF h", "faults"] if faults else []), "step p50 s", "p95 s", "samples/s",
              "trainer waits", "workers idle", "age p50", "max", "dropped", "masked", "effective", "file calls/s"]  # fmt: skip
