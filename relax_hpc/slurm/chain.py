@@ -218,10 +218,8 @@ class Chain:
         at it.
 
         Successors wait for one another in turn. A job that an earlier leader sent while it was cut off is none: it
-        waits for that
-        leader, begins at once, and leaves again. A job that waits for this one's end and has ended itself was cancelled
-        by a
-        person: it cannot have ended otherwise.
+        waits for that leader, begins at once, and leaves again. A job that waits for this one's end and has ended
+        itself was cancelled by a person: it cannot have ended otherwise.
         """
         sent = [job for job in jobs(self._run) if job["kind"] == "leader" and job["dependency"]]
         states = job_state([job["id"] for job in sent])

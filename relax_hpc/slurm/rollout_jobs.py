@@ -59,8 +59,7 @@ class RolloutJobs:
         self, node_agents: NodeAgents, base: Base, elastic: Elastic, jobs: JobRegistry, ask_every_s: float, io: IoRetry
     ) -> None:
         """ask_every_s: seconds between two questions to Slurm about `jobs`, which `base` and `elastic` read; io: for
-        the thread
-        that asks.
+        the thread that asks.
         """
         self._node_agents, self._base, self._elastic, self._jobs = node_agents, base, elastic, jobs
         self._ask_every_s, self._io = ask_every_s, io

@@ -284,8 +284,7 @@ def _is_process(pid: int, started: float) -> bool:
 
 def _is_renewed(path: Path, limit_s: float) -> bool:
     """Return True if the lease is renewed before it has stayed the same for `limit_s` seconds of our own clock, earlier
-    looks
-    included.
+    looks included.
     """
     while True:
         renewed, now = _renewed_at(path), time.monotonic()
@@ -344,8 +343,7 @@ def _empty(over: Path) -> None:
     """Remove what superseded trainers left half done, and their folders.
 
     A trainer that has such a folder still in a cache, as NFS clients do, could go on to commit through it. Files keep
-    the
-    numbers, so that none is given twice.
+    the numbers, so that none is given twice.
     """
     for name in _incarnations(over):
         if name.endswith(GONE):

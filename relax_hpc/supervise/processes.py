@@ -131,16 +131,14 @@ class RestartPolicy:
     """The errors, each with its place, with which its processes last failed to begin."""
     again: str = ""
     """The error that kept it from beginning twice in a row at the same place: the next start would meet it too. Empty
-    where
-    that is not so.
+    where that is not so.
     """
 
     def failed(self, reason: str, progress: Any, *heartbeats: Mapping[str, Any]) -> bool:
         """Note a failure and return True if it may be started again; False when the recipe allows no further restart.
 
         `progress`: a number that grows as the failed process does its work; only a new maximum counts. None: it did
-        none.
-        `heartbeats`: the last heartbeat of each of its processes.
+        none. `heartbeats`: the last heartbeat of each of its processes.
         """
         if progress is not None and (self.last_progress is None or progress > self.last_progress):
             self.failures, self.last_progress = 0, progress

@@ -74,8 +74,7 @@ class LocalWorkers:
     """Worker processes on this machine.
 
     gone: called when a worker ended, with its claim directory and True if it was lost (it died on its requests);
-    returns the
-    requests that it gave back. say: writes an event down.
+    returns the requests that it gave back. say: writes an event down.
     """
 
     role: str = "rollout"

@@ -56,8 +56,7 @@ class Supervisor:
         asked: Callable[[], bool] = lambda: False,
     ) -> None:
         """interrupted: the outcome after a signal, where no person asked for a `stop`; signalled: called at the first
-        signal;
-        asked: returns True if a signal came before we listened.
+        signal; asked: returns True if a signal came before we listened.
         """
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
         self.trainers, self.workers, self.telemetry = trainers, workers, telemetry

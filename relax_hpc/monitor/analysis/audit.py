@@ -55,8 +55,8 @@ def audit(path: str | Path) -> Audit:
     """Audit the run at `path` from its files; it must have been checkpointed at its last step.
 
     A fork is audited from where it begins, with the ledger of the run that it comes from. For supervised fine-tuning,
-    whose
-    ledger names prompts, a drawn prompt takes the place of a request. Raises RunError where there is nothing to audit.
+    whose ledger names prompts, a drawn prompt takes the place of a request. Raises RunError where there is nothing to
+    audit.
     """
     run = open_existing(path)
     checkpoints = run.checkpoint_steps()

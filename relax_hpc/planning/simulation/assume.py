@@ -116,8 +116,7 @@ def _train_s(recipe: Recipe, shape: Shape, tokens: float) -> float:
 
 def _token_s(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> float:
     """Seconds for a device to make the next token of all answers of a request: it reads its weights, and the cache at
-    half its
-    final length.
+    half its final length.
     """
     ours, asked = recipe.rollout.engine == "torch", recipe.rollout.sglang
     tensor, copies = (1, 1) if ours else (asked.tensor_parallel, asked.copies)

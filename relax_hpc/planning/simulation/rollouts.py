@@ -52,8 +52,7 @@ class Rollouts:
         given_back: Callable[[], None],
     ) -> None:
         """rngs: for faults, and for the moments at which workers look. generated: called when a request's shard is
-        published;
-        given_back: called when a request is open again.
+        published; given_back: called when a request is open again.
         """
         self.env, self.setup, self.times, self.trace = env, setup, times, trace
         self._fault_rng, self._look_rng = rngs

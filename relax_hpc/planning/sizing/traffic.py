@@ -110,8 +110,7 @@ def _copies(recipe: Recipe) -> int:
     """How often a version crosses the slowest link.
 
     Files are written once, and read by each worker, or once on a node that has a copy in memory. MPI sends to one
-    worker after
-    the other; a broadcast leaves process 0 as a tree.
+    worker after the other; a broadcast leaves process 0 as a tree.
     """
     workers = recipe.rollout.workers
     if isinstance(recipe.weights, FileWeights):

@@ -105,8 +105,7 @@ def submit_script(
     """Send RUN/slurm/KIND.sbatch, record the job, and return its id.
 
     `after`: the job starts when that one has ended, however; `begun`: when that one has begun. `options`: further ones
-    for
-    sbatch, over those in the script. Waits up to minutes for a controller that is busy or being restarted.
+    for sbatch, over those in the script. Waits up to minutes for a controller that is busy or being restarted.
 
     Raises RunError with sbatch's own words and the key of the recipe that mends it.
     """
