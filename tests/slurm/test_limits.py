@@ -69,6 +69,7 @@ def test_a_successor_refused_by_a_limit_on_submitted_jobs_is_sent_when_there_is_
     assert NO_SUCCESSOR not in shown(ours)
     cluster.exec("scancel", "--batch", "--signal=USR2", second)
     cluster.wait_for_state(third, "RUNNING")
+    ours.wait_for_step(step_now(ours.run) + 1)  # before it leads the run, its job would be cancelled
     ours.relax_hpc("stop", ours.run.root)
     assert ours.wait_for_end()["outcome"] == "stopped"
     went_on = ["FAILED", "75:0", str(ours.run.root)]
