@@ -199,7 +199,10 @@ def test_a_requeueing_leader_that_a_person_cancels_stays_so(cluster: SlurmCluste
 
 
 def test_a_chain_that_makes_no_progress_ends_itself(cluster: SlurmCluster) -> None:
-    ours = submit(cluster, "idle", "slurm.max_idle_jobs=2", "supervision.max_restarts=0", "supervision.start_s=1.0")
+    """Its first step takes an hour: each job loses the trainer as silent, and no job may start it again."""
+    endless = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=3600.0}}, group_size=4}}'
+    sets = ("slurm.max_idle_jobs=2", "supervision.max_restarts=0", "supervision.hang_s=4.0")
+    ours = submit(cluster, "idle", *sets, f"algorithm={endless}")
     ended = ours.wait_for_end()
     assert ended["outcome"] == "failed" and "2 jobs in a row made no step" in str(ended["reason"]), ended
     assert 2 <= len((ours.run.slurm / "leaders.jsonl").read_text().splitlines()) <= 4
