@@ -1,9 +1,10 @@
-"""Takes the machine's own settings away from the tests, makes the modules of this folder importable, says what is quick."""
+"""Takes the machine's own settings and ignored signals away from the tests, makes the modules of this folder importable, says what is quick."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 
 import pytest
 
@@ -17,6 +18,11 @@ for name in filter(
     SETTINGS.match, list(os.environ)
 ):  # before torch is loaded, and before there are processes to inherit them
     del os.environ[name]
+
+
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, or behind a shell's `&`: children would inherit it
+        signal.signal(number, handler)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,6 +16,7 @@ import pytest
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.create import create, place
 from relax_hpc.recipe import load_recipe
+from relax_hpc.roles.common.process import Exit
 from relax_hpc.supervise.fork_server import ForkedProcess, ForkServer
 from tests.runs import write_recipe
 
@@ -82,7 +83,7 @@ def test_nobody_waits_for_one_that_is_not_spawned(run: RunDir) -> None:
     not_spawned = spawn(fork_server, log, *waiting)
     not_spawned.send_signal(signal.SIGTERM)
     signalled = time.monotonic()
-    assert not_spawned.wait(600) == -signal.SIGTERM
+    assert not_spawned.wait(600) in (-signal.SIGTERM, Exit.STOPPED), "before or after the role listens"
     assert signalled - began < time.monotonic() - signalled, "it takes seconds to import torch, which were waited for"
     fork_server.give_up()
     not_spawned = spawn(fork_server, log, *waiting)
