@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from relax_hpc.files.publish import replace
+from relax_hpc.files.publish import names, replace
 from relax_hpc.planning.doctor.checks import Check, note, ok
 
 AREA = "nodes"
@@ -70,7 +70,7 @@ def caches(folder: Path, peer: str, host: str, window_s: float = WINDOW_S) -> li
     watched = folder / f"pulse-{peer}"
     looks: dict[str, Callable[[], object]] = {
         "attributes of files": lambda: _of(watched / "file"),
-        "listings of folders": lambda: sorted(_names(watched)),
+        "listings of folders": lambda: names(watched),
     }
     return [_check(what, longest_unchanged(look, window_s / len(looks)), window_s / len(looks), host) for what, look in looks.items()]  # fmt: skip
 
@@ -81,13 +81,6 @@ def _of(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        return []
 
 
 def _check(what: str, unchanged_s: float, window_s: float, host: str) -> Check:
