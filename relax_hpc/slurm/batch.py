@@ -201,7 +201,7 @@ def wait_for_lease(run: RunDir, io: IoRetry, asked: Callable[[], bool]) -> Lease
     deadline = time.monotonic() + HELD_S
     while not asked():
         try:
-            return io(lambda: acquire(run))
+            return io(lambda: acquire(run, asked))
         except RunError:
             if time.monotonic() > deadline:
                 raise

@@ -18,6 +18,7 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -113,16 +114,17 @@ class Lease:
             _empty(_supersede(self.folder))
 
 
-def acquire(run: RunDir) -> Lease:
+def acquire(run: RunDir, asked: Callable[[], bool] = lambda: False) -> Lease:
     """Take the run's lease. Raises RunError naming the holder when a living supervisor holds it.
 
-    May wait up to a minute to see whether a holder on another host still renews it.
+    May wait up to a minute to see whether a holder on another host still renews it; once `asked` says that this process
+    is to end, it waits no longer, and the holder counts as alive.
     """
     # Before looking who holds it: whoever takes it meanwhile makes this very folder, and one of us fails.
     number = max((int(lease.name[:6]) for lease in _leases(run)), default=0) + 1
     for held in _held(run):
         holder = _read(held)
-        if _lives(held, holder):
+        if _lives(held, holder, asked=asked):
             raise _refusal(run, holder)
         with contextlib.suppress(FileNotFoundError):  # somebody else has: the number decides between us
             _supersede(held)
@@ -247,8 +249,10 @@ def _read(lease: Path) -> dict[str, Any] | None:
     return about if about is None or isinstance(about, dict) else {}
 
 
-def _lives(lease: Path, about: dict[str, Any] | None, glance: bool = False) -> bool:
-    """Return True if the holder is still at work.
+def _lives(
+    lease: Path, about: dict[str, Any] | None, glance: bool = False, asked: Callable[[], bool] = lambda: False
+) -> bool:
+    """Return True if the holder is still at work, or if we were asked to end before that could be seen.
 
     A lease appears together with its holder's name: without one, it has none.
     """
@@ -266,7 +270,7 @@ def _lives(lease: Path, about: dict[str, Any] | None, glance: bool = False) -> b
         logging.getLogger("lease").warning(
             "'%s' was held by %s: looking for up to %.0f s whether it still is", lease, _describe(about), limit_s
         )
-        return _is_renewed(lease / "holder.json", limit_s)
+        return _is_renewed(lease / "holder.json", limit_s, asked)
     except FileNotFoundError:  # the lease was given up while we looked
         return False
 
@@ -282,15 +286,15 @@ def _is_process(pid: int, started: float) -> bool:
         return False
 
 
-def _is_renewed(path: Path, limit_s: float) -> bool:
-    """Return True if the lease is renewed before it has stayed the same for `limit_s` seconds of our own clock, earlier
-    looks included.
+def _is_renewed(path: Path, limit_s: float, asked: Callable[[], bool] = lambda: False) -> bool:
+    """Return True if the lease is renewed, or `asked` says to look no longer, before it has stayed the same for `limit_s`
+    seconds of our own clock, earlier looks included.
     """
     while True:
         renewed, now = _renewed_at(path), time.monotonic()
         before, since = _renewals.get(path, (renewed, now))
         _renewals[path] = (renewed, since if renewed == before else now)
-        if renewed != before:
+        if renewed != before or asked():
             return True
         if now - since >= limit_s:
             return False

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -245,9 +246,27 @@ def test_a_warning_that_comes_before_the_lease_is_not_lost(
     program(quick, "sbatch", f"echo $* >>{sent}; echo 11")
     held = acquire(run)
     real = batch.acquire
-    monkeypatch.setattr(batch, "acquire", lambda run: (os.kill(os.getpid(), signal.SIGUSR2), real(run))[1])
+    monkeypatch.setattr(batch, "acquire", lambda *given: (os.kill(os.getpid(), signal.SIGUSR2), real(*given))[1])
     assert batch.lead(run) == batch.EXIT_CODES["preempted"]
     assert held.renew(), "the holder keeps it"
+    assert "--dependency=afterany:7" in sent.read_text()
+
+
+def test_a_warning_while_a_holder_on_another_machine_is_watched_ends_the_watch(tmp_path: Path, quick: Path) -> None:
+    run, sent = prepared(tmp_path / "run", tmp_path), tmp_path / "sent"
+    program(quick, "squeue", "echo '7|RUNNING|None'")
+    program(quick, "sbatch", f"echo $* >>{sent}; echo 11")
+    held = acquire(run)
+    holder = held.folder / "holder.json"
+    replace(holder, to_json({**read_json(holder), "host": "elsewhere", "job": None}))
+    sent_at = list[float]()
+    warn = lambda: (sent_at.append(time.monotonic()), os.kill(os.getpid(), signal.SIGUSR2))
+    warning = threading.Timer(2.0, warn)
+    warning.start()
+    assert batch.lead(run) == batch.EXIT_CODES["preempted"]
+    warning.join()
+    assert time.monotonic() - sent_at[0] < 10, "the watch would have gone on for a minute"
+    assert held.renew() and os.listdir(run.lease) == ["000001"], "the holder keeps it"
     assert "--dependency=afterany:7" in sent.read_text()
 
 
