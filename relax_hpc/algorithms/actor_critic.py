@@ -25,7 +25,6 @@ class ActorCritic(PolicyAlgorithm):
 
     def __init__(self, config: Ppo) -> None:
         super().__init__(config)
-        self.needs |= {VALUES}
         of_reward = {"reference"} if config.kl_coef > 0 and config.kl_in == "reward" else set()
         self.returns_need = frozenset({VALUES} | of_reward)
         """Columns among the needs that returns are made from."""

@@ -42,13 +42,7 @@ class PolicyAlgorithm:
     def __init__(self, config: PolicyGradient) -> None:
         self.config = config
         self.decoupled = isinstance(config, Ratio) and config.old_logprobs == "recomputed"
-        asked = {
-            "reference": config.kl_coef > 0,
-            "recomputed": self.decoupled or config.correction is not None,
-            "entropy": config.entropy_coef > 0,
-            TEACHER: config.teacher is not None,
-        }
-        self.needs = frozenset(name for name, wanted in asked.items() if wanted)
+        self.needs = config.needs
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         estimate = torch.zeros(len(rollouts.tokens)) if isinstance(self.config, Opd) else self._estimate(rollouts)

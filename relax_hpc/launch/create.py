@@ -28,7 +28,6 @@ from relax_hpc.files.permissions import keep_private, make_private
 from relax_hpc.files.publish import read_json, replace, to_json, write_file
 from relax_hpc.files.run_dir import RunDir, drafted
 from relax_hpc.launch import making, user_code
-from relax_hpc.planning.sizing.trainer import needs_reference
 from relax_hpc.recipe import change_on_resume, differences, dump_recipe, load_recipe, without_folders
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.source import FilePrompts
@@ -79,7 +78,7 @@ def create(
             tell(LOADING)
             _snapshot(draft)
             write_file(draft.recipe, dump_recipe(user_code.seen_from(draft, user_code.copy(recipe, draft))).encode())
-            _prepare(draft, fork_server, tell=tell)
+            _prepare(draft, fork_server, fork_of=fork_of, tell=tell)
             about = {
                 "name": recipe.run.name, "id": uuid.uuid4().hex, "created": time.time(), "version": relax_hpc.__version__,
                 "debug": debug, "shards_from": str(shards_from) if shards_from else None, "fork_of": str(fork_of.root) if fork_of else None,
@@ -215,7 +214,11 @@ def count_rows(recipe: Recipe) -> dict[str, dict[str, int]]:
 
 
 def _prepare(
-    run: RunDir, fork_server: ForkServer, what: str = "all", tell: Callable[[str], None] = lambda doing: None
+    run: RunDir,
+    fork_server: ForkServer,
+    what: str = "all",
+    fork_of: RunDir | None = None,
+    tell: Callable[[str], None] = lambda doing: None,
 ) -> None:
     """Build the model's folder and check everything that needs torch. what = "code" or "rows": check the user's code or
     the prompts alone.
@@ -225,7 +228,9 @@ def _prepare(
     log = run.logs / "prepare.log"
     reading, writing = os.pipe()
     try:
-        child = fork_server.spawn([PREPARE, str(run.root), what], log, writing)
+        child = fork_server.spawn(
+            [PREPARE, str(run.root), what, *([str(fork_of.root)] if fork_of else [])], log, writing
+        )
         os.close(writing)
         try:
             code = _wait(child, run, tell)
@@ -282,12 +287,6 @@ def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
     """Copy the newest checkpoint of `old`, its scorers' reference and its critic of that time, into `new`; return the
     step."""
     before = load_recipe(old.recipe)
-    of_scorer = ["reference" in of.scored for of in (before, recipe)]
-    if of_scorer[0] != of_scorer[1] and all("reference" in of.scored or needs_reference(of) for of in (before, recipe)):
-        raise RunError(
-            f"'{old.root}' has scorer.scores = {list(before.scored)}, the fork {list(recipe.scored)}: the reference does not move "
-            "between trainer and scorer; leave [scorer] as it is there"
-        )
     if before.trains_critic != recipe.trains_critic and (before.critic or recipe.critic):
         has, gets = ("with" if of.critic else "without" for of in (before, recipe))
         raise RunError(
@@ -299,7 +298,7 @@ def _fork(old: RunDir, new: RunDir, recipe: Recipe) -> int:
             f"'{old.root}' has no checkpoint to fork from: let it train until one is written (run.checkpoint_every)"
         )
     step = _copied(old, new, old.checkpoint_steps()[::-1])
-    if all(of_scorer):
+    if "reference" in before.scored and "reference" in recipe.scored:
         shutil.copytree(old.reference, new.reference)
     if before.critic and recipe.critic:
         _fork_critic(RunDir(old.critic), RunDir(new.critic), step)

@@ -101,6 +101,18 @@ def check_scores(recipe: Recipe) -> None:
             )
 
 
+def check_fork(old: RunDir, recipe: Recipe) -> None:
+    """Raise RunError if a fork of `old` would have the reference elsewhere: algorithms of both need it, one scorer has
+    it."""
+    before = load_recipe(old.recipe)
+    moves = ("reference" in before.scored) != ("reference" in recipe.scored)
+    if moves and all("reference" in make_algorithm(of.algorithm).needs for of in (before, recipe)):
+        raise RunError(
+            f"'{old.root}' has scorer.scores = {list(before.scored)}, the fork {list(recipe.scored)}: the reference does not move "
+            "between trainer and scorer; leave [scorer] as it is there"
+        )
+
+
 def need_libraries(recipe: Recipe) -> None:
     """Raise RunError if [[tracking]] or [notify] lacks a library or an address: it would be missed when the run is
     over."""
@@ -115,8 +127,9 @@ def need_libraries(recipe: Recipe) -> None:
         targets(addresses(recipe.notify, recipe.run.root))
 
 
-def main(root: str, what: str, final_message: int) -> NoReturn:
-    """final_message: the file descriptor for an error, as JSON: [true if a person can mend it, its text]."""
+def main(final_message: int, root: str, what: str, fork_of: str | None = None) -> NoReturn:
+    """final_message: the file descriptor for an error, as JSON: [true if a person can mend it, its text]. fork_of: the
+    run that this one is a fork of."""
     run = RunDir(root)
     try:
         recipe = load_recipe(run.recipe)
@@ -126,6 +139,8 @@ def main(root: str, what: str, final_message: int) -> NoReturn:
             case "rows":
                 count_rows(run, recipe)
             case _:
+                if fork_of:
+                    check_fork(RunDir(fork_of), recipe)
                 prepare(run, recipe)
     except (RunError, RegistryError, RecipeError) as error:
         said = True, str(error)

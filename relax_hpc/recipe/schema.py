@@ -236,6 +236,13 @@ class Recipe(Table):
         """Names of the columns that the scorer makes, in place of the trainer."""
         return tuple(sorted(self.scorer.scores)) if self.scorer else ()
 
+    def holds_reference(self, needs: frozenset[str]) -> bool:
+        """Return True if the trainer holds the reference: the algorithm needs it, and no scorer has it.
+
+        needs: `algorithm.needs`, or those of the algorithm that was made, where it may be a user's own.
+        """
+        return "reference" in needs and "reference" not in self.scored
+
     @property
     def scores_together(self) -> bool:
         """True where the scorer's processes are one group; else each works on its own."""

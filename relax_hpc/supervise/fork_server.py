@@ -260,8 +260,7 @@ def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoRet
     try:
         if what == PREPARE:
             assert final_message is not None
-            root, doing = rest
-            prepare.main(root, doing, final_message)
+            prepare.main(final_message, *rest)
         else:
             roles.main([what, *rest, "--supervisor", str(os.getppid()), "--final-message", str(final_message)])
     except SystemExit as end:

@@ -12,10 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
 from relax_hpc.trainers.packing import MicroBatch
-
-LOGITS_PER_CHUNK = 2**24
-"""Logits held at once, in numbers (64 MiB in float32)."""
 
 
 def token_logprobs(

@@ -119,8 +119,8 @@ class ValueLoss(TokenLoss):
 
 
 def needs_reference(recipe: Recipe) -> bool:
-    """Return True if the trainer holds the reference: the algorithm needs it, and no scorer has it."""
-    return "reference" in make_algorithm(recipe.algorithm).needs and "reference" not in recipe.scored
+    """Return True if the trainer holds the reference, as the algorithm says once it is made."""
+    return recipe.holds_reference(make_algorithm(recipe.algorithm).needs)
 
 
 def columns_before(algorithm: Algorithm, recipe: Recipe) -> list[str]:

@@ -17,6 +17,7 @@ from relax_hpc.launch.create import create, existing, place
 from relax_hpc.launch.prepare import prepare
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.supervise.fork_server import ForkServer
 from tests import tiny
 from tests.runs import write_recipe
 
@@ -88,3 +89,26 @@ def test_rows_that_are_left_out_are_counted_when_the_run_is_made(tmp_path: Path)
     run.create()
     prepare(run, recipe)
     assert read_json(run.rows) == {"source.0": {"rows": 5, "too_long": 0, "no_answer": 1, "cut": 0}}
+
+
+OWN = """
+class Mine:
+    needs = {"reference"}
+    def advantages(self, rollouts): raise NotImplementedError
+    def loss(self, inputs): raise NotImplementedError
+"""
+
+
+def test_a_fork_does_not_move_the_reference_of_an_own_algorithm_from_a_scorer_to_the_trainer(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    own = {"name": "own", "factory": f"{tmp_path}/mine.py:Mine"}
+    old = RunDir(tmp_path / "runs" / "old")
+    old.create()
+    write_file(old.recipe, dump_recipe(tiny.recipe(algorithm=own, scorer={"scores": ["reference"]})).encode())
+    fork = tiny.recipe(model={"context": 512}, algorithm=own, run={"name": "fork", "root": str(old.root.parent)})
+    with (
+        ForkServer(RunDir(tmp_path)) as fork_server,
+        pytest.raises(RunError, match="the reference does not move between trainer and scorer"),
+    ):
+        create(fork, fork_server, fork_of=old)
+    assert not place(fork).root.exists()

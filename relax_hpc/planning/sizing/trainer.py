@@ -15,12 +15,10 @@ from typing import NamedTuple
 
 from relax_hpc.planning.sizing.model import Shape, parameters, shape_in, stage_layers, stage_parameters
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
-from relax_hpc.recipe.tables.algorithm import PolicyGradient
+from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
 
 FLOAT = 4
 ELEMENT = {"float32": 4, "bfloat16": 2}
-LOGITS_PER_CHUNK = 2**24
-"""As in relax_hpc.trainers.forward, which is too heavy to import here."""
 LOGIT_BYTES = 20
 """Bytes for a logit: in trainer.dtype, in float32, its exponential, and the gradients of two of them."""
 
@@ -82,12 +80,6 @@ class TrainerMemory:
         return self.weights + self.gradients + self.optimizer + self.frozen + self.activations + self.head
 
 
-def needs_reference(recipe: Recipe) -> bool:
-    """Return True if a frozen copy of the model is held; False for a user's own algorithm, of which that is not known."""
-    held = "reference" not in recipe.scored
-    return held and isinstance(recipe.algorithm, PolicyGradient) and recipe.algorithm.kl_coef > 0
-
-
 def beside(recipe: Recipe, key: str, policy: Shape) -> Shape | None:
     """The shape of the model that the trainer holds by `key`; None where it holds none.
 
@@ -146,7 +138,7 @@ def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
     """
     count, critic = parameters(shape).all, _critic(recipe, shape)
     learning = count + (parameters(critic, critic=True).all if critic else 0)
-    frozen = count * needs_reference(recipe)
+    frozen = count * recipe.holds_reference(recipe.algorithm.needs)
     if recipe.trainer.backend == "torch":
         return FLOAT * (3 * learning + frozen)
     return FLOAT * 3 * learning + ELEMENT[recipe.trainer.dtype] * (learning + frozen)
@@ -170,7 +162,8 @@ def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
         weights=learning * FLOAT + cast,
         gradients=learning * FLOAT,
         optimizer=learning * FLOAT * 2,
-        frozen=(count * needs_reference(recipe) + (parameters(teacher).all if teacher else 0)) * FLOAT,
+        frozen=(count * recipe.holds_reference(recipe.algorithm.needs) + (parameters(teacher).all if teacher else 0))
+        * FLOAT,
         activations=tokens * (layers + kept.ends * shape.hidden),
         head=_head_bytes(shape, tokens, 1),
     )
@@ -195,7 +188,7 @@ def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMe
         weights=learning.all * ELEMENT[dtype],
         gradients=learning.all * FLOAT,
         optimizer=states * (learning.dense / sharing[0] + learning.experts / sharing[1]),
-        frozen=(count.all * needs_reference(recipe) + of_teacher) * ELEMENT[dtype],
+        frozen=(count.all * recipe.holds_reference(recipe.algorithm.needs) + of_teacher) * ELEMENT[dtype],
         activations=tokens * _kept_by_stage(recipe, shape, step, stage),
         head=_head_bytes(shape, tokens, plan.tensor) if last else 0,
     )

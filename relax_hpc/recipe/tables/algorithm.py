@@ -59,6 +59,11 @@ class Algorithm(Table):
     )
 
     @property
+    def needs(self) -> frozenset[str]:
+        """Inputs of its advantages and loss beside rewards and logprobs; a user's own tells them once it is made."""
+        return frozenset()
+
+    @property
     def samples_dynamically(self) -> bool:
         """True where a step takes requests until as many groups pass as it wants."""
         return self.max_extra_batches > 0 or self.oversample > 1
@@ -119,6 +124,16 @@ class PolicyGradient(Algorithm):
         "log current is above this stay out of the policy's loss; such as 1e-4.",
     )
 
+    @property
+    def needs(self) -> frozenset[str]:
+        asked = {
+            "reference": self.kl_coef > 0,
+            "recomputed": self.correction is not None,
+            "entropy": self.entropy_coef > 0,
+            "teacher": self.teacher is not None,
+        }
+        return frozenset(name for name, wanted in asked.items() if wanted)
+
     @model_validator(mode="after")
     def _gradient_of_the_kl(self) -> PolicyGradient:
         said = f"algorithm.kl_estimator = '{self.kl_estimator}' with kl_in = '{self.kl_in}'"
@@ -172,6 +187,10 @@ class Ratio(PolicyGradient):
         "The logprobs that the importance ratio is taken against: those the engine reported when it sampled, or those of "
         "the trainer before the step's first update, or a scorer's (the proximal policy of a decoupled objective, with a correction).",
     )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs | ({"recomputed"} if self.old_logprobs == "recomputed" else set())
 
     @model_validator(mode="after")
     def _decoupled(self) -> Ratio:
@@ -343,6 +362,10 @@ class Ppo(Clipped):
     )
     critic: Critic = Critic()
 
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs | {"values"}
+
 
 class Opd(Clipped):
     """On-policy distillation (arXiv 2306.13649, 2306.08543): the reverse KL to a teacher is the whole objective;
@@ -379,6 +402,7 @@ class Sft(Table):
     max_extra_batches: ClassVar[int] = 0
     oversample: ClassVar[float] = 1.0
     sample_reuse: ClassVar[int] = 0
+    needs: ClassVar[frozenset[str]] = frozenset()
     samples_dynamically: ClassVar[bool] = False
 
 

@@ -53,19 +53,14 @@ def refuse_scorer(
         raise conflict(wrong)
     if not isinstance(algorithm, PolicyGradient):
         return  # the needs of a user's own algorithm are known once it is made
-    needed = {
-        "recomputed": getattr(algorithm, "old_logprobs", "") == "recomputed" or algorithm.correction is not None,
-        "reference": algorithm.kl_coef > 0,
-        "teacher": algorithm.teacher is not None,
-    }
     mend = {
         "recomputed": "set algorithm.old_logprobs = 'recomputed'",
         "reference": "set algorithm.kl_coef above 0",
         "teacher": "name one with algorithm.teacher",
     }
     for score in scorer.scores:
-        if not needed[score]:
-            rest = [other for other in scorer.scores if needed[other]]
+        if score not in algorithm.needs:
+            rest = [other for other in scorer.scores if other in algorithm.needs]
             raise conflict(
                 f"scorer.scores has '{score}', of which algorithm.name = '{algorithm.name}' makes nothing here: {mend[score]}, "
                 f"or {f'set scores = {rest}' if rest else 'leave [scorer] out'}"

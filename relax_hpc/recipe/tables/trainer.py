@@ -9,6 +9,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from relax_hpc.recipe.tables.parallel import Parallel, misfit
 from relax_hpc.recipe.tables.table import Key, Table, conflict, even_share
 
+LOGITS_PER_CHUNK = 2**24
+"""Logits that a trainer process holds at once, in numbers (64 MiB in float32)."""
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 

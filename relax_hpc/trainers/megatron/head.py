@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from relax_hpc.trainers.forward import LOGITS_PER_CHUNK
+from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
 from relax_hpc.trainers.megatron.packing import MicroBatch
 
 
