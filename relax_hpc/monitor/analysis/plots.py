@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -38,7 +40,7 @@ STYLE: dict[str, Any] = {
 def reward(steps: pd.DataFrame) -> str | None:
     """Mean reward of each step, what the verifier said where shaping changed it, and what `overlong` and the KL leave of it."""
     before = {} if _same(steps, "reward", "raw_reward") else {"raw_reward": "before shaping"}
-    return _curves(steps, {"reward": "reward", **before, "shaped_reward": "less overlong, KL"})
+    return curves(steps, {"reward": "reward", **before, "shaped_reward": "less overlong, KL"})
 
 
 def score(evals: pd.DataFrame, sources: pd.DataFrame) -> str | None:
@@ -60,59 +62,12 @@ def score(evals: pd.DataFrame, sources: pd.DataFrame) -> str | None:
         return svg(figure)
 
 
-def lengths(steps: pd.DataFrame) -> str | None:
-    """Mean and longest completion of each step."""
-    return _curves(steps, {"length_mean": "mean", "length_max": "longest"}, bottom=0, ylabel="tokens")
-
-
-def truncated(steps: pd.DataFrame) -> str | None:
-    """Share of samples cut at the length limit."""
-    return _curves(steps, {"truncated": "cut at the limit"}, bottom=0, percent=True)
-
-
-def optimisation(steps: pd.DataFrame) -> str | None:
-    """Gradient norm."""
-    return _curves(steps, {"grad_norm": "gradient norm"}, bottom=0)
-
-
-def loss(steps: pd.DataFrame) -> str | None:
-    """The policy's loss."""
-    return _curves(steps, {"loss": "loss"})
-
-
-def entropy(steps: pd.DataFrame) -> str | None:
-    """Mean entropy of the policy's distributions."""
-    return _curves(steps, {"entropy": "entropy"}, bottom=0, ylabel="nats")
-
-
-def kl(steps: pd.DataFrame) -> str | None:
-    """KL from the policy that sampled, and to the reference and the teacher where there are any."""
-    names = {"kl": "from the sampler", "reference_kl": "to the reference", "teacher_kl": "to the teacher"}
-    return _curves(steps, names, ylabel="nats")
-
-
-def clips(steps: pd.DataFrame) -> str | None:
-    """Share of tokens whose clip is active, by its side."""
-    names = {"clip_low": "from below", "clip_high": "from above", "clip_dual": "dual clip"}
-    return _curves(steps, names, bottom=0, percent=True)
-
-
-def importance(steps: pd.DataFrame) -> str | None:
-    """Mean and greatest ratio of current to behavior probability."""
-    return _curves(steps, {"importance": "mean", "importance_max": "greatest"}, log=True)
-
-
-def mismatch(steps: pd.DataFrame) -> str | None:
-    """Distance between the engine's and the trainer's logprob of a token."""
-    return _curves(steps, {"logprob_diff": "mean", "logprob_diff_max": "greatest"}, ylabel="nats", log=True)
-
-
-def alike(steps: pd.DataFrame) -> str | None:
-    """Share of the generated groups whose samples all have the same reward."""
-    if not {"zero_std_groups", "generated_groups"} <= set(steps):
+def share(steps: pd.DataFrame, part: str, whole: str, label: str) -> str | None:
+    """The metric `part` as a share of `whole`, over the steps."""
+    if not {part, whole} <= set(steps):
         return None
-    share = steps["zero_std_groups"].astype(float) / steps["generated_groups"].astype(float).clip(lower=1)
-    return _curves(steps.assign(share=share), {"share": "of the groups"}, bottom=0, percent=True)
+    shares = steps[part].astype(float) / steps[whole].astype(float).clip(lower=1e-9)
+    return curves(steps.assign(share=shares), {"share": label}, bottom=0, percent=True)
 
 
 def ages(table: pd.DataFrame) -> str | None:
@@ -129,11 +84,6 @@ def ages(table: pd.DataFrame) -> str | None:
         axes.set_ylim(0, shares.max() * 1.15)
         _percent(axes)
         return svg(figure)
-
-
-def age_curve(steps: pd.DataFrame, bound: int | None) -> str | None:
-    """Mean and largest age over the steps, with the bound."""
-    return _curves(steps, {"age_mean": "mean", "age_max": "largest"}, bottom=0, ylabel="versions", bound=bound)
 
 
 def throughput(trained: list[dict[str, Any]], generated: list[dict[str, Any]]) -> str | None:
@@ -179,30 +129,13 @@ def time_shares(roles: dict[str, dict[str, float]]) -> str | None:
         return svg(figure)
 
 
-def waiting(steps: pd.DataFrame) -> str | None:
-    """Share of each step in which the trainer waited for data, and how many complete shards lay ready."""
-    if not {"wait_s", "step_s"} <= set(steps):
-        return None
-    share = (steps["wait_s"] / steps["step_s"].clip(lower=1e-9)).to_numpy(float)
-    return _curves(steps.assign(share=share), {"share": "of the step"}, bottom=0, percent=True)
-
-
-def depth(steps: pd.DataFrame) -> str | None:
-    """Complete shards that no step has taken yet."""
-    return _curves(steps, {"spool_depth": "complete shards"}, bottom=0)
-
-
 def losses(steps: pd.DataFrame) -> str | None:
     """Groups that failed or were filtered, and requests dropped, each step."""
-    names = {
-        "failed_groups": "failed groups",
-        "filtered_groups": "filtered groups",
-        "dropped_requests": "dropped requests",
-    }
-    return _curves(steps, {c: n for c, n in names.items() if c in steps and steps[c].sum()}, bottom=0)
+    names = ("failed_groups", "filtered_groups", "dropped_requests")
+    return curves(steps, {c: c.replace("_", " ") for c in names if c in steps and steps[c].sum()}, bottom=0)
 
 
-def _curves(
+def curves(
     steps: pd.DataFrame,
     columns: dict[str, str],
     bottom: float | None = None,
@@ -219,14 +152,15 @@ def _curves(
     window = max(1, len(steps) // 25)
     with _figure() as (figure, axes):
         for i, (column, label) in enumerate(columns.items()):
-            there = steps[shown[column]]
-            x, y = there["step"].to_numpy(float), there[column].to_numpy(float)
+            there = steps.loc[shown[column], ["step", column]].astype(float)
+            x, y = there["step"].to_numpy(), there[column]
             look: dict[str, Any] = {"color": SERIES[i], "zorder": 3 - i / 10}
             if column.endswith("_max") or window == 1:
-                axes.plot(*thin(x, y), label=label, linewidth=1.1, **look)
+                axes.plot(*thin(x, y.to_numpy()), label=label, linewidth=1.1, **look)
             else:
-                axes.plot(*thin(x, y), alpha=0.3, linewidth=1, **look)
-                axes.plot(*thin(x, _running_mean(y, window)), label=label, **look)
+                axes.plot(*thin(x, y.to_numpy()), alpha=0.3, linewidth=1, **look)
+                mean = y.rolling(window, min_periods=1).mean().to_numpy()
+                axes.plot(*thin(x, mean), label=label, **look)
         if bound is not None:
             axes.axhline(bound, color=MUTED, linewidth=1, linestyle="--", label="bound")
             axes.margins(y=0.1)
@@ -254,31 +188,15 @@ def thin(x: NDArray[Any], y: NDArray[Any], points: int = POINTS) -> tuple[NDArra
     return np.array([x[p].mean() for p in parts]), np.array([y[p].mean() for p in parts])
 
 
-def _running_mean(y: NDArray[Any], window: int) -> NDArray[Any]:
-    """[len(y)] mean of the last `window` values."""
-    total = np.cumsum(np.insert(y, 0, 0.0))
-    ends = np.arange(1, len(y) + 1)
-    starts = np.maximum(ends - window, 0)
-    return np.asarray((total[ends] - total[starts]) / (ends - starts))
+@contextmanager
+def _figure(height: float = SIZE[1]) -> Iterator[tuple[Figure, Axes]]:
+    """Make a figure in the report's style; matplotlib's own settings stay as they are."""
+    import matplotlib
+    from matplotlib.figure import Figure
 
-
-class _figure:
-    """A figure in the report's style; matplotlib's own settings stay as they are."""
-
-    def __init__(self, height: float = SIZE[1]) -> None:
-        self.height = height
-
-    def __enter__(self) -> tuple[Figure, Axes]:
-        import matplotlib
-        from matplotlib.figure import Figure
-
-        self._style = matplotlib.rc_context(cast(Any, STYLE))
-        self._style.__enter__()
-        figure = Figure((SIZE[0], self.height), layout="constrained")
-        return figure, figure.add_subplot()
-
-    def __exit__(self, *error: Any) -> None:
-        self._style.__exit__(*error)
+    with matplotlib.rc_context(cast(Any, STYLE)):
+        figure = Figure((SIZE[0], height), layout="constrained")
+        yield figure, figure.add_subplot()
 
 
 def svg(figure: Figure) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ WORKERS_SHOWN = 8
 """Up to this many workers have a bar each; more than that share one bar."""
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
+class Figure(NamedTuple):
     title: str
     note: str
     svg: str
@@ -95,13 +94,10 @@ def tiles(view: RunView) -> list[tuple[str, str, str]]:
         if span_s > 0:
             found.append(("time of all steps", duration(span_s), f"{steps['tokens'].sum() / span_s:,.0f} tokens/s"))
         if "age_max" in steps:
-            found.append(
-                ("oldest token", f"{steps['age_max'].max():.0f}", f"versions; mean {steps['age_mean'].mean():.2f}")
-            )
+            mean = f"versions; mean {steps['age_mean'].mean():.2f}"
+            found.append(("oldest token", f"{steps['age_max'].max():.0f}", mean))
         if "wait_s" in steps:
-            found.append(
-                ("trainer waits", f"{steps['wait_s'].sum() / max(steps['step_s'].sum(), 1e-9):.0%}", "of its time")
-            )
+            found.append(("trainer waits", f"{steps['wait_s'].sum() / max(span_s, 1e-9):.0%}", "of its time"))
     return [*found, ("restarts", str(restarts(view.events())), "of roles that were lost")]
 
 
@@ -110,10 +106,10 @@ def restarts(events: list[dict[str, Any]]) -> int:
     lost: set[str] = set()
     found = 0
     for event in events:
-        role = event.get("role", "")
-        if event.get("kind") == "lost":
+        kind, role = event.get("kind"), event.get("role", "")
+        if kind == "lost":
             lost.add(role)
-        elif event.get("kind") == "restart" and role in lost:
+        elif kind == "restart" and role in lost:
             lost.remove(role)
             found += 1
     return found
@@ -125,40 +121,52 @@ def sections(view: RunView) -> list[tuple[str, list[Figure]]]:
     trained, workers = view.metrics("trainer-0", "step"), view.workers()
     bound = view.recipe.get("async", {}).get("max_staleness")
     generated = [line for lines in workers.values() for line in lines]
+    curves, share = partial(plots.curves, steps), partial(plots.share, steps)
+    kls = {"kl": "from the sampler", "reference_kl": "to the reference", "teacher_kl": "to the teacher"}
+    clips = {"clip_low": "from below", "clip_high": "from above", "clip_dual": "dual clip"}
     plan: list[tuple[str, list[tuple[str, str, str | None]]]] = [
         ("Learning", [
             ("Reward", "mean over a step's samples", plots.reward(steps)),
-            ("Held-out score", "prompts that training never sees, with 95% intervals", plots.score(view.evals(), view.eval_sources())),
-            ("Loss", "policy loss per token", plots.loss(steps)),
-            ("Gradient norm", "before clipping", plots.optimisation(steps)),
+            ("Held-out score", "prompts that training never sees, with 95% intervals",
+             plots.score(view.evals(), view.eval_sources())),
+            ("Loss", "policy loss per token", curves({"loss": "loss"})),
+            ("Gradient norm", "before clipping", curves({"grad_norm": "gradient norm"}, bottom=0)),
         ]),
         ("Policy", [
-            ("Entropy", "of the policy's distributions, mean over tokens", plots.entropy(steps)),
-            ("KL", "estimates, mean over tokens", plots.kl(steps)),
-            ("Clipped tokens", "share whose clip is active", plots.clips(steps)),
-            ("Importance ratios", "current to behavior probability of a token", plots.importance(steps)),
-            ("Engine and trainer", "distance of their logprobs of a token, with what was learnt since", plots.mismatch(steps)),
+            ("Entropy", "of the policy's distributions, mean over tokens",
+             curves({"entropy": "entropy"}, bottom=0, ylabel="nats")),
+            ("KL", "estimates, mean over tokens", curves(kls, ylabel="nats")),
+            ("Clipped tokens", "share whose clip is active", curves(clips, bottom=0, percent=True)),
+            ("Importance ratios", "current to behavior probability of a token",
+             curves({"importance": "mean", "importance_max": "greatest"}, log=True)),
+            ("Engine and trainer", "distance of their logprobs of a token, with what was learnt since",
+             curves({"logprob_diff": "mean", "logprob_diff_max": "greatest"}, ylabel="nats", log=True)),
         ]),
         ("Answers", [
-            ("Length", "tokens after the prompt", plots.lengths(steps)),
-            ("Truncated", "answers cut at the length limit", plots.truncated(steps)),
+            ("Length", "tokens after the prompt",
+             curves({"length_mean": "mean", "length_max": "longest"}, bottom=0, ylabel="tokens")),
+            ("Truncated", "answers cut at the length limit",
+             curves({"truncated": "cut at the limit"}, bottom=0, percent=True)),
         ]),
         ("Age", [
             ("Age of trained tokens", "all steps together", plots.ages(view.ages())),
-            ("Age over the steps", "in versions of the weights", plots.age_curve(steps, bound)),
+            ("Age over the steps", "in versions of the weights",
+             curves({"age_mean": "mean", "age_max": "largest"}, bottom=0, ylabel="versions", bound=bound)),
         ]),
         ("Speed", [
             ("Throughput", "tokens a second, of both sides", plots.throughput(trained, generated)),
             ("Where time goes", "share of each role's time", plots.time_shares(role_times(trained, workers))),
-            ("Trainer waiting for data", "share of each step", plots.waiting(steps)),
-            ("Spool depth", "complete shards that no step has taken yet", plots.depth(steps)),
+            ("Trainer waiting for data", "share of each step", share("wait_s", "step_s", "of the step")),
+            ("Spool depth", "complete shards that no step has taken yet",
+             curves({"spool_depth": "complete shards"}, bottom=0)),
         ]),
         ("Kept out of training", [
             ("Failed, filtered, dropped", "in each step", plots.losses(steps)),
-            ("Groups of one reward", "share of what was generated: they teach group-relative algorithms nothing", plots.alike(steps)),
+            ("Groups of one reward", "share of what was generated: they teach group-relative algorithms nothing",
+             share("zero_std_groups", "generated_groups", "of the groups")),
         ]),
     ]  # fmt: skip
-    drawn = [(title, [Figure(t, note, svg) for t, note, svg in figures if svg is not None]) for title, figures in plan]
+    drawn = ((title, [Figure(t, note, svg) for t, note, svg in figures if svg is not None]) for title, figures in plan)
     return [(title, figures) for title, figures in drawn if figures]
 
 
@@ -168,35 +176,20 @@ def role_times(trained: list[dict[str, Any]], workers: dict[str, list[dict[str, 
     def total(lines: list[dict[str, Any]], key: str) -> float:
         return float(sum(line.get(key, 0.0) for line in lines))
 
-    trainer = {
-        "wait": total(trained, "wait_s"),
-        "train": total(trained, "train_s"),
-        "publish": total(trained, "publish_s"),
-    }
+    trainer = {part: total(trained, f"{part}_s") for part in ("wait", "train", "publish")}
     trainer["other"] = max(0.0, total(trained, "step_s") - sum(trainer.values()))
     if len(workers) > WORKERS_SHOWN:
         workers = {f"{len(workers)} workers": [line for lines in workers.values() for line in lines]}
-    keys = {"wait": "wait_s", "generate": "generate_s", "score": "score_s", "publish": "publish_s"}
-    return {
-        "trainer": trainer,
-        **{name: {k: total(lines, key) for k, key in keys.items()} for name, lines in workers.items()},
-    }
+    parts = ("wait", "generate", "score", "publish")
+    return {"trainer": trainer} | {w: {p: total(lines, f"{p}_s") for p in parts} for w, lines in workers.items()}
 
 
 def status_rows(counts: Counts) -> Iterator[dict[str, Any]]:
     for status, tally in counts.statuses.items():
-        row: dict[str, Any] = {
-            "status": status,
-            "groups": tally.groups,
-            "samples": tally.samples,
-            "tokens": human(tally.tokens),
-        }
+        row = {"status": status, "groups": tally.groups, "samples": tally.samples, "tokens": human(tally.tokens)}
         if tally.samples:
-            row |= {
-                "reward": f"{tally.columns['reward'].mean():.3f}",
-                "length": f"{tally.columns['length'].mean():.0f}",
-            }
-            row |= {"truncated": f"{tally.truncated:.1%}"}
+            reward, length = (tally.columns[name].mean() for name in ("reward", "length"))
+            row |= {"reward": f"{reward:.3f}", "length": f"{length:.0f}", "truncated": f"{tally.truncated:.1%}"}
         yield row
 
 
