@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from rich.console import RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from relax_hpc.monitor.status import Status
@@ -15,6 +15,12 @@ from relax_hpc.slurm.plan import job_name
 
 PAST_SHOWN = 4
 """How many former rollout nodes to show: the newest."""
+
+
+def plain_table(*headers: str, whole: str | None = None) -> Table:
+    """A table without lines, whose words are folded where they do not fit, but for those of the column `whole`."""
+    columns = (Column(header, overflow="fold", no_wrap=header == whole) for header in headers)
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
 
 
 def parts(status: Status) -> list[RenderableType]:
@@ -38,9 +44,7 @@ def one_line(overview: Overview) -> str:
 
 
 def _jobs(run: str, overview: Overview) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("job", "name", "state", "nodes", "start", "remarks"):
-        table.add_column(column, overflow="fold", no_wrap=column == "name")
+    table = plain_table("job", "name", "state", "nodes", "start", "remarks", whole="name")
     for job in overview.shown():
         state = "unknown" if job.state == UNKNOWN else job.state.lower()
         table.add_row(*map(Text, (job.id, job_name(run, job.kind), state, job.nodes, _start(job), job.why)))
@@ -68,19 +72,16 @@ def _refused(overview: Overview) -> list[Text]:
 
 
 def _node_agents(status: Status, overview: Overview) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("rollout node", "state", "heartbeat", "group", "job", "workers"):
-        table.add_column(column)
+    table = plain_table("rollout node", "state", "heartbeat", "group", "job", "workers")
     limit_s, now = status.recipe.supervision.node_agent_silent_s, time.time()
     there = [b for b in overview.node_agents.values() if b["state"] != "gone" and now - b["time"] <= limit_s]
     past = sorted((b for b in overview.node_agents.values() if b not in there), key=lambda b: -b["time"])
     for heartbeat in [*sorted(there, key=lambda b: (b["group"], b["index"])), *past[:PAST_SHOWN]]:
-        lost = heartbeat["state"] != "gone" and now - heartbeat["time"] > limit_s
-        state = Text(
-            "silent" if lost else heartbeat["state"], style="red" if lost and status.state == "running" else ""
-        )
-        workers = str(len(heartbeat.get("claim_dirs", ())))
+        state = Text(heartbeat["state"])
+        if heartbeat["state"] != "gone" and heartbeat not in there:
+            state = Text("silent", style="red" if status.state == "running" else "")
         ago = f"{now - heartbeat['time']:.0f} s ago"
+        workers = str(len(heartbeat.get("claim_dirs", ())))
         table.add_row(heartbeat["host"], state, ago, heartbeat["group"], str(heartbeat.get("job") or ""), workers)
     if len(past) > PAST_SHOWN:
         table.add_row(Text(f"and {len(past) - PAST_SHOWN} more that are gone", style="dim"))

@@ -17,14 +17,20 @@ from rich.text import Text
 
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.monitor import cluster_view
+from relax_hpc.monitor.cluster_view import plain_table
 from relax_hpc.monitor.status import Status
 from relax_hpc.recipe.tables.source import left_out
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 """How often a line is printed where there is no terminal."""
-STATE_COLORS = {"running": "green", "done": "green", "stopped": "yellow", "failed": "red", "interrupted": "red", "pending": "cyan", "waiting for a successor": "cyan", "starting": "cyan"}  # fmt: skip
+STATE_COLORS = {
+    **dict.fromkeys(("running", "done"), "green"), "stopped": "yellow", **dict.fromkeys(("failed", "interrupted"), "red"),
+    **dict.fromkeys(("pending", "waiting for a successor", "starting"), "cyan"),
+}  # fmt: skip
 _complained = set[str]()
+REWARD = "generated_reward"
+"""The reward metric to show: that of all samples generated, since those trained on are chosen."""
 REASONS_SHOWN = 4
 """How many reasons of failed groups to show: the most frequent ones."""
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -34,17 +40,16 @@ def render(status: Status) -> RenderableType:
     """Build the panel of a run's status."""
     color = STATE_COLORS.get(status.state, "white")
     title = Text.assemble((status.recipe.run.name, "bold"), " ", (status.state, color))
-    parts: list[RenderableType] = [_progress(status), _numbers(status)]
-    parts += [Text(line, style="dim") for line in left_out(status.rows)]
-    if (scores := _sources(status)) is not None:
-        parts.append(scores)
-    warnings = (_nothing(status), _differs(status), _lineage(status), _damaged(status))
-    parts += [Text(text, style="yellow") for text in warnings if text]
-    parts += _failures(status)
-    parts += _failed_evaluations(status)
-    parts.append(_roles(status))
-    if status.slurm is not None:
-        parts += cluster_view.parts(status)
+    parts = [
+        _progress(status),
+        _numbers(status),
+        *(Text(line, style="dim") for line in left_out(status.rows)),
+        *_sources(status),
+        *(Text(line, style="yellow") for line in _warnings(status)),
+        *(Text(line, style="red") for line in _failures(status)),
+        _roles(status),
+        *cluster_view.parts(status),
+    ]
     if status.outcome and status.outcome.get("reason"):
         parts.append(Text(str(status.outcome["reason"]), style=color))
     return Panel(Group(*parts), title=title, subtitle=Text(str(status.run.root)), border_style=color, padding=(0, 1))
@@ -54,28 +59,26 @@ def line(status: Status) -> str:
     """The status of a run in one line."""
     if not status.heartbeats and status.slurm is not None and status.state != "running":
         return f"{status.state}: {cluster_view.one_line(status.slurm)}"
+    heartbeat = status.heartbeats.get("trainer-0", {})
     if not status.steps:
-        heartbeat = status.heartbeats.get("trainer-0", {})
-        warm = (
-            f" {heartbeat['warm_start_step']}/{heartbeat['warm_start_steps']} loss {heartbeat['warm_start_loss']:.3f}"
-            if heartbeat.get("state") == "warming up"
-            else ""
-        )
-        return f"{heartbeat.get('state', 'starting')}{warm}{': ' + heartbeat['error'] if 'error' in heartbeat else ''}"
-    last = status.steps[-1]
-    waits = status.waiting()
+        words = heartbeat.get("state", "starting")
+        if words == "warming up":
+            done, total, loss = (heartbeat[f"warm_start_{what}"] for what in ("step", "steps", "loss"))
+            words += f" {done}/{total} loss {loss:.3f}"
+        return f"{words}: {heartbeat['error']}" if "error" in heartbeat else str(words)
+    last, step = status.steps[-1], f"step {status.step}/{status.recipe.run.steps}"
     score = f" held-out {_last_score(status)}" if status.evals else ""
+    train = f"train {status.train_rate:.0f}/s"
     if status.recipe.supervised:
-        return (
-            f"step {status.step}/{status.recipe.run.steps} loss {_mean(status, 'loss'):.3f}{score} epoch {last['epoch']} "
-            f"train {status.train_rate:.0f}/s lost {status.restarts}"
-        )
-    return (
-        f"step {status.step}/{status.recipe.run.steps} reward {_mean(status, _reward(last)):.3f}{score} age {last['age_mean']:.2f} "
-        f"train {status.train_rate:.0f}/s rollout {status.rollout_rate:.0f}/s waiting: trainer {waits[0]:.0%} rollout {waits[1]:.0%} "
-        f"spool {last['spool_depth']} lost {status.restarts}{f'; {nothing}' if (nothing := _nothing(status)) else ''}"
-        f"{f'; {failed} groups failed' if (failed := status.failed_groups().total()) else ''}"
-    )
+        return f"{step} loss {_mean(status, 'loss'):.3f}{score} epoch {last['epoch']} {train} lost {status.restarts}"
+    waits, failed = status.waiting(), status.failed_groups().total()
+    return "; ".join([
+        f"{step} reward {_mean(status, REWARD):.3f}{score} age {last['age_mean']:.2f} {train} "
+        f"rollout {status.rollout_rate:.0f}/s waiting: trainer {waits[0]:.0%} rollout {waits[1]:.0%} "
+        f"spool {last['spool_depth']} lost {status.restarts}",
+        *_nothing(status),
+        *([f"{failed} groups failed"] if failed else []),
+    ])  # fmt: skip
 
 
 @contextmanager
@@ -124,94 +127,81 @@ def in_any_case(show: Callable[[], object]) -> None:
 
 
 def _progress(status: Status) -> RenderableType:
+    heartbeat = status.heartbeats.get("trainer-0", {})
+    what, done, total, right = "step", status.step, status.recipe.run.steps, ""
+    if heartbeat.get("state") == "warming up":
+        what, done, total = "SFT warm start", heartbeat["warm_start_step"], heartbeat["warm_start_steps"]
+        right = f"loss {heartbeat['warm_start_loss']:.3f}"
+    elif status.steps and status.state == "running":
+        each = sum(s["step_s"] for s in status.steps) / len(status.steps)
+        right = f"{each:.2f} s a step, {_duration(each * (total - done))} left"
     grid = Table.grid(padding=(0, 1), expand=True)
     grid.add_column(no_wrap=True)
     grid.add_column(ratio=1)
     grid.add_column(no_wrap=True, justify="right")
-    heartbeat = status.heartbeats.get("trainer-0", {})
-    if heartbeat.get("state") == "warming up":
-        done, total = heartbeat["warm_start_step"], heartbeat["warm_start_steps"]
-        grid.add_row(
-            f"SFT warm start {done}/{total}", ProgressBar(total, done), f"loss {heartbeat['warm_start_loss']:.3f}"
-        )
-        return grid
-    total = status.recipe.run.steps
-    pace = [s["step_s"] for s in status.steps]
-    each = sum(pace) / len(pace) if pace else 0.0
-    left = (
-        f"{each:.2f} s a step, {_duration(each * (total - status.step))} left"
-        if each and status.state == "running"
-        else ""
-    )
-    grid.add_row(f"step {status.step}/{total}", ProgressBar(total, status.step), left)
+    grid.add_row(f"{what} {done}/{total}", ProgressBar(total, done), right)
     return grid
 
 
 def _numbers(status: Status) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    for _ in range(4):
-        grid.add_column(no_wrap=True)
     last = status.steps[-1] if status.steps else {}
-    trainer_waits, rollout_waits = status.waiting()
-
-    def key(text: str) -> Text:
-        return Text(text, style="dim")
-
+    waits = [f"{share:.0%} of its time" for share in status.waiting()]
     trained = f"{status.train_rate:.0f} samples/s"
     if status.recipe.supervised:
-        grid.add_row(key("loss"), _lately(status, "loss"), key("held-out"), _last_score(status))
-        grid.add_row(key("trained"), trained, key("epoch"), str(last.get("epoch", 0)))
-        return _with_lost(grid, status)
-    age = f"{last.get('age_mean', 0):.2f} (max {last.get('age_max', 0)}, bound {status.recipe.async_.max_staleness})"
-    grid.add_row(key("reward"), _lately(status, _reward(last)), key("held-out"), _last_score(status))
-    grid.add_row(key("age"), age, key("spool"), f"{last.get('spool_depth', 0)} requests ready")
-    grid.add_row(key("trained"), trained, key("waits"), f"{trainer_waits:.0%} of its time")
-    grid.add_row(
-        key("generated"), f"{status.rollout_rate:.0f} samples/s", key("waits"), f"{rollout_waits:.0%} of its time"
-    )
-    return _with_lost(grid, status)
-
-
-def _with_lost(grid: Table, status: Status) -> Table:
+        rows = [
+            ("loss", _lately(status, "loss"), "held-out", _last_score(status)),
+            ("trained", trained, "epoch", str(last.get("epoch", 0))),
+        ]
+    else:
+        age, bound = last.get("age_mean", 0), status.recipe.async_.max_staleness
+        ages = f"{age:.2f} (max {last.get('age_max', 0)}, bound {bound})"
+        rows = [
+            ("reward", _lately(status, REWARD), "held-out", _last_score(status)),
+            ("age", ages, "spool", f"{last.get('spool_depth', 0)} requests ready"),
+            ("trained", trained, "waits", waits[0]),
+            ("generated", f"{status.rollout_rate:.0f} samples/s", "waits", waits[1]),
+        ]
     if status.restarts:
-        grid.add_row(Text("lost", style="dim"), f"{status.restarts} processes, started again")
+        rows.append(("lost", f"{status.restarts} processes, started again", "", ""))
+    grid = Table.grid(padding=(0, 2))
+    for style in ("dim", "", "dim", ""):
+        grid.add_column(no_wrap=True, style=style)
+    for row in rows:
+        grid.add_row(*row)
     return grid
 
 
-def _lineage(status: Status) -> str:
-    """Say that weights were made again with other bits than before; empty where they were not."""
-    if status.lineage is None:
-        return ""
-    return f"lineage {status.lineage['lineage']} began at version {status.lineage['version']}: other bits than before"
+def _warnings(status: Status) -> Iterator[str]:
+    yield from _nothing(status)
+    if found := status.latest.get("engine_differs"):
+        yield (
+            f"engine and trainer differ by {found['engine_diff']:.3f} nats a token with the same weights, at step {found['step']} "
+            f"(rollout.logprob_diff_warning = {found['limit']:g})"
+        )
+    if found := status.latest.get("lineage"):
+        yield f"lineage {found['lineage']} began at version {found['version']}: other bits than before"
+    if found := status.latest.get("damaged_checkpoint"):
+        yield f"the checkpoint of step {found['step']} was damaged, an older one was taken: {found['reason']}"
 
 
-def _damaged(status: Status) -> str:
-    """Name the checkpoint that was found damaged, and how; empty where none was."""
-    if status.damaged is None:
-        return ""
-    return f"the checkpoint of step {status.damaged['step']} was damaged, an older one was taken: {status.damaged['reason']}"
+def _nothing(status: Status) -> list[str]:
+    """Say that the recent steps trained on nothing; empty where they did."""
+    empty = bool(status.steps) and not any(s["samples"] for s in status.steps)
+    return [f"nothing is trained: all groups of the last {len(status.steps)} steps were kept out"] if empty else []
 
 
 def _roles(status: Status) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("role", "state", "heartbeat", "attempt", "pid", "doing"):
-        table.add_column(column)
+    table = plain_table("role", "state", "heartbeat", "attempt", "pid", "doing")
     for name in status.roles():
         heartbeat = status.heartbeats.get(name)
         if heartbeat is None:
-            table.add_row(name, "not started", "", "", "", "")
+            table.add_row(name, "not started")
             continue
         age = time.time() - heartbeat["time"]
         stale = status.state == "running" and age > status.recipe.supervision.hang_s / 2
-        doing = _doing(status, name, heartbeat)
-        table.add_row(
-            name,
-            heartbeat.get("state", ""),
-            Text(f"{_duration(age)} ago", style="red" if stale else ""),
-            str(heartbeat["attempt"]),
-            str(heartbeat["pid"]),
-            doing,
-        )
+        ago = Text(f"{_duration(age)} ago", style="red" if stale else "")
+        about = (str(heartbeat[key]) for key in ("attempt", "pid"))
+        table.add_row(name, heartbeat.get("state", ""), ago, *about, _doing(status, name, heartbeat))
     return table
 
 
@@ -236,83 +226,42 @@ def _last_score(status: Status) -> str:
     return f"{begun}{last['score']:.3f} (v{versions[-1]}{failed})"
 
 
-def _sources(status: Status) -> RenderableType | None:
+def _sources(status: Status) -> list[RenderableType]:
     """The newest scores by source."""
-    scores = status.evals[max(status.evals)].get("sources", []) if status.evals else []
-    if not scores:
-        return None
     grid = Table.grid(padding=(0, 2))
-    for s in scores:
-        passes = (
-            "  ".join(f"pass@{k} {share:.3f}" for k, share in s["pass_at"].items()) if len(s["pass_at"]) > 1 else ""
-        )
-        grid.add_row(
-            Text(s["name"], style="dim"),
-            f"{s['score']:.3f} [{s['low']:.3f}, {s['high']:.3f}]",
-            passes,
-        )
-    return grid
+    for s in status.evals[max(status.evals)]["sources"] if status.evals else ():
+        passes = [f"pass@{k} {share:.3f}" for k, share in s["pass_at"].items()] if len(s["pass_at"]) > 1 else []
+        interval = f"{s['score']:.3f} [{s['low']:.3f}, {s['high']:.3f}]"
+        grid.add_row(Text(s["name"], style="dim"), interval, "  ".join(passes))
+    return [grid] if grid.row_count else []
 
 
-def _reward(step: dict[str, Any]) -> str:
-    """Name of the reward metric to show: that of all samples generated, since those trained on are chosen.
-
-    Older runs have only the latter.
-    """
-    return "generated_reward" if "generated_reward" in step else "raw_reward"
-
-
-def _nothing(status: Status) -> str:
-    """Say that the recent steps trained on nothing; empty where they did."""
-    empty = bool(status.steps) and not any(s["samples"] for s in status.steps)
-    return f"nothing is trained: all groups of the last {len(status.steps)} steps were kept out" if empty else ""
-
-
-def _differs(status: Status) -> str:
-    """Say that engine and trainer do not compute the same logprobs; empty where they do."""
-    found = status.engine_differs
-    if found is None:
-        return ""
-    return (
-        f"engine and trainer differ by {found['engine_diff']:.3f} nats a token with the same weights, at step {found['step']} "
-        f"(rollout.logprob_diff_warning = {found['limit']:g})"
-    )
+def _failures(status: Status) -> Iterator[str]:
+    """Why groups failed, why prompts of the newest evaluation failed, and which evaluations were given up."""
+    reasons = status.failed_groups().most_common()
+    for reason, count in reasons[:REASONS_SHOWN]:
+        yield f"{count} groups failed: {reason}"
+    if len(reasons) > REASONS_SHOWN:
+        yield f"… and {len(reasons) - REASONS_SHOWN} other reasons: relax-hpc report"
+    if status.evals:
+        newest = max(status.evals)
+        for reason, count in [*status.evals[newest]["failures"].items()][:REASONS_SHOWN]:
+            yield f"evaluation of version {newest}: {count} prompts failed: {reason}"
+    for version, reason in sorted(status.given_up.items())[-REASONS_SHOWN:]:
+        yield f"the evaluation of version {version} was given up: {reason}"
 
 
 def _lately(status: Status, name: str) -> str:
     """The mean of a metric over the recent steps, with their curve."""
-    return f"{_mean(status, name):.3f} {_spark(_numbers_of(status, name))}"
-
-
-def _failures(status: Status) -> list[Text]:
-    """How many groups failed, and why."""
-    counts = status.failed_groups().most_common()
-    more = (
-        [f"… and {len(counts) - REASONS_SHOWN} other reasons: relax-hpc report"] if len(counts) > REASONS_SHOWN else []
-    )
-    shown = [f"{count} groups failed: {reason}" for reason, count in counts[:REASONS_SHOWN]]
-    return [Text(text, style="red") for text in [*shown, *more]]
-
-
-def _failed_evaluations(status: Status) -> list[Text]:
-    """Why prompts of the newest evaluation failed, and which evaluations were given up."""
-    newest = max(status.evals, default=None)
-    why = status.evals[newest].get("failures", {}) if newest is not None else {}  # older runs do not tell
-    shown = [
-        f"evaluation of version {newest}: {count} prompts failed: {reason}"
-        for reason, count in [*why.items()][:REASONS_SHOWN]
-    ]
-    last = sorted(status.given_up.items())[-REASONS_SHOWN:]
-    shown += [f"the evaluation of version {version} was given up: {reason}" for version, reason in last]
-    return [Text(text, style="red") for text in shown]
+    return f"{_mean(status, name):.3f} {_spark(_values(status, name))}"
 
 
 def _mean(status: Status, name: str) -> float:
-    values = _numbers_of(status, name)
+    values = _values(status, name)
     return float(sum(values) / max(len(values), 1))
 
 
-def _numbers_of(status: Status, name: str) -> list[float]:
+def _values(status: Status, name: str) -> list[float]:
     """A metric's values at the recent steps, without those that were not finite."""
     return [s[name] for s in status.steps if s[name] is not None]
 

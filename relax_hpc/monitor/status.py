@@ -42,24 +42,20 @@ class Status:
     """Version -> why its evaluation was given up."""
     failures: dict[int, dict[str, int]] = field(default_factory=dict)
     """Step -> reason -> how many of its groups failed for it."""
-    sft_warm_start: dict[str, Any] | None = None
-    lineage: dict[str, Any] | None = None
-    """The newest start of a lineage: a version that was made again with other bits."""
-    damaged: dict[str, Any] | None = None
-    """The last checkpoint that was found damaged."""
-    engine_differs: dict[str, Any] | None = None
-    """The last time that engine and trainer were found to compute different logprobs with equal weights."""
+    latest: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Kind -> the trainer's last record of it: `lineage` (a version was made again with other bits), `damaged_checkpoint`,
+    `engine_differs` (engine and trainer compute different logprobs with equal weights).
+    """
     requests: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     columns: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Scorer or critic -> the requests for which it lately made columns."""
-    events: list[dict[str, Any]] = field(default_factory=list)
     restarts: int = 0
     outcome: dict[str, Any] | None = None
     holder: dict[str, Any] | None = None
     slurm: Overview | None = None
     """Jobs and rollout nodes; None where they are not asked for."""
     _offsets: dict[str, int] = field(default_factory=dict)
-    _holder_at: float | None = None
+    _holder_at: float = float("-inf")
 
     @classmethod
     def of(cls, run: RunDir, *, jobs: bool = False) -> Status:
@@ -74,30 +70,20 @@ class Status:
     def refresh(self) -> None:
         """Read heartbeats and new lines of metrics."""
         for record in self._new("trainer-0"):
+            self.latest[record["kind"]] = record
             if record["kind"] == "step":
                 self.steps = [*self.steps, record][-RECENT:]
-                self.failures[record["step"]] = record.get(
-                    "failures", {}
-                )  # by step, so that a replayed step counts once
+                # by step, so that a replayed step counts once
+                self.failures[record["step"]] = record.get("failures", {})
             elif record["kind"] == "eval":
                 self.evals[record["version"]] = record
             elif record["kind"] == "eval_failed":
                 self.given_up[record["version"]] = record["reason"]
-            elif record["kind"] == "sft_warm_start":
-                self.sft_warm_start = record
-            elif record["kind"] == "lineage":
-                self.lineage = record
-            elif record["kind"] == "damaged_checkpoint":
-                self.damaged = record
-            elif record["kind"] == "engine_differs":
-                self.engine_differs = record
         workers = self._in_turn()
         for name in workers:
             self.requests[name] = [*self.requests.get(name, []), *self._new(name)][-RECENT:]
         for name in ("supervisor", *self._names("node-agent-*")):
-            for record in self._new(name):
-                self.events = [*self.events, record][-RECENT:]
-                self.restarts += record["kind"] == "lost"
+            self.restarts += sum(record["kind"] == "lost" for record in self._new(name))
         for name in self._sidecars():
             new = [record for record in self._new(name) if record["kind"] == "column"]
             self.columns[name] = [*self.columns.get(name, []), *new][-RECENT:]
@@ -107,7 +93,7 @@ class Status:
                 self.heartbeats[name] = heartbeat
         before, self.outcome = self.outcome, outcome_of(self.run)
         now = time.monotonic()
-        if self._holder_at is None or now - self._holder_at > self._holder_every_s or self.outcome != before:
+        if now - self._holder_at > self._holder_every_s or self.outcome != before:
             self.holder, self._holder_at = holder(self.run, glance=True), now
         if self.slurm is not None:
             self.slurm.refresh()

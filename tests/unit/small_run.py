@@ -126,16 +126,17 @@ def _metrics(run: RunDir) -> None:
         "failed_groups": 0, "groups": 4, "generated_reward": 0.5, "filtered_groups": 0, "dropped_requests": 0, "replayed": False, "read_s": 0.1, "settle_s": 0.2,
         "forward_backward_s": 1.5, "optimize_s": 0.25,
     }  # fmt: skip
+    score = {"kind": "eval", "lineage": 0, "prompts": 1, "sources": [], "failures": {}}
     lines: dict[str, list[dict[str, Any]]] = {
         "trainer-0": [
-            {"time": 5.0, "kind": "eval", "version": 0, "score": 0.1, "prompts": 1},
+            {**score, "time": 5.0, "version": 0, "score": 0.1},
             {**step, "time": 10, "step": 0, "version": 1, "reward": 0.2, "tokens": 30, "age_mean": 0, "age_max": 0, "age_histogram": [30]},
             {**step, "time": 15.0, "step": 1, "version": 2, "reward": -9.0, "tokens": 1, "age_mean": 0, "age_max": 0, "age_histogram": [1]},
             {"time": 18.0, "kind": "dropped", "request": "r000001-001", "length_mean": 14.0},
             {**step, "time": 20.0, "step": 1, "version": 2, "reward": 0.4, "tokens": 40, "age_mean": 0.25, "age_max": 1,
              "age_histogram": [30, 10], "replayed": True},
             {"time": 21.0, "kind": "checkpoint", "step": 2, "seconds": 0.1},
-            {"time": 22.0, "kind": "eval", "version": 2, "score": 0.3, "prompts": 1},
+            {**score, "time": 22.0, "version": 2, "score": 0.3},
         ],
         "rollout-0": [
             {"time": 5.8 + 2.5 * i, "kind": "request", "request": o, "version": i // 4, "samples": 4, "tokens": 16, "began": 4.0 + 2.5 * i,
