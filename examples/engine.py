@@ -79,6 +79,7 @@ class PlainEngine:
     ) -> list[Completion]:
         rooms = room_for(prompts, self.context, sampling.max_new_tokens, begun)
         rows = [[_Row() for _ in range(samples_per_prompt)] for _ in prompts]
+        prefixes = begun or [np.empty(0, np.int32)] * len(prompts)
         every = [row for of_prompt in rows for row in of_prompt]
         generator, began = torch.Generator().manual_seed(seed), time.monotonic()
         stops = StopStrings(self.tokenizer, sampling.stop, torch.device("cpu")) if sampling.stop else None
@@ -89,8 +90,8 @@ class PlainEngine:
             progress(sum(len(row.tokens) for row in every))
 
         with contextlib.suppress(Abort):  # what has not ended has no `finish`
-            for prompt, room, mine, before in zip(prompts, rooms, rows, begun or [()] * len(prompts), strict=True):
-                self._complete(prompt, list(before), room, mine, sampling, generator, stops, look)
+            for prompt, room, mine, before in zip(prompts, rooms, rows, prefixes, strict=True):
+                self._complete(prompt, before.tolist(), room, mine, sampling, generator, stops, look)
         return [self._completion(row) for row in every]
 
     def offload(self) -> None:
@@ -139,4 +140,5 @@ class PlainEngine:
 
     def _empty(self) -> PreTrainedModel:
         """The model, to be filled by `load`."""
-        return unfilled(self.config, self.dtype).eval().requires_grad_(False)
+        model: PreTrainedModel = unfilled(self.config, self.dtype).eval().requires_grad_(False)
+        return model

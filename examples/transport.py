@@ -37,7 +37,7 @@ class SocketGroup:
     ) -> None:
         with _as_group_errors():
             for place, tensor in enumerate(tensors):
-                data = memoryview(tensor.view(torch.uint8).numpy())
+                data = tensor.view(torch.uint8).numpy().data
                 for each in self._sockets:
                     each.settimeout(timeout_s or self._timeout_s)
                     each.sendall(data) if self._sends else _receive(each, data)

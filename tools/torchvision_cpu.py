@@ -8,15 +8,15 @@ import importlib.abc
 import sys
 
 OPERATORS = ("nms", "qnms")
-libraries = []
+libraries: list[object] = []
 
 
 class Declare(importlib.abc.MetaPathFinder):
     """Waits for the import of torchvision, finds nothing itself."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name != "torchvision":
-            return None
+            return
         sys.meta_path.remove(self)
         import torch
 
@@ -24,7 +24,6 @@ class Declare(importlib.abc.MetaPathFinder):
         for operator in OPERATORS:
             library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         libraries.append(library)  # its end would take the operators away
-        return None
 
 
 sys.meta_path.insert(0, Declare())

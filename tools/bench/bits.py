@@ -33,7 +33,7 @@ def final_weights(run: RunDir, step: int) -> str:
 def gradient_fraction(run: RunDir) -> float:
     """The share of steps, replays included, that had a gradient: one that was not finite (null) is none."""
     norms = [r["grad_norm"] for r in read_metrics(run.metrics / "trainer-0.jsonl")[0] if r["kind"] == "step"]
-    return sum((norm or 0) > 0 for norm in norms) / len(norms)
+    return float(sum((norm or 0) > 0 for norm in norms) / len(norms))
 
 
 def same_bits(one: RunDir, other: RunDir, step: int) -> bool:

@@ -68,7 +68,7 @@ class Monkey:
     def drive(self, kills: int, steps: int) -> None:
         """Kill `kills` times, spread over `steps` steps, then let the run end. Raises SystemExit when it does not."""
         for k in range(kills):
-            self._until(lambda k=k: self.step() >= k * steps // kills)
+            self._until(lambda due=k * steps // kills: self.step() >= due)  # type: ignore[misc]
             if self.spare:
                 self._until(lambda: all(self._works(role) for role in self.roles))
             self.kill()
@@ -169,7 +169,9 @@ def waits(run: RunDir) -> list[float]:
 def request_seconds(run: RunDir) -> float:
     """How long a request takes, median."""
     records = [r for path in run.metrics.glob("rollout-?.jsonl") for r in read_metrics(path)[0]]
-    return statistics.median(r["generate_s"] + r["score_s"] + r["publish_s"] for r in records if r["kind"] == "request")
+    return float(
+        statistics.median(r["generate_s"] + r["score_s"] + r["publish_s"] for r in records if r["kind"] == "request")
+    )
 
 
 def control_differs(folder: Path, seed: int) -> bool:
@@ -230,7 +232,7 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
 
 def _is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

@@ -128,7 +128,7 @@ class Target:
         found = [job["id"] for job in jobs(self.run) if job["kind"] == kind]
         running = [job for job in reversed(found) if self.cluster.state(job) == "RUNNING"]
         assert running, f"no {kind} job runs"
-        return running[0]
+        return str(running[0])
 
     def node(self, kind: str) -> str:
         return self.cluster.fields(self.job(kind))["BatchHost"]

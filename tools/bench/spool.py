@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from rich.table import Table
 
+from relax_hpc.supervise.fork_server import ALLOCATOR
 from tools.bench.common import (
-    ALLOCATOR,
     BENCH,
     SIDES,
     Ratio,

@@ -88,18 +88,18 @@ class Pair:
         self.worker.send("hold", number=self.number)
         began, free = self.trainer.call("publish", number=self.number)
         self.stalls.append(free - began)
-        return float(self.worker.receive()) - began
+        return float(self.worker.receive() - began)
 
     def raw_broadcast(self, verified: bool) -> float:
         self.worker.send("raw_broadcast", verified=verified)
         began, _ = self.trainer.call("raw_broadcast", verified=verified)
-        return float(self.worker.receive()[1]) - began
+        return float(self.worker.receive()[1] - began)
 
     def raw_file(self, verified: bool) -> float:
         path = str(self.root / "raw")
         began, _ = self.trainer.call("raw_write", path=path, verified=verified)
         asked = self.worker.call("raw_read", path=path, verified=verified)
-        return float(asked) - began
+        return float(asked - began)
 
 
 def compare(pair: Pair, transport: str, rounds: int, done: Any) -> tuple[Ratio, Ratio, float]:

@@ -20,8 +20,8 @@ import numpy as np
 import payload
 from numpy.typing import NDArray
 
-from relax_hpc.files import run_dir
 from relax_hpc.files.node_cache import NodeCache
+from relax_hpc.files.publish import publish, write_file
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import FolderWatch, backoff
 from relax_hpc.records import Finish, Group, Prompt, Sample
@@ -80,7 +80,7 @@ class Side:
         self.expected = data.sums()
         self.flat = b"".join(a.tobytes() for a in (data.tokens, data.logprobs, data.loss_mask, data.rewards))
         self.split = np.cumsum([data.tokens.nbytes, data.logprobs.nbytes, data.loss_mask.nbytes])
-        return data.nbytes
+        return int(data.nbytes)
 
     def put(self, number: int) -> float:
         """Seconds from per-sample arrays to shards that are durable and visible under their names."""
@@ -133,7 +133,7 @@ class Side:
     def raw_put(self, number: int) -> float:
         """Seconds to write the payload's bytes, flat already, into one file and fsync it."""
         begin = time.perf_counter()
-        run_dir.write_file(self.root / f"raw-{number:04d}", self.flat)
+        write_file(self.root / f"raw-{number:04d}", self.flat)
         return time.perf_counter() - begin
 
     def raw_get(self, number: int) -> float:
@@ -158,7 +158,7 @@ class Side:
             time.sleep(random.exponential(mean_wait_s))
             name = f"s{i:06d}-000.h5"
             begun[name] = time.monotonic()
-            run_dir.publish(self.folder / name, image)
+            publish(self.folder / name, image)
         return begun
 
     def read_stream(self, count: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import payload
 
-from relax_hpc.files import run_dir
+from relax_hpc.files.publish import publish
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.spool.shard import Shard, encode
 
@@ -34,7 +34,7 @@ def make(path: Path, size: int) -> None:
     copies = -(-size // (BYTES_PER_TOKEN * len(data.tokens)))
     prompt = Prompt(0, 0, "a question", np.arange(64, dtype=np.int32), "42")
     groups = [Group(prompt, samples[i : i + GROUP]) for _ in range(copies) for i in range(0, DISTINCT, GROUP)]
-    run_dir.publish(path, encode("s000000-000", groups, {"version": 3}))
+    publish(path, encode("s000000-000", groups, {"version": 3}))
 
 
 def resident(field: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer
@@ -18,7 +19,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROWS = 704
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "164k": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
     "2.2M": {"hidden_size": 256, "intermediate_size": 544, "num_hidden_layers": 3},
 }

@@ -64,7 +64,7 @@ class Actor:
         data = payload.make(samples)
         self.calls = batches(data, batch)
         self.expected = data.sums()
-        return data.nbytes
+        return int(data.nbytes)
 
     def put(self, number: int) -> float:
         """Seconds until every call returned: the storage units have the values."""
@@ -94,7 +94,7 @@ def main() -> None:
     ray.init(num_cpus=RAY_CPUS, include_dashboard=False, object_store_memory=1 << 30, logging_level="ERROR")
     storage = {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": STORAGE_UNITS}}
     transfer_queue.init(OmegaConf.create({"backend": storage}))
-    producer, consumer = Actor.remote(), Actor.remote()
+    producer, consumer = Actor.remote(), Actor.remote()  # type: ignore[attr-defined]
 
     def prepare(samples: int, batch: int) -> int:
         return int(max(ray.get([a.prepare.remote(samples, batch) for a in (producer, consumer)])))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore
 
 from relax_hpc.files.publish import replace
 from relax_hpc.files.run_dir import RunDir
@@ -57,7 +58,7 @@ class RawGloo:
 
     def __init__(self, store: str, rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+        dist.init_process_group("gloo", store=FileStore(store, 2), rank=rank, world_size=2)
 
     def broadcast(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
@@ -205,7 +206,7 @@ class Side:
         self.publisher.publish(number, export)
         status = Path("/proc/self/status").read_text()
         (high,) = (int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
-        return high * 1024 - before
+        return int(high * 1024 - before)
 
 
 if __name__ == "__main__":
