@@ -56,6 +56,8 @@ from tools.bench.sides.payload import MARKER_BEGIN, MARKER_END
 SIZES = (512, 4096)
 BATCHES = ("8", "64", "all")
 STREAM, STREAM_WAIT_S = 400, 0.03
+CHECK_PAIRS = 31
+"""A get takes milliseconds: fewer pairs of them say nothing about three percent."""
 NO_FILE = {"mmap", "mprotect", "munmap", "brk"}
 """Calls in strace's file and descriptor classes that ask nothing of a file system."""
 
@@ -88,13 +90,20 @@ class Sides:
             raise AssertionError(f"the sides have payloads of {ours} and {theirs} bytes")
         return int(theirs)
 
-    def ours(self, number: int) -> tuple[float, float, float, float]:
-        """(put, get, CPU of get, CPU of get without checking) in seconds; the two gets in turn first."""
-        put, got = self.producer.call("put", number=number), dict[bool, tuple[float, float]]()
-        for check in (True, False) if number % 2 else (False, True):
-            got[check] = self.consumer.call("get", check=check)
+    def ours(self, number: int) -> tuple[float, float]:
+        seconds = self.producer.call("put", number=number), self.consumer.call("get")[0]
         self.producer.call("remove")
-        return put, got[True][0], got[True][1], got[False][1]
+        return seconds
+
+    def checking(self) -> Ratio:
+        """CPU seconds of a get over those of one that compares nothing: CHECK_PAIRS gets each of the same shards, in turn first."""
+        self.producer.call("put", number=0)
+        cpu: dict[bool, list[float]] = {True: [], False: []}
+        for number in range(CHECK_PAIRS):
+            for check in (True, False) if number % 2 else (False, True):
+                cpu[check].append(self.consumer.call("get", check=check)[1])
+        self.producer.call("remove")
+        return ratio(cpu[False], cpu[True])
 
     def theirs(self, number: int) -> tuple[float, float]:
         seconds = self.peer.call("put", number=number), self.peer.call("get", number=number)
@@ -120,9 +129,9 @@ def compare(sides: Sides, rounds: int, sizes: tuple[int, ...]) -> tuple[dict[str
             ours, theirs, key = seen["ours"], seen["theirs"], f"{samples}x{batch}"
             for i, what in enumerate(("put", "get")):
                 found[what][key] = ratio(ours[:, i].tolist(), theirs[:, i].tolist())
-            found["unchecked"][key] = ratio(ours[:, 3].tolist(), ours[:, 2].tolist())
+            found["unchecked"][key] = sides.checking()
             if batch == "all":
-                found["raw"][key] = ratio(ours[:, :2].sum(1).tolist(), seen["raw"].sum(1).tolist())
+                found["raw"][key] = ratio(ours.sum(1).tolist(), seen["raw"].sum(1).tolist())
             a, b = np.median(ours, 0), np.median(theirs, 0)
             table.add_row(key, f"{nbytes / 1e6:.0f}", str(found["put"][key]), str(found["get"][key]), str(found["unchecked"][key]),
                           *(f"{samples / a[i]:.0f} · {samples / b[i]:.0f}" for i in (0, 1)),
