@@ -1,8 +1,6 @@
 """Checksums of the files of a finished folder, written with it and compared where a file is used.
 
 files ──hashed as they are written, or read back──► FOLDER/DONE {"checksums": {NAME: XXH3-128}} ──► compared with what is read
-
-A folder of an older version has an empty DONE: its files are taken as they are.
 """
 
 from __future__ import annotations
@@ -54,14 +52,13 @@ def write(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def expected(folder: Path) -> dict[str, str]:
-    """Read the checksums in a folder's seal, by file name; empty for a folder of an older version, or without a seal.
-    Raises DamagedCheckpoint."""
+    """Read the checksums in a folder's seal, by file name; none for a folder that is not sealed. Raises DamagedCheckpoint."""
     try:
         text = (folder / SEAL).read_bytes()
     except FileNotFoundError:
         return {}
     try:
-        return {str(name): str(checksum) for name, checksum in json.loads(text)["checksums"].items()} if text else {}
+        return {str(name): str(checksum) for name, checksum in json.loads(text)["checksums"].items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"'{folder / SEAL}' is damaged: it has no checksums ({error})") from error
 

@@ -100,7 +100,7 @@ class RunDir:
         return is_there(self.identity)
 
     def read_id(self) -> str | None:
-        """The run's id, which its shards name; None where there is no run.json, or one of an old version."""
+        """The run's id, which its shards name; None where there is no run.json."""
         return (read_json(self.identity) or {}).get("id")
 
     def create(self) -> None:

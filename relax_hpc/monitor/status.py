@@ -181,7 +181,7 @@ class Status:
         """Shares of time that the trainer and the workers waited lately."""
         trainer = sum(s["wait_s"] for s in self.steps) / max(sum(s["step_s"] for s in self.steps), 1e-9)
         requests = [o for name in self.requests for o in self.requests[name] if o["kind"] == "request"]
-        busy = sum(o["generate_s"] + o.get("score_s", 0.0) + o["publish_s"] for o in requests)
+        busy = sum(o["generate_s"] + o["score_s"] + o["publish_s"] for o in requests)
         waited = sum(o["wait_s"] for o in requests)
         return min(trainer, 1.0), waited / max(busy + waited, 1e-9)
 

@@ -83,13 +83,8 @@ class Entry:
     def from_json(cls, value: dict[str, Any]) -> Entry:
         take = tuple(Taken(**t) for t in value["take"])
         dropped = tuple(Dropped(**d) for d in value["dropped"])
-        learned = tuple((int(s), int(i), int(e)) for s, i, e in value.get("learned", ()))
-        # Older versions wrote whatever the user's filter returned, not always a text.
-        filtered = {
-            name: r if isinstance(r, str) else f"a filter returned {r!r}"
-            for name, r in value.get("filtered", {}).items()
-        }
-        return cls(**{**value, "take": take, "filtered": filtered, "dropped": dropped, "learned": learned})
+        learned = tuple((int(s), int(i), int(e)) for s, i, e in value["learned"])
+        return cls(**{**value, "take": take, "dropped": dropped, "learned": learned})
 
 
 def read_entry(path: Path) -> Entry | None:
@@ -98,8 +93,8 @@ def read_entry(path: Path) -> Entry | None:
         value = read_json(path)
         if value is None:
             return None
-        written = value.pop(CHECKSUM, None)  # older versions wrote no checksum
-        if written is not None and written != (found := checksum(value)):
+        written = value.pop(CHECKSUM)
+        if written != (found := checksum(value)):
             raise Damaged(f"ledger entry '{path}' has checksum {found}, {written} was written: it was damaged; {MEND}")
         return Entry.from_json(value)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -107,6 +102,12 @@ def read_entry(path: Path) -> Entry | None:
             f"ledger entry '{path}' cannot be read ({type(error).__name__}: {error}); "
             f"entries are published whole, so it was damaged or written by another version of relax_hpc: {MEND}"
         ) from error
+
+
+def sealed(entry: Entry) -> bytes:
+    """Return the content of an entry's file."""
+    content = entry.to_json()
+    return to_json({**content, CHECKSUM: checksum(content)})
 
 
 def checksum(content: dict[str, Any]) -> str:
@@ -129,9 +130,7 @@ class Ledger:
     def commit(self, entry: Entry) -> Entry:
         """Commit `entry`; if there is one for its step already, return that one instead. Raises FileNotFoundError in a
         superseded incarnation."""
-        content = entry.to_json()
-        sealed = to_json({**content, CHECKSUM: checksum(content)})
-        if publish(self._run.ledger_entry(entry.step), sealed, commit_dir=self._commit_dir):
+        if publish(self._run.ledger_entry(entry.step), sealed(entry), commit_dir=self._commit_dir):
             return entry
         adopted = self.find(entry.step)
         assert adopted is not None, f"ledger entry {entry.step} exists and cannot be read"

@@ -229,7 +229,7 @@ class RequestPlanner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next_batch, self.extended = state["next_batch"], state.get("extended", 0)
+        self.next_batch, self.extended = state["next_batch"], state["extended"]
         self.cursor.load_state_dict(state["cursor"])
         if self.weights is not None:
             self.weights.load_state_dict(state["weights"])

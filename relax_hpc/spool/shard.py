@@ -365,8 +365,7 @@ class Shard:
 
     def failure(self, group: int) -> tuple[str, str]:
         """Return (reason, detail) of a group that failed; both are empty if it did not."""
-        of_older_versions: dict[str, str] = {}  # older shards hold no details
-        return self.meta["reasons"].get(str(group), ""), self.meta.get("details", of_older_versions).get(str(group), "")
+        return self.meta["reasons"].get(str(group), ""), self.meta["details"].get(str(group), "")
 
     def routed_experts(self, sample: int) -> NDArray[np.unsignedinteger[Any]] | None:
         """Return the experts that each token of a sample was routed to, [P + T - 1, layers, k]; None if that was not
@@ -382,7 +381,7 @@ class Shard:
     def check_owner(self, request: str, run: str | None) -> None:
         """Raise DamagedShard if the shard is another request's, or another run's. run: the run's id, if known."""
         for what, expected, found in (("request", request, self.request), ("run", run, self.meta.get("run"))):
-            if None not in (expected, found) and expected != found:
+            if expected is not None and expected != found:
                 raise DamagedShard(self.path, f"it is of {what} '{found}', its name says '{expected}'")
 
     def validate(self) -> None:
@@ -396,11 +395,10 @@ class Shard:
 
 def _understood(meta: Any) -> dict[str, Any]:
     """Return `meta` if it has all that a shard must say. Raises ValueError, KeyError or TypeError."""
-    if not isinstance(meta["reasons"], dict) or not isinstance(meta["checksums"], dict):
-        raise TypeError("its reasons or checksums are no JSON objects")
-    details = meta.get("details", {})  # shards of older versions have none
-    texts = [meta["request"], *meta["reasons"].keys(), *meta["reasons"].values(), *details.keys(), *details.values()]
-    texts += [*meta["checksums"].keys(), *meta["checksums"].values()]
+    tables = [meta[name] for name in ("reasons", "details", "checksums")]
+    if not all(isinstance(table, dict) for table in tables):
+        raise TypeError("its reasons, details or checksums are no JSON objects")
+    texts = [meta["request"], *(text for table in tables for pair in table.items() for text in pair)]
     if not all(isinstance(text, str) for text in texts) or not meta["checksums"].keys() >= {*COLUMNS} - {"meta"}:
         raise ValueError("it lacks a request, reasons that are texts, or the checksum of a column")
     if not all(isinstance(prompt, dict) and {"answer", "metadata"} <= prompt.keys() for prompt in meta["prompts"]):

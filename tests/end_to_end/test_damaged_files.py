@@ -63,9 +63,7 @@ def test_of_a_damaged_state_an_older_checkpoint_is_taken_and_a_damaged_manifest_
 
 
 def test_where_no_checkpoint_is_whole_the_run_ends_at_once_and_goes_on_when_one_is_put_back(made, run):
-    """Checkpoints of older versions have no checksums: what is damaged in them is found by whoever reads it."""
     for step in (2, 4):
-        (run.checkpoint(step) / "DONE").write_bytes(b"")
         (run.checkpoint(step) / "state.json").write_text(TORN)
     error = refused("run", run.root, "--set", "run.steps=6")
     assert str(run.checkpoint(4) / "state.json") in error and "Put one back from a copy" in error

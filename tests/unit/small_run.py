@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.spool.ledger import checksum
 from relax_hpc.spool.shard import encode
 
 ALPHABET = "0123456789+= <>&abcdefghijklmnopqrstuvwxyz"
@@ -111,12 +112,12 @@ def _ledger(
     run: RunDir, step: int, take: dict[str, int], filtered: dict[str, str] | None = None, dropped: Any = ()
 ) -> None:
     entry = {
-        "step": step, "incarnation": 1, "lineage": 0, "time": 10.0 * step, "filtered": filtered or {}, "dropped": list(dropped),
+        "step": step, "incarnation": 1, "lineage": 0, "time": 10.0 * step, "filtered": filtered or {}, "dropped": list(dropped), "learned": [],
         "take": [{"request": o, "first_version": v} for o, v in take.items()],
     }  # fmt: skip
     path = run.ledger_entry(step)
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(entry))
+    path.write_text(json.dumps({**entry, "checksum": checksum(entry)}))
 
 
 def _metrics(run: RunDir) -> None:

@@ -29,7 +29,7 @@ from relax_hpc.roles.training.load_batch import take
 from relax_hpc.roles.training.quarantine import MOST, Quarantine
 from relax_hpc.roles.training.retention import Retention
 from relax_hpc.roles.training.trainer import TrainerRole
-from relax_hpc.spool.ledger import Entry, Ledger, Taken
+from relax_hpc.spool.ledger import Entry, Ledger, Taken, sealed
 from relax_hpc.spool.planner import RequestPlanner
 from relax_hpc.spool.queue import Queue, publish_shard
 from relax_hpc.spool.reading import Shards
@@ -131,7 +131,11 @@ def image(request: str, version: int, flat: bool = False) -> Any:
         )
         for reward in (1.0, 1.0 if flat else 0.0)
     ]  # fmt: skip
-    return encode(request, [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), samples)], {"version": version})
+    return encode(
+        request,
+        [Group(Prompt(0, 0, "x", np.arange(2, dtype=np.int32), "1"), samples)],
+        {"version": version, "run": "this"},
+    )
 
 
 def sample(version: int = 0) -> Sample:
@@ -514,13 +518,13 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     assert entry is not None
     path.write_bytes(whole.replace(b'"lineage": 0', b'"lineage": 1'))
     assert [str(path) in line and "checksum" in line for line in audit(run.root).torn] == [True]
-    path.write_bytes(to_json(dataclasses.replace(entry, reused={"r000000-001/0": 0}).to_json()))
+    path.write_bytes(sealed(dataclasses.replace(entry, reused={"r000000-001/0": 0})))
     found = audit(run.root)
     assert found.over_bound == ["step 5: r000000-001/0 once more"] and found.lost[:1] == ["r000000-001/0"]
-    path.write_bytes(to_json(entry.to_json()))
+    path.write_bytes(sealed(entry))
     path, entry = run.ledger_entry(2), Ledger(run).find(2)
     assert entry is not None
-    path.write_bytes(to_json(dataclasses.replace(entry, reused={}).to_json()))
+    path.write_bytes(sealed(dataclasses.replace(entry, reused={})))
     assert audit(run.root).twice == ["r000001-000/0", "r000001-000/1"]
     for name, version, weights in (("e000002-000", 2, "a"), ("e000002-001", 3, "a"), ("e000004l1-000", 4, "b")):
         group = Group(Prompt(0, 0, "", np.zeros(1, np.int32)), [sample(version)])

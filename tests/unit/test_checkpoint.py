@@ -147,12 +147,6 @@ def test_no_process_takes_a_checkpoint_whose_state_another_one_cannot_read(run: 
     assert state == {"step": 2, "said": 2} and taken == ["step-00000002"]
 
 
-def test_a_checkpoint_of_an_older_version_has_no_checksums_and_is_taken(run: RunDir, commit_dir: Path) -> None:
-    write(run, commit_dir, 2)
-    (run.checkpoint(2) / "DONE").write_bytes(b"")
-    assert newest(run) == (run.checkpoint(2), {"step": 2, "said": 2})
-
-
 def test_newest_of_several(run: RunDir, commit_dir: Path) -> None:
     assert newest(run) is None
     for step in (0, 10, 9):

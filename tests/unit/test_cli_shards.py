@@ -62,15 +62,6 @@ def test_ls_shows_each_request_with_its_status(run: RunDir) -> None:
     assert quarantine[1] == "unused"
 
 
-def test_a_ledger_with_what_a_filter_returned_in_an_older_version_is_read_by_all(run: RunDir) -> None:
-    path = run.ledger_entry(0)
-    path.write_text(path.read_text().replace('"zero_std"', "true"))
-    assert "1 of 2 groups filtered" in call("ls", run.root).stdout
-    assert "a filter returned True" in call("show", run.root, "r000000-001").stdout
-    assert "a filter returned True" in call("stats", run.root).stdout
-    call("export", run.root, run.root / "all.parquet")
-
-
 @pytest.mark.parametrize(
     "damaged", ["outcome.json", "heartbeats/trainer-0.json", "recipe.toml", "ledger/0000/00000000.json"]
 )

@@ -18,7 +18,7 @@ from relax_hpc.recipe import dump_recipe
 from relax_hpc.records import Failure, Group, Prompt, failed_group
 from relax_hpc.roles.training.evaluation import read_score
 from relax_hpc.roles.training.failures import Failures, count_failures
-from relax_hpc.spool.ledger import Entry, Taken
+from relax_hpc.spool.ledger import Entry, Taken, sealed
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import encode
 from relax_hpc.telemetry import Telemetry
@@ -44,11 +44,11 @@ def step(run: RunDir, number: int, *reasons: str) -> Entry:
     groups = [failed_group(prompt(i), 2, 0, Failure(r, f"source 0, prompt {i}: 'x'")) for i, r in enumerate(reasons)]
     path = run.shard(request)
     path.parent.mkdir(exist_ok=True)
-    publish(path, encode(request, [*groups, Group(prompt(9), [])], {"version": 0}))
+    publish(path, encode(request, [*groups, Group(prompt(9), [])], {"version": 0, "run": "test"}))
     filtered = {f"{request}/{i}": f"failed: {r}" for i, r in enumerate(reasons)}
     filtered |= {f"{request}/{len(reasons)}": "zero_std: all rewards are 1.0"}
     entry = Entry(number, 1, 0, (Taken(request, 0),), filtered)
-    publish(run.ledger_entry(number), to_json(entry.to_json()))
+    publish(run.ledger_entry(number), sealed(entry))
     return entry
 
 
@@ -92,12 +92,8 @@ def test_failed_is_not_filtered(run: RunDir) -> None:
 def test_status_says_which_prompts_of_an_evaluation_failed_and_which_evaluations_were_given_up(run: RunDir) -> None:
     group = lambda i, reason: failed_group(Prompt(0, i, "", np.zeros(1, np.int32)), 2, 0, Failure(reason, "x"))
     path = run.shard("e000004-000")
-    publish(
-        path,
-        encode(
-            "e000004-000", [group(0, RAISED), group(1, SLOW), group(2, RAISED)], {"version": 4, "samples_per_prompt": 2}
-        ),
-    )
+    groups = [group(0, RAISED), group(1, SLOW), group(2, RAISED)]
+    publish(path, encode("e000004-000", groups, {"version": 4, "samples_per_prompt": 2, "run": "test"}))
     score = read_score(run, tiny.recipe(), ["e000004-000"])
     assert score.failures == {RAISED: 2, SLOW: 1}
     telemetry = Telemetry(run, "trainer-0", 0)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from relax_hpc.files.errors import Damaged
-from relax_hpc.files.publish import publish, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
 
@@ -40,13 +39,6 @@ def test_an_entry_comes_back_as_it_went(run: RunDir) -> None:
     assert ledger.find(1234) is None
     committed = ledger.commit(entry(1234, 1))
     assert Ledger(run).find(1234) == committed == entry(1234, 1).__class__.from_json(committed.to_json())
-
-
-def test_an_entry_that_an_older_version_wrote_with_what_a_filter_returned_is_read(run: RunDir) -> None:
-    content = entry(0, 1).to_json() | {"filtered": {"r000000-000/1": True}}
-    publish(run.ledger_entry(0), to_json(content))
-    found = Ledger(run).find(0)
-    assert found is not None and found.filtered == {"r000000-000/1": "a filter returned True"}
 
 
 def test_a_flipped_bit_anywhere_in_an_entry_changes_nothing_that_it_says_or_is_found(run: RunDir) -> None:

@@ -84,15 +84,3 @@ def test_a_run_without_metrics_says_so(run: RunDir) -> None:
         path.unlink()
     with pytest.raises(RunError, match="no metrics yet"):
         write(RunView(run.root), run.root / "t.json")
-
-
-def test_a_run_of_an_older_version_is_drawn_with_what_its_lines_tell(run: RunDir) -> None:
-    newer = {"read_s", "settle_s", "columns_s", "forward_backward_s", "optimize_s", "sync_s", "score_s", "began"}
-    for path in (run.metrics / "trainer-0.jsonl", run.metrics / "rollout-0.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        kept = [{key: value for key, value in line.items() if key not in newer} for line in lines]
-        path.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    write(RunView(run.root), run.root / "t.json")
-    events = trace_rules.read(run.root / "t.json")
-    assert "train" in {name for name, *_ in slices(events, "trainer-0")}
-    assert "generate r000000-000 v0" in {name for name, *_ in slices(events, "rollout-0")}

@@ -183,7 +183,7 @@ class RunView:
         """One row an evaluated version and source: version, source, name, score, low, high, pass@1, pass@2, … and so on."""
         rows = []
         for line in last_of(self.metrics("trainer-0", "eval"), "version"):
-            for one in line.get("sources", []):
+            for one in line["sources"]:
                 passes = {f"pass@{k}": share for k, share in one["pass_at"].items()}
                 rows.append({"version": line["version"], **{k: v for k, v in one.items() if k != "pass_at"}, **passes})
         return _frame(rows)

@@ -196,7 +196,7 @@ def status_rows(counts: Counts) -> Iterator[dict[str, Any]]:
 def score_rows(view: RunView) -> Iterator[dict[str, Any]]:
     """The newest version's score on each source."""
     lines = sorted(view.metrics("trainer-0", "eval"), key=lambda line: int(line["version"]))
-    for one in lines[-1].get("sources", []) if lines else []:
+    for one in lines[-1]["sources"] if lines else []:
         passes = ", ".join(f"pass@{k} {share:.3f}" for k, share in one["pass_at"].items())
         yield one | {"version": lines[-1]["version"], "passes": passes, "how": one["interval"]}
 

@@ -179,7 +179,6 @@ def _trainer(
 
 def _step(made: Timeline, role: str, line: dict[str, Any]) -> tuple[Event, Event]:
     """Add the slices of a step; return the one that read its requests and the one that published."""
-    line = {"read_s": 0.0, "settle_s": 0.0, **line}  # older runs do not tell
     end = line["time"]
     bounds = [end]
     for part in ("settle_s", "publish_s", "train_s", "read_s", "wait_s"):
@@ -215,8 +214,6 @@ def _worker(
         if line.get("kind") != "request":
             made.instant(role, str(line.get("kind")), line)
             continue
-        older = {"sync_s": 0.0, "score_s": 0.0, "began": line["time"] - line["publish_s"] - line["generate_s"]}
-        line = older | line
         began = line["began"]
         made.slice(role, WORK, "wait for a request", began - line["wait_s"], began - line["sync_s"])
         if line["sync_s"]:

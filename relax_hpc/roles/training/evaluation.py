@@ -119,8 +119,7 @@ class Evaluations:
     def resume(self) -> None:
         """Wait again for the scores that a trainer before us asked for, and did not report."""
         records, _ = read_metrics(self.run.metrics / "trainer-0.jsonl")
-        # Records of older code name the version asked for and the one that generated, which could differ.
-        reported = {(r.get("asked", r["version"]), r.get("lineage", 0)) for r in records if r["kind"] == "eval"}
+        reported = {(r["version"], r["lineage"]) for r in records if r["kind"] == "eval"}
         self.queue.remove_torn()
         requests = {name.partition(".")[0] for name in (*self.queue.in_progress(), *self.watch.names())}
         for version, lineage in sorted({evaluated_version(i) for i in requests if is_evaluation(i)} - reported):
