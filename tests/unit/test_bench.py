@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from tools.bench import common, file_ops, memory, modes, runs, spool
+from tools.bench import common, file_ops, memory, modes, runs, spool, tables
 from tools.bench.sides import payload
 from tools.bench.sides.child import Child, ChildError
 
@@ -41,9 +43,71 @@ def test_every_benchmark_takes_json(name: str) -> None:
 
 def test_the_json_object_is_the_last_line_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     common.finish({"ratio": {"a": 1.5}}, as_json=True)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"ratio": {"a": 1.5}}
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found.pop("about").keys() == {"command", "date", "machine", "load_before"}
+    assert found == {"ratio": {"a": 1.5}, "tables": []}
     common.finish({"ratio": {"a": 1.5}}, as_json=False)
     assert capsys.readouterr().out == ""
+
+
+def test_a_log_becomes_a_result_and_a_block_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table("case", "ratio")
+    table.add_row("a|b", "1.5 (1.0–2.0)")
+    monkeypatch.setattr(common, "_shown", [])
+    common.show(table)
+    common.finish({"ratio": {"a|b": 1.5}, "lost": 0, "same": True}, as_json=True)
+    log, page = tmp_path / "bench.log", tmp_path / "page.md"
+    log.write_text(f"rounds: 1 of 9\n{capsys.readouterr().out}killed\n")
+    page.write_text("before\n<!-- results: spool -->\nTyped by hand, 2026-01-01\n<!-- end of results -->\nafter\n")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(tables, "PAGE", page)
+
+    def call(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tables.py", *arguments])
+        return tables.main()
+
+    assert call("--check") == 0
+    assert call("add", "spool", str(log), "--note", "beside tests") == 0
+    text = page.read_text()
+    assert "| a\\|b | 1.5 (1.0–2.0) |" in text and "beside tests" in text and "by hand" not in text
+    assert "| `lost` | 0 |" in text and "| `same` | yes |" in text
+    assert text.startswith("before\n") and text.endswith("<!-- end of results -->\nafter\n")
+    assert call("--check") == 0
+    page.write_text(text.replace("1.5 (1.0", "1.6 (1.0"))
+    assert call("--check") == 1
+    with pytest.raises(SystemExit):
+        call("add", "spol", str(log))
+    assert "it has spool" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="no line is a JSON object"):
+        tables.last_result("rounds: 1 of 9")
+
+
+def test_figures_without_tables_are_laid_out_by_the_names_that_they_share() -> None:
+    by_case = {"put": {"8": 6.0, "64": 7.126}, "get": {"8": 5.0, "64": 6.5}}
+    assert tables.figures(by_case, with_grids=True) == [
+        "|  | put | get |\n| --- | --- | --- |\n| 8 | 6 | 5 |\n| 64 | 7.126 | 6.5 |"
+    ]
+    by_name = {name: {"before": [0.1, 0.2]} for name in ("grpo", "dapo")}
+    assert tables.figures(by_name, with_grids=True) == [
+        "|  | before |\n| --- | --- |\n| grpo | 0.1 · 0.2 |\n| dapo | 0.1 · 0.2 |"
+    ]
+
+
+def test_each_table_of_the_page_is_what_its_result_says_or_says_that_it_was_typed() -> None:
+    text = tables.PAGE.read_text()
+    assert tables.page(text) == text, "run: python tools/bench/tables.py"
+    blocks = tables.BLOCK.findall(text)
+    assert {name.partition("-")[0] for _, name, _, _ in blocks} == {*BENCHMARKS, "chaos", "slurm_chaos", "r3"}
+    for _, name, body, _ in blocks:
+        assert (tables.RESULTS / f"{name}.json").is_file() or re.search(r"^Typed by hand, 20\d\d-\d\d-\d\d", body, re.M)
+
+
+def test_all_sh_runs_every_benchmark_that_the_page_has() -> None:
+    script = (common.ROOT / "tools/bench/all.sh").read_text()
+    runs = re.findall(r'^    "([\w-]+)(.*)"$', script, re.M)
+    assert {name for name, _ in runs} == {name for _, name, _, _ in tables.BLOCK.findall(tables.PAGE.read_text())}
 
 
 def test_ratio_is_the_median_of_the_rounds_and_higher_when_ours_is_faster() -> None:

@@ -28,7 +28,7 @@ from relax_hpc import checkpoint
 from relax_hpc.files import folder_checksums
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.trainers import state_files
-from tools.bench.common import console, disk_directory, finish, interleave, parse, parser, progress, ratio
+from tools.bench.common import disk_directory, finish, interleave, parse, parser, progress, ratio, show
 
 TENSORS, WARMUP = 64, 1
 WHAT = ("write", "load", "write_cpu", "load_cpu")
@@ -114,7 +114,7 @@ def main() -> None:
         price = ratio(bare[:, i].tolist(), checked[:, i].tolist())
         table.add_row(what, f"{np.median(checked[:, i]):.3f}", f"{np.median(bare[:, i]):.3f}", f"{price.median:.3f} ({price.low:.3f}–{price.high:.3f})")  # fmt: skip
         found[f"{what}_ratio"] = round(price.median, 3)
-    console.print(table)
+    show(table)
     finish(found, given.json)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -19,12 +20,14 @@ import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -40,8 +43,12 @@ QUIET_LOAD = 0.7
 """Load average of the last minute above which figures are not worth keeping: threads that spin for a core lose it."""
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
+LOAD_BEFORE = os.getloadavg()[0]
+"""Load average when the benchmark began."""
+
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 T = TypeVar("T")
+_shown: list[Table] = []
 
 
 @dataclass(frozen=True)
@@ -124,11 +131,30 @@ def parse(arguments: argparse.ArgumentParser) -> argparse.Namespace:
     return given
 
 
+def show(table: Table) -> None:
+    """Print a table, and have `finish` put it into the JSON: docs/benchmarks.md is made from it."""
+    console.print(table)
+    _shown.append(table)
+
+
 def finish(result: dict[str, Any], as_json: bool) -> None:
-    """Print the results: readable ones on stderr always, one JSON line on stdout when asked for."""
+    """Print the results: readable ones on stderr always, one JSON line on stdout when asked for, with the tables shown."""
     console.print_json(data=result)
     if as_json:
-        print(json.dumps(result), flush=True)
+        print(json.dumps({**result, "about": about(), "tables": [_data(table) for table in _shown]}), flush=True)
+
+
+def about() -> dict[str, str]:
+    """The command, date and machine of these figures."""
+    command = shlex.join(["python", os.path.relpath(sys.argv[0], ROOT), *sys.argv[1:]])
+    memory = f"{psutil.virtual_memory().total / 2**30:.0f} GiB"
+    machine = f"{len(os.sched_getaffinity(0))} cores, {memory}, {file_system(ROOT)}"
+    return {"command": command, "date": f"{date.today()}", "machine": machine, "load_before": f"{LOAD_BEFORE:.1f}"}
+
+
+def _data(table: Table) -> dict[str, Any]:
+    columns = [[str(cell) for cell in column.cells] for column in table.columns]
+    return {"columns": [str(column.header) for column in table.columns], "rows": [*zip(*columns, strict=True)]}
 
 
 def file_system(path: Path) -> str:

@@ -29,7 +29,7 @@ from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.supervise.lease import holder
 from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tools.bench.chaos import Monkey
-from tools.bench.common import console, disk_directory, finish, parse, parser, progress
+from tools.bench.common import disk_directory, finish, parse, parser, progress, show
 from tools.bench.runs import QUICKSTART
 
 ROLES = ("supervisor", "trainer-0", "rollout-0")
@@ -124,7 +124,7 @@ def report(monkey: Monkey, watch: Watch) -> dict[str, Any]:
     table = Table("medians over tenths of the time", *(str(i + 1) for i in range(TENTHS)))
     for name, each in series.items():
         table.add_row(name, *(f"{value:.3g}" for value in each))
-    console.print(table)
+    show(table)
     wears = {name: round(each[-1] / each[2], 3) for name, each in series.items() if name.split(":")[0] in ROLES}
     return {
         "steps": len({r["step"] for r in lines if r["kind"] == "step"}), "faults": len(monkey.kills), "lost": len(found.lost),

@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 from rich.table import Table
 
-from tools.bench.common import SIDES, console, disk_directory, doing, finish, our_environment, parse, parser
+from tools.bench.common import SIDES, console, disk_directory, doing, finish, our_environment, parse, parser, show
 from tools.bench.runs import QUICKSTART, run
 
 EVERY_S = 0.5
@@ -106,7 +106,7 @@ def main() -> None:
     for name, series in watch.series.items():
         if len(series) >= 10:
             table.add_row(name, f"{max(series) / 1e6:.0f}", *(f"{mb:.0f}" for mb in growth(series)))
-    console.print(table)
+    show(table)
     finish(
         {
             "reader_peak_over_slice": round(reader["peak"] / reader["slice"], 3),

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rich.table import Table
 from scipy.stats import t as student
 
-from tools.bench.common import BENCH, ROOT, SIDES, Ratio, console, finish, parse, parser, progress, ratio
+from tools.bench.common import BENCH, ROOT, SIDES, Ratio, finish, parse, parser, progress, ratio, show
 from tools.bench.runs import Finished, run
 
 REAL, DRAWN = (ROOT / "tools" / "bench" / f"{name}.toml" for name in ("modes", "simulate"))
@@ -181,7 +181,7 @@ def report_real(given: Any) -> dict[str, Any]:
         table.add_row(
             mode, str(faster.get(mode, "")), f"{seconds:.3f}", f"{statistics.mean(scores):.3f}", low, str(age)
         )
-    console.print(table)
+    show(table)
     before = [runs[WARM].scores[0][1] for runs in seeds]
     return {
         "speedup_real": rounded(faster),
@@ -202,7 +202,7 @@ def report_drawn(given: Any) -> dict[str, Any]:
     for mode in (COLOCATE, *STALENESS):
         seconds = statistics.median(step_s(runs[mode]) for runs in seeds)
         table.add_row(mode, str(faster.get(mode, "")), f"{seconds:.3f}")
-    console.print(table)
+    show(table)
     return {"speedup_drawn": rounded(faster), "colocate_generates": round(share, 3)}
 
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from relax_hpc.planning.simulation.assume import Asked
 from relax_hpc.planning.simulation.sweep import Grid, on_stale_of, sweep, times_of_run
 from relax_hpc.recipe import load_recipe
-from tools.bench.common import ROOT, console, finish, parse, parser, progress
+from tools.bench.common import ROOT, finish, parse, parser, progress, show
 from tools.bench.runs import Finished, run
 
 RECIPE = ROOT / "tools" / "bench" / "simulate.toml"
@@ -64,7 +64,7 @@ def main() -> None:
     for point in given.points:
         said = f"{ratio[point]:.3f}" + (" (calibrates)" if point == given.points[0] else "")
         table.add_row(point, f"{measured[point]:.3f}", f"{predicted[point]:.3f}", said)
-    console.print(table)
+    show(table)
     rounded = {
         name: {point: round(value, 4) for point, value in found.items()}
         for name, found in (("measured_s", measured), ("predicted_s", predicted), ("ratio", ratio))

@@ -49,6 +49,7 @@ from tools.bench.common import (
     peer_environment,
     progress,
     ratio,
+    show,
 )
 from tools.bench.sides.child import Child
 from tools.bench.sides.payload import MARKER_BEGIN, MARKER_END
@@ -183,7 +184,7 @@ def main() -> None:
         latency = publish_to_read(sides, STREAM)
     calls = {samples: system_calls(root, samples) for samples in (512, 64)}
     shutil.rmtree(root)
-    console.print(table)
+    show(table)
     for samples, counted in calls.items():
         console.print(
             f"{samples} samples a request: {counted.total()} calls, {counted.total() / samples:.3f} a sample: {dict(counted)}"

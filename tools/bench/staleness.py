@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from rich.table import Table
 
-from tools.bench.common import console, finish, parse, parser, progress
+from tools.bench.common import finish, parse, parser, progress, show
 from tools.bench.runs import QUICKSTART, run
 
 
@@ -57,7 +57,7 @@ def main() -> None:
         table.add_row(
             key, f"{statistics.mean(score[key]):.3f}", each, shares, " ".join(f"{s:.3f}" for s in seconds[key])
         )
-    console.print(table)
+    show(table)
     finish(
         {"score": dict(score), "max_age": {k: max(v) for k, v in max_age.items()}, "seconds_per_step": dict(seconds)},
         given.json,

@@ -39,6 +39,7 @@ from tools.bench.common import (
     peer_environment,
     progress,
     ratio,
+    show,
 )
 from tools.bench.runs import Finished, read_lines, run, samples_per_second
 
@@ -214,7 +215,7 @@ def main() -> None:
                 size, str(found[size]), *each, f"{seen['ours'][-1]['length']:.1f} · {seen['theirs'][-1]['length']:.1f}"
             )
             parts |= {f"{size} {side}": results[-1]["parts"] for side, results in seen.items()}
-    console.print(table)
+    show(table)
     for side, seconds in parts.items():
         console.print(f"{side}, ms: " + ", ".join(f"{name} {1e3 * s:.0f}" for name, s in seconds.items()))
     finish({"ratio": {size: round(r.median, 3) for size, r in found.items()}}, given.json)

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from relax_hpc.engines import Engine, Sampling, make_engine
 from relax_hpc.recipe import load_recipe
 from relax_hpc.trainers.export import export_checkpoint
-from tools.bench.common import BENCH, SIDES, console, finish, parse, parser, peer_environment, progress, ratio
+from tools.bench.common import BENCH, SIDES, finish, parse, parser, peer_environment, progress, ratio, show
 from tools.bench.runs import run
 
 SAME: dict[str, Any] = {
@@ -196,7 +196,7 @@ def main() -> None:
             for name, side in sides.items():
                 found[name].append(measured(name, side, model, rows, given, table, seed))
                 done()
-    console.print(table)
+    show(table)
     result: dict[str, Any] = {"target": given.target, "peer_threads": threads}
     for key in ("seconds", "with_start"):
         each = {name: [seen[key] for seen in values] for name, values in found.items()}
