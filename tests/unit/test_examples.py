@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -111,11 +112,11 @@ def test_sink(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gsm8k() -> None:
-    """The recipe loads, and its rows are such that the reward knows a right answer from a wrong one."""
+    """The recipe loads, and rows of its shape are such that the reward knows a right answer from a wrong one."""
     recipe = load_recipe(EXAMPLES / "gsm8k.toml")
     [source], [reward] = recipe.source, make_rewards(recipe.source)
     assert isinstance(source, FileSource)
-    items = FileItems(source)
+    items = FileItems(source.model_copy(update={"prompts": EXAMPLES / "gsm8k.jsonl"}))
     assert len(items) == 12
     for i in range(12):
         item = items[i]
@@ -123,6 +124,37 @@ def test_gsm8k() -> None:
         prompt = Prompt(0, i, item.content[0]["content"], np.zeros(1, np.int32), item.answer, item.metadata)
         answers = [f"So it is \\boxed{{{item.answer}}}.", f"So it is \\boxed{{{item.answer}1}}."]
         assert [value for value, _ in reward(prompt, answers)] == [1.0, 0.0]
+
+
+@pytest.mark.slow
+def test_gsm8k_from_the_download_to_a_smoke_run(tmp_path: Path) -> None:
+    """The tutorial's way: rows from the download's shape, a tiny model in Qwen3's place, two steps."""
+    worked = "He has 3 * 4 = <<3*4=12>>12.\n#### 1,0"
+    lines = [json.dumps({"question": f"A box has {i} pens.", "answer": f"{worked}{i:02}"}) for i in range(40)]
+    for name, some in (("train", lines[:30]), ("test", lines[30:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(some) + "\n")
+        called(tmp_path, "gsm8k_rows.py", f"{name}.jsonl", f"gsm8k-{name}.jsonl")
+    first = json.loads((tmp_path / "gsm8k-train.jsonl").read_text().splitlines()[0])
+    assert first["answer"] == "1000" and first["prompt"][0]["content"].startswith(
+        "A box has 0 pens. Think step by step"
+    )
+    assert first["solution"] == "He has 3 * 4 = <<3*4=12>>12."
+    called(tmp_path, "tiny_qwen3.py", "gsm8k-train.jsonl", "tiny-qwen3")
+    shutil.copy(EXAMPLES / "gsm8k-smoke.toml", tmp_path)
+    sets = [
+        f"run.root={tmp_path}/runs",
+        "run.steps=2",
+        "sft_warm_start.steps=2",
+        "trainer.prompts_per_step=8",
+        "algorithm.filters=[]",
+    ]
+    runs.relax_hpc("run", tmp_path / "gsm8k-smoke.toml", *(word for one in sets for word in ("--set", one)))
+    rows = relax_hpc.open_run(tmp_path / "runs/smoke").trajectories()
+    assert set(rows.status) == {"trained", "evaluation"} and rows.prompt.str.contains("<|im_start|>assistant").all()
+
+
+def called(folder: Path, script: str, *arguments: str) -> None:
+    subprocess.run([sys.executable, EXAMPLES / script, *arguments], cwd=folder, check=True, timeout=300)
 
 
 @pytest.mark.slow
