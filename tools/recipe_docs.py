@@ -71,9 +71,9 @@ def _page(name: str, field: FieldInfo) -> str:
     header, found = _header(name, field), tables(field.annotation)
     parts = [f"# `{header}`", "", GENERATED]
     if field.is_required():
-        parts.append("Must be given.\n")
+        parts.append("Required.\n")
     elif field.default is None:
-        parts.append("Without it there is none.\n")
+        parts.append("Optional.\n")
     parts.append(_kinds(found) if len(found) > 1 else _described(found[0], keys(found[0])))
     parts += dict.fromkeys(inner for table in found for inner in _inner(name, table))
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""The documentation site: it builds without a warning, loads nothing from the network, and links lead somewhere."""
+"""The documentation: the site builds without a warning, links lead somewhere, commands and keys that pages show exist."""
 
 from __future__ import annotations
 
@@ -6,14 +6,31 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
+
+from relax_hpc.cli import app
+from relax_hpc.recipe.describe import alias, tables
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LOADED = re.compile(
     r"""<(?:script|img|iframe|source)\b[^>]*\bsrc=["']?(?:https?:)?//|<link\b[^>]*\bhref=["']?(?:https?:)?//"""
 )
+PAGES = sorted(
+    page
+    for page in [REPOSITORY / "README.md", REPOSITORY / "examples/README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    if page.name not in ("changelog.md", "glossary.md")  # these name what is gone
+)
+COMMAND = re.compile(r"\brelax-hpc ((?:[^`|;#\n\\]|\\\n|\\.)*)")
+OPTION = re.compile(r"(?<=\s)(--?[a-z][a-z-]*)")
+SET = re.compile(r"(?:--set|-s)[ =]['\"]?([a-z_][a-z_0-9.]*)=")
+KEY = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?: = [^`]*)?`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -65,3 +82,52 @@ def test_links_of_the_pages_outside_the_site(site: Path, page: str) -> None:
         if anchor:
             html = (site / path.removeprefix("docs/")).with_suffix(".html").read_text()
             assert f'id="{anchor}"' in html, f"{page}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_commands_and_keys_that_a_page_shows_exist(page: Path) -> None:
+    """Each `relax-hpc` command with its options, each key that --set sets, and each dotted key of a recipe in the text."""
+    text, wrong = page.read_text(), list[str]()
+    for shown in COMMAND.findall(text):
+        wrong += unknown(shown)
+    known = {"a.b", "run.outcome", "run.recipe", *key_names(Recipe)}  # the index's own word; properties of open_run
+    for key in SET.findall(text):
+        if re.sub(r"\.\d+\b", "", key) not in known:
+            wrong.append(f"--set {key}")
+    known |= {".".join(key.split(".")[-2:]) for key in known}  # `critic.clip` on a page about algorithms
+    first = {key for key in known if "." not in key}
+    for key in KEY.findall(text):
+        is_file = re.search(r"\.(json|jsonl|py|toml|md|html|h5|sbatch|safetensors)$", key)
+        if key.split(".")[0] in first and not is_file and re.sub(r"\.\d+\b", "", key) not in known:
+            wrong.append(key)
+    assert not wrong
+
+
+def test_a_wrong_option_is_found() -> None:
+    assert unknown("run recipe.toml --set run.steps=5 --frok x") == ["relax-hpc run --frok"]
+    assert unknown("rum recipe.toml") == ["relax-hpc rum"] and unknown("shards lss RUN") == ["relax-hpc shards lss"]
+    assert not unknown("shards ls RUN -n 5") and not unknown("COMMAND --help") and not unknown("--version")
+
+
+def unknown(shown: str) -> list[str]:
+    """The command, or the options of it, in `relax-hpc SHOWN` that do not exist."""
+    command: Any = typer.main.get_command(app)
+    words, name = shown.replace("\\\n", " ").split(), "relax-hpc"
+    if words and (words[0].isupper() or not words[0][0].isalpha()):  # a placeholder, an option of relax-hpc's own, "…"
+        return []
+    while words and (inner_commands := getattr(command, "commands", None)):
+        name, inner = f"{name} {words[0]}", inner_commands.get(words.pop(0).rstrip(",.:)"))
+        if inner is None:
+            return [name]
+        command = inner
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return [f"{name} {option}" for option in OPTION.findall(f" {' '.join(words)}") if option not in {*known, "--help"}]
+
+
+def key_names(table: type[Table], before: str = "") -> Iterator[str]:
+    """Dotted names of all keys and tables below `table`."""
+    for field_name, field in table.model_fields.items():
+        name = before + alias(field_name, field)
+        yield name
+        for inner in tables(field.annotation):
+            yield from key_names(inner, f"{name}.")
