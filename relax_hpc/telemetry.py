@@ -160,8 +160,5 @@ def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], 
 def set_up_logging(role: str) -> None:
     """Send a role's log to stderr, which its launcher points at logs/ROLE.ATTEMPT.log."""
     logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO,
-        format=f"%(asctime)s {role} %(levelname)s %(message)s",
-        force=True,
+        stream=sys.stderr, level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s", force=True
     )

@@ -60,9 +60,7 @@ class Learning:
         """Wrap the chunks so that gradients are summed over the processes that hold the same parameters."""
         overlap = self.recipe.trainer.parallel.overlap
         config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,
-            overlap_grad_reduce=overlap,
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=overlap
         )
         reduced = [
             DistributedDataParallel(model, config, chunk, disable_bucketing=number > 0)

@@ -89,11 +89,7 @@ class Split:
 
     @torch.no_grad()
     def _said(
-        self,
-        models: list[Policy],
-        rollouts: Rollouts,
-        temperature: float,
-        progress: Callable[[], None],
+        self, models: list[Policy], rollouts: Rollouts, temperature: float, progress: Callable[[], None]
     ) -> NDArray[np.float32]:
         """[T] a model's output at the tokens in the loss; on every process."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)

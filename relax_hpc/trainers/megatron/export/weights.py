@@ -87,12 +87,7 @@ class _InMemory:
 
 @torch.no_grad()
 def _fill(
-    chunks: list[Policy],
-    names: Container[str],
-    read: Reader,
-    folder: Path,
-    model: Any,
-    groups: ProcessGroupCollection,
+    chunks: list[Policy], names: Container[str], read: Reader, folder: Path, model: Any, groups: ProcessGroupCollection
 ) -> None:
     """Fill the model from tensors that `read` gives by name. names: those that `read` knows."""
     held = parts(chunks, groups)
