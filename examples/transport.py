@@ -26,8 +26,8 @@ POLL_S = 0.02
 NAME_BYTES = 256
 
 
-class SocketGroup:
-    """See relax_hpc.weights.groups.protocol.Group. The trainer has a socket for each worker, a worker has one."""
+class SocketGroup(Group):
+    """The trainer has a socket for each worker, a worker has one."""
 
     def __init__(self, sockets: Sequence[socket.socket], timeout_s: float, *, sends: bool) -> None:
         self._sockets, self._timeout_s, self._sends = sockets, timeout_s, sends
@@ -42,9 +42,6 @@ class SocketGroup:
                     each.settimeout(timeout_s or self._timeout_s)
                     each.sendall(data) if self._sends else _receive(each, data)
                 arrived(place)
-
-    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
-        self.broadcast([message], timeout_s)
 
     def close(self) -> None:
         for each in self._sockets:

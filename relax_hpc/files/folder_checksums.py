@@ -17,7 +17,7 @@ from relax_hpc.files.publish import sync_folder, to_json, write_file
 
 SEAL = "DONE"
 READ_BYTES = 1 << 20
-"""Bytes that are read and hashed at a time: few enough to be in the core's cache still when they are hashed."""
+"""Bytes that are read and hashed at a time: few enough to be in the core's cache still."""
 THREADS = 4
 
 
@@ -77,7 +77,7 @@ def compare(path: Path, found: str | None = None) -> None:
 
 
 def compare_all(folder: Path, names: Collection[str] | None = None) -> None:
-    """Compare the files of `folder`, or those called `names`, several at once. Raises DamagedCheckpoint naming one that differs."""
+    """Compare the files of `folder`, or those called `names`, several at once. Raises DamagedCheckpoint naming one."""
     wanted = expected(folder)
     with ThreadPoolExecutor(THREADS, "checksums") as pool:
         list(pool.map(compare, (folder / name for name in wanted if names is None or name in names)))

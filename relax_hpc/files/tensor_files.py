@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ DTYPES = {
 }  # fmt: skip
 """Name of a type in safetensors -> the type in torch."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+T = TypeVar("T")
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.uint8]:
@@ -74,14 +75,18 @@ def views(data: Tensor) -> dict[str, Tensor]:
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Split the tensors, in order, into lists of at most `bucket_bytes`; a larger tensor is a list of its own."""
-    bucket: list[tuple[str, Tensor]] = []
+    return split(tensors, lambda named: named[1].nbytes, bucket_bytes)
+
+
+def split(items: Iterable[T], nbytes: Callable[[T], int], bucket_bytes: int) -> Iterator[list[T]]:
+    """Split items, in order, into lists of at most `bucket_bytes`; a larger item is a list of its own."""
+    bucket: list[T] = []
     size = 0
-    for name, tensor in tensors:
-        if bucket and size + tensor.nbytes > bucket_bytes:
+    for item in items:
+        if bucket and size + nbytes(item) > bucket_bytes:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
+        bucket.append(item)
+        size += nbytes(item)
     if bucket:
         yield bucket

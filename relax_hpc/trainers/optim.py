@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from relax_hpc.files.tensor_files import split
 from relax_hpc.recipe.tables.trainer import Trainer
 
 BUCKET_BYTES = 64 * 2**20
@@ -66,21 +67,11 @@ class FlatGradients:
 
     def __init__(self, parameters: Sequence[Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
         self.buffers: list[Tensor] = []
-        bucket: list[Parameter] = []
-        size = 0
-        for parameter in parameters:
-            if bucket and (size + parameter.numel()) * parameter.element_size() > bucket_bytes:
-                self._add(bucket)
-                bucket, size = [], 0
-            bucket.append(parameter)
-            size += parameter.numel()
-        self._add(bucket)
-
-    def _add(self, bucket: list[Parameter]) -> None:
-        buffer = torch.zeros(sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
-        self.buffers.append(buffer)
-        for parameter, flat in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
-            parameter.grad = flat.view_as(parameter)
+        for bucket in split(parameters, lambda parameter: parameter.nbytes, bucket_bytes):
+            sizes = [parameter.numel() for parameter in bucket]
+            self.buffers.append(torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=bucket[0].device))
+            for parameter, flat in zip(bucket, self.buffers[-1].split(sizes), strict=True):
+                parameter.grad = flat.view_as(parameter)
 
     def zero(self) -> None:
         for buffer in self.buffers:

@@ -70,12 +70,7 @@ def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Te
 
 def has(folder: Path, stem: str) -> bool:
     """Return True if a checkpoint holds this optimizer."""
-    return any(path.exists() for path in _paths(folder, stem))
-
-
-def _paths(folder: Path, stem: str) -> list[Path]:
-    whole = folder / f"{stem}.safetensors"  # as checkpoints had it before they were written by threads
-    return [whole] if whole.exists() else [folder / name for name in in_parts(stem, {})]
+    return any((folder / name).exists() for name in in_parts(stem, {}))
 
 
 def read(path: Path) -> dict[str, Tensor]:
@@ -94,7 +89,7 @@ def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
     """Read the tensors of all files of `stem`; `keep`: into memory that the caller may keep and change. Raises RunError
     like `read`."""
     found: dict[str, Tensor] = {}
-    for part in _in_threads(_in_memory if keep else read, _paths(folder, stem)):
+    for part in _in_threads(_in_memory if keep else read, [folder / name for name in in_parts(stem, {})]):
         found |= part
     return found
 

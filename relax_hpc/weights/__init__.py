@@ -46,21 +46,18 @@ RENDEZVOUS: dict[str, Callable[..., Rendezvous]] = {
 
 
 def make_publisher(recipe: Recipe, run: RunDir, commit_dir: Path, incarnation: int) -> Publisher:
-    """Make the trainer's side of the recipe's transport. `commit_dir`: the incarnation's folder, through which it
-    publishes."""
-    w, bucket_bytes = recipe.weights, recipe.weights.bucket_mb << 20
+    """Make the trainer's side of the recipe's transport. `commit_dir`: the incarnation's folder."""
+    w, bucket = recipe.weights, recipe.weights.bucket_mb << 20
     if isinstance(w, CollectiveWeights | MpiWeights):
-        return CollectivePublisher(
-            run, commit_dir, incarnation, RENDEZVOUS[w.speaks](run, w.timeout_s, commit_dir), bucket_bytes=bucket_bytes
-        )
+        rendezvous = RENDEZVOUS[w.speaks](run, w.timeout_s, commit_dir)
+        return CollectivePublisher(run, commit_dir, incarnation, rendezvous, bucket_bytes=bucket)
     return FilePublisher(
-        run, commit_dir, incarnation, bucket_bytes=bucket_bytes, node_cache=w.node_cache, full_every=w.full_every
+        run, commit_dir, incarnation, bucket_bytes=bucket, node_cache=w.node_cache, full_every=w.full_every
     )
 
 
 def make_receiver(recipe: Recipe, run: RunDir, name: str, copies: bool = True) -> Receiver:
-    """Make a worker's side of the recipe's transport. `name`: the worker's, which no other has had. copies: keep files
-    in the node's memory, where the recipe says so."""
+    """Make the side of worker `name`, which no other has had. copies: keep files in memory where the recipe says so."""
     w = recipe.weights
     if isinstance(w, CollectiveWeights | MpiWeights):
         return CollectiveReceiver(run, name, RENDEZVOUS[w.speaks](run, w.timeout_s))

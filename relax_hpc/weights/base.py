@@ -48,8 +48,7 @@ class DamagedWeights(WeightsError):
 
 
 Export = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Yields the policy's tensors, one after the other; may be called more than once, and yields the same bits each time.
-"""
+"""Yields the policy's tensors, one after the other; may be called again, and yields the same bits each time."""
 Progress = Callable[[], None]
 """Called now and then during everything that lasts: the heartbeat. An exception that it raises ends the work."""
 
@@ -65,21 +64,16 @@ class Publisher(Protocol):
     def publish(
         self, number: int, export: Export, progress: Progress = lambda: None, pinned: Collection[int] = ()
     ) -> Version:
-        """Make version `number` the newest. Publishing the same bits again makes no new version.
-
-        pinned: numbers of versions that stay on disk, this one too if it is among them, until a publication does not
-        name them.
-        """
+        """Make version `number` the newest. Publishing the same bits again makes no new version. pinned: numbers of
+        versions that stay on disk, maybe this one too, until a publication does not name them."""
         ...
 
     def wanted(self) -> bool:
-        """Return True if a worker needs the newest version once more, on disk: publish it again. Cheap, to be asked
-        often."""
+        """Return True if a worker needs the newest version on disk: publish it again. Cheap, to be asked often."""
         ...
 
     def forget(self, oldest_step: int, pinned: Collection[int] = ()) -> None:
-        """Forget versions before the oldest restorable checkpoint, except pinned ones: replays are compared with them
-        no more."""
+        """Forget versions that no replay is compared with any more: before `oldest_step`, and not pinned."""
         ...
 
     def close(self) -> None: ...
@@ -94,10 +88,7 @@ class Receiver(Protocol):
 
     def fetch(self, version: Version, progress: Progress = lambda: None) -> AbstractContextManager[Fetched]:
         """Fetch the tensors of `version`, verified whole before the first one is given. Their memory is used again when
-        the context ends.
-
-        Raises WeightsError.
-        """
+        the context ends. Raises WeightsError."""
         ...
 
     def close(self) -> None: ...

@@ -1,5 +1,4 @@
-"""Broadcast of versions from the trainer to all workers at once, while they are exported: the common part of gloo, NCCL
-and MPI.
+"""Broadcast of versions from the trainer to all workers, while they are exported: the common part of gloo, NCCL, MPI.
 
     trainer: export ──► parts ──► threads: checksums; broadcast, one after the other ──► manifest ──► latest
     worker:  a thread of its own receives into memory, whatever the engine does ──► latest names these bits? ──► engine
@@ -48,13 +47,11 @@ class Rendezvous(Protocol):
         ...
 
     def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
-        """Form a group, on the trainer's side, of those of `names` that answer; returns it with their names. Raises
-        GroupError."""
+        """Form a group, on the trainer's side, of those of `names` that answer, and name them. Raises GroupError."""
         ...
 
     def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
-        """Join a group, on a worker's side. Raises GroupError when the worker was left out, or when `given_up` returns
-        True."""
+        """Join a group, on a worker's side. Raises GroupError when left out, or when `given_up` returns True."""
         ...
 
 
@@ -103,8 +100,7 @@ class CollectivePublisher(FilePublisher):
         return version
 
     def _look_after_group(self) -> None:
-        """Take over a group that was formed; have a thread form one when the workers that are here differ from its
-        members."""
+        """Take over a group that was formed; have a thread form one when other workers are here than its members."""
         if self._forming is not None and not self._forming.is_alive():
             self._forming = None
             if self._formed is not None:
@@ -163,8 +159,7 @@ class CollectiveReceiver(FileReceiver):
         (members_folder(self._run) / self._name).unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        """Announce this worker, and take part in every group that names it, each in a thread, so that one that hangs
-        holds up none."""
+        """Announce this worker, and take part in every group that names it, each in a thread: one may hang."""
         last, announced = "", 0.0
         while not self._closed:
             try:

@@ -1,5 +1,4 @@
-"""Contents of a version, whatever transport carries it: every tensor's name, type, shape and checksum, and one checksum
-of them all.
+"""Contents of a version, whatever transport carries it: every tensor's name, type, shape and checksum.
 
 A tensor's checksum is the XXH3-128 of its bytes; the version's is that of all tensors' lines in the order of their
 names. It depends on nothing else: not on the order of export, buckets, files or transport.
@@ -8,28 +7,21 @@ names. It depends on nothing else: not on the order of export, buckets, files or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import xxhash
 from torch import Tensor
 
-from relax_hpc.files.tensor_files import DTYPES, NAMES, as_bytes
+from relax_hpc.files.tensor_files import NAMES, as_bytes
 from relax_hpc.weights.base import DamagedWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a version."""
 
     dtype: str
     shape: tuple[int, ...]
     checksum: str
-
-    @property
-    def nbytes(self) -> int:
-        return DTYPES[self.dtype].itemsize * int(np.prod(self.shape, dtype=np.int64))
 
 
 Contents = dict[str, Entry]
@@ -49,28 +41,18 @@ def checksum(contents: Contents) -> str:
     return xxhash.xxh3_128_hexdigest("".join(lines).encode())
 
 
-def to_plain(contents: Contents) -> dict[str, Any]:
-    """Convert to the form that a manifest has."""
-    return {name: [e.dtype, list(e.shape), e.checksum] for name, e in sorted(contents.items())}
-
-
-def from_plain(plain: Mapping[str, Any]) -> Contents:
+def from_json(plain: Mapping[str, Any]) -> Contents:
+    """Make contents of what JSON makes of them."""
     return {name: Entry(dtype, tuple(shape), digest) for name, (dtype, shape, digest) in plain.items()}
 
 
 def compare(expected: Contents, found: Mapping[str, Entry], where: str) -> None:
     """Raise DamagedWeights unless `found` is exactly what the manifest says."""
     for name in expected.keys() | found.keys():
-        wanted, got = expected.get(name), found.get(name)
+        got, wanted = found.get(name), expected.get(name)
         if wanted != got:
-            raise DamagedWeights(
-                f"{where}: tensor '{name}' has {_words(got)}, its manifest says {_words(wanted)}: refused"
+            has, says = (
+                f"checksum {e.checksum} ({e.dtype} {list(e.shape)})" if e else "nothing of that name, no checksum"
+                for e in (got, wanted)
             )
-
-
-def _words(value: Entry | None) -> str:
-    return (
-        f"checksum {value.checksum} ({value.dtype} {list(value.shape)})"
-        if value
-        else "nothing of that name, no checksum"
-    )
+            raise DamagedWeights(f"{where}: tensor '{name}' has {has}, its manifest says {says}: refused")

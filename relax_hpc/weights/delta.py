@@ -1,9 +1,7 @@
-"""Lossless differences between two versions of a tensor: after a step of RL most weights in bfloat16 have the same
-bits.
+"""Lossless differences between two versions of a tensor: a step of RL changes few of the weights in bfloat16.
 
 A tensor's elements are taken in blocks of 65 536. `count`: number of changed elements in each block; `at`: their places
-in the block, two bytes each; `to`: their new bits. A tensor that changed too much is carried whole; one that did not
-change, not at all.
+in the block, two bytes each; `to`: their new bits. A tensor that changed too much is carried whole.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def encode(name: str, base: Tensor | None, new: Tensor) -> list[tuple[str, Tensor]]:
-    """Encode `new` as tensors from which `apply` makes it out of `base`: none when they are equal, `new` itself where
-    that is smaller."""
+    """Encode `new` as changes of `base` for `apply`: none when they are equal, `new` itself where that is smaller."""
     if base is None or base.dtype != new.dtype or base.shape != new.shape:
         return [(f"whole:{name}", new)]
     old, bits = _bits(base), _bits(new)
@@ -39,8 +36,7 @@ def encode(name: str, base: Tensor | None, new: Tensor) -> list[tuple[str, Tenso
 
 
 def apply(base: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Apply a change; returns the new version's tensors, unchanged ones being the base's own. Raises ValueError where
-    they do not fit."""
+    """Apply a change; returns the new version's tensors, unchanged ones being the base's. Raises ValueError for a misfit."""
     new = dict(base)
     for key, value in change.items():
         kind, _, name = key.partition(":")
@@ -58,8 +54,7 @@ def apply(base: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> dict[str,
 
 
 def _different(old: Tensor, new: Tensor) -> Tensor:
-    """Positions at which two rows of integers differ, ascending. Words of eight bytes are compared first, since most
-    are equal."""
+    """Positions where two rows of integers differ, ascending. Words of eight bytes are compared first: most are equal."""
     width = WORD_BYTES // new.itemsize
     if width == 1 or any(t.data_ptr() % WORD_BYTES or t.storage_offset() % width for t in (old, new)):
         return (old != new).nonzero().flatten()

@@ -32,12 +32,11 @@ from relax_hpc.weights.versions import Manifest, Versions, expected, latest, nam
 READ_AGAIN_S = 1.0
 """Seconds after which latest.json is read again whatever its file's time says."""
 KEPT_FILES = 3
-"""Number of newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners.
-"""
+"""Newest versions whose tensors stay: one that a worker may just be reading, and the newest for late joiners."""
 
 
 class FilePublisher:
-    """The trainer's side. `commit_dir`: the incarnation's folder; when a successor has renamed it, publishing fails."""
+    """The trainer's side. Publishing fails once a successor has renamed `commit_dir`, the incarnation's folder."""
 
     def __init__(
         self,
@@ -62,7 +61,7 @@ class FilePublisher:
     def publish(
         self, number: int, export: Export, progress: Progress = lambda: None, pinned: Collection[int] = ()
     ) -> Version:
-        """Make version `number` the newest, unless the same bits were published before. Raises FileNotFoundError if fenced."""
+        """Make version `number` the newest, as Publisher.publish says. Raises FileNotFoundError if fenced."""
         asked, published = self._asks.names(), self._versions.find(number)
         if published and checksum(digest(export(), self._bucket_bytes, progress)) == published.version.checksum:
             self._repair(published.version, export, progress, number in pinned)
@@ -102,8 +101,8 @@ class FilePublisher:
         self._name(staged, version)
 
     def _repair(self, published: Version, export: Export, progress: Progress, pinned: bool) -> None:
-        """Write the tensors of the newest version, or of a pinned one, again where they are missing or damaged. Damage
-        is looked for once, at the restart that it leads to."""
+        """Write the newest version's tensors, or a pinned one's, again where they are missing or damaged. Damage is
+        looked for once, at the restart that it leads to."""
         newest, there = self._versions.newest(), tensors_path(self._run, published).exists()
         if there and not self._checked:
             try:
@@ -123,8 +122,7 @@ class FilePublisher:
             return None
 
     def _stage(self, export: Export, base: Version | None, progress: Progress) -> _Staged:
-        """Write the tensors, or their changes since `base`, into a folder that has no name yet, with a copy for this
-        node; returns both and the contents."""
+        """Write the tensors, or their changes since `base`, into a folder without a name, and a copy for this node."""
         held = self._copies.find(base) if self._copies and base else None
         staged = _Staged(self._versions.stage(), self._copies.stage() if self._copies else None, {})
         sizes: dict[str, int] = {}
@@ -178,7 +176,7 @@ class FilePublisher:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """Folders with tensors that have no name yet."""
+    """Folders with a version's tensors that have no name yet: on the shared disk, and this node's copy."""
 
     folder: Path
     copy: Path | None
@@ -200,9 +198,9 @@ class FileReceiver:
         self._read_at = float("-inf")
 
     def newest(self) -> Version | None:
-        """The newest version published; None before the first. It costs one stat, and a read when another version was
-        published, since each replaces the file by a new one. A client of NFS may answer the stat from its cache;
-        opening the file asks the server, so that is done once a second at least."""
+        """The newest version published; None before the first. It costs one stat, and a read where that differs: each
+        version replaces the file. NFS may answer a stat from its cache, so the file is opened once a second at least.
+        """
         try:
             stat = os.stat(self._run.weights / "latest.json")
         except FileNotFoundError:

@@ -18,7 +18,7 @@ from torch import Tensor
 from relax_hpc.files import tensor_files
 from relax_hpc.files.publish import read_json, sync_folder, to_json, write_file
 from relax_hpc.weights.base import DamagedWeights, Progress, WeightsError
-from relax_hpc.weights.contents import Contents, Entry, compare, entry
+from relax_hpc.weights.contents import Contents, compare, entry
 
 THREADS = 4
 BUCKET_BYTES = 256 << 20
@@ -35,8 +35,7 @@ def in_threads(
     progress: Progress = lambda: None,
     threads: int = THREADS,
 ) -> list[T]:
-    """Call `work` on each quarter bucket in threads while the next one is gathered; at most two buckets are held at a
-    time."""
+    """Call `work` on each quarter bucket in threads while the next one is gathered; at most two buckets are held."""
     part_bytes = bucket_bytes // 4
     todo: dict[Future[T], int] = {}
     futures: list[Future[T]] = []
@@ -98,8 +97,7 @@ def finish(
 
 
 def read_index(folder: Path, checksum: str) -> dict[str, Any]:
-    """Read the index of a folder. Raises WeightsError when the folder does not exist (any more), or is of another
-    version than that with `checksum`."""
+    """Read a folder's index. Raises WeightsError when it is gone, or is of another version than that with `checksum`."""
     try:
         index: dict[str, Any] | None = read_json(folder / "index.json")
     except ValueError as error:
@@ -130,11 +128,8 @@ def digest(
     tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = BUCKET_BYTES, progress: Progress = lambda: None
 ) -> Contents:
     """Describe the tensors: their types, shapes and checksums."""
-    contents: Contents = {}
-    work: Callable[[int, Named], dict[str, Entry]] = lambda _, part: {name: entry(tensor) for name, tensor in part}
-    for some in in_threads(tensors, work, bucket_bytes, progress):
-        contents |= some
-    return contents
+    work: Callable[[int, Named], Contents] = lambda _, part: {name: entry(tensor) for name, tensor in part}
+    return {name: e for part in in_threads(tensors, work, bucket_bytes, progress) for name, e in part.items()}
 
 
 def verify(expected: Contents, tensors: Mapping[str, Tensor], where: str, progress: Progress = lambda: None) -> None:

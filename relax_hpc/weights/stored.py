@@ -29,8 +29,7 @@ from relax_hpc.weights.parts import BUCKET_BYTES, finish, in_threads, part_name,
 from relax_hpc.weights.versions import expected, name_of, named, number_of, tensors_path
 
 KEPT_COPIES = 2
-"""Copies kept on a node: the newest, and the one that the next change is against. A process that maps an older one
-keeps its memory."""
+"""Copies kept on a node: the newest, and the one that the next change is against."""
 POLL_S = 0.01
 
 
@@ -50,26 +49,16 @@ def chain(run: RunDir, version: Version) -> list[Version]:
 def bases(folder: Path) -> list[str]:
     """Names of the folders that `folder` is read through; the list ends at one that is gone or damaged."""
     names: list[str] = []
-    about = json_or_none(folder / "index.json")
-    while about and about.get("base"):
-        names.append(name_of(Version(**about["base"])))
-        about = json_or_none(folder.parent / names[-1] / "index.json")
+    with contextlib.suppress(ValueError):
+        while (about := read_json(folder / "index.json")) and about.get("base"):
+            names.append(name_of(Version(**about["base"])))
+            folder = folder.parent / names[-1]
     return names
 
 
-def json_or_none(path: Path) -> dict[str, Any] | None:
-    try:
-        value: dict[str, Any] | None = read_json(path)
-    except ValueError:
-        return None
-    return value
-
-
 def on_disk(run: RunDir, version: Version, copies: NodeCopies | None = None) -> dict[str, Tensor]:
-    """Read the tensors of `version` from the shared disk, not yet compared. Raises WeightsError.
-
-    Where `copies` holds the base of a change, it is taken from there.
-    """
+    """Read the tensors of `version` from the shared disk, a change's base from `copies` where they have it; not yet
+    compared. Raises WeightsError."""
     path = tensors_path(run, version)
     index = read_index(path, version.checksum)
     tensors, base = read_parts(path, index), base_of(index)
@@ -101,7 +90,7 @@ def read(
 
 
 def can_be_had(run: RunDir, number: int, lineage: int) -> bool:
-    """Return True if a version's tensors are on the shared disk, and are what its manifest says: all of them are read."""
+    """Return True if a version's tensors are on the shared disk and are what its manifest says. Reads all of them."""
     try:
         read(run, named(run, number, lineage), None)
     except WeightsError:
@@ -154,7 +143,7 @@ class NodeCopies:
     def verified(
         self, version: Version, contents: Contents, progress: Progress = lambda: None
     ) -> dict[str, Tensor] | None:
-        """Read this node's copy and verify it; None where there is none, or where it is damaged (it is then removed)."""
+        """Read and verify this node's copy; None where there is none, or a damaged one (it is then removed)."""
         tensors = self.find(version)
         try:
             if tensors is not None:

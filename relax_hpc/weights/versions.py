@@ -25,7 +25,7 @@ from typing import Any
 from relax_hpc.files.publish import names, publish, read_json, replace, sync_folder, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
-from relax_hpc.weights.contents import Contents, checksum, from_plain, to_plain
+from relax_hpc.weights.contents import Contents, checksum, from_json
 
 _MANIFEST = re.compile(r"v(\d{8})\.l(\d+)\.json")
 _TENSORS = re.compile(r"v\d{8}\.l\d+\.i\d+")
@@ -40,38 +40,36 @@ class Manifest:
 
 
 class Versions:
-    """The trainer's access to the versions. `commit_dir`: the incarnation's folder; when a successor has renamed it,
-    every change fails."""
+    """The trainer's access to the versions. Every change fails once a successor has renamed `commit_dir`."""
 
     def __init__(self, run: RunDir, commit_dir: Path, incarnation: int) -> None:
         self.run, self.commit_dir, self._incarnation = run, commit_dir, incarnation
         self.lineage = 0
 
     def find(self, number: int) -> Manifest | None:
-        """Look up version `number` in the newest lineage that has one; in the current lineage when none has."""
-        return manifest(self.run, number, max([self.lineage, *self._lineages(number)]))
+        """Look up version `number` in the newest lineage that has one."""
+        return manifest(self.run, number, self._lineage(number))
 
-    def _lineages(self, number: int) -> list[int]:
-        """The lineages that have a version of this number."""
+    def _lineage(self, number: int) -> int:
+        """The newest lineage that has a version of this number; the current one when none has."""
         found = (_MANIFEST.fullmatch(name) for name in names(self.run.weights))
-        return [int(match[2]) for match in found if match and int(match[1]) == number]
+        return max([self.lineage, *(int(match[2]) for match in found if match and int(match[1]) == number)])
 
     def new(self, number: int, contents: Contents, replayed: Manifest | None) -> Version:
         """Name a new version, in a new lineage where it differs from `replayed`, the one published before."""
-        lineage = replayed.version.lineage + 1 if replayed else max([self.lineage, *self._lineages(number)])
+        lineage = replayed.version.lineage + 1 if replayed else self._lineage(number)
         return Version(number, lineage, self._incarnation, checksum(contents))
 
     def announce(self, version: Version, contents: Contents) -> None:
         """Make a version exist, and make it the newest. Raises FileNotFoundError if fenced."""
-        about = {**asdict(version), "tensors": to_plain(contents)}
+        about = {**asdict(version), "tensors": dict(sorted(contents.items()))}
         text = (json.dumps(about, separators=(",", ":")) + "\n").encode()
         publish(manifest_path(self.run, version.number, version.lineage), text, commit_dir=self.commit_dir)
         self._say_newest(version)
         self.lineage = version.lineage
 
     def catch_up(self, published: Manifest) -> Version:
-        """Take up a version that was published before: it becomes the newest, in case its trainer died before it could
-        say so."""
+        """Take up a version that was published before; its trainer may have died before it could call it the newest."""
         version, newest = published.version, self.newest()
         if newest is None or (newest.lineage, newest.number) < (version.lineage, version.number):
             self._say_newest(version)
@@ -116,8 +114,7 @@ class Versions:
         return sorted(found, key=number_of)
 
     def forget(self, oldest_step: int, pinned: Collection[int]) -> None:
-        """Remove manifests of versions before the oldest restorable checkpoint, except pinned ones: replays are
-        compared with them no more."""
+        """Remove manifests that no replay is compared with any more (see Publisher.forget)."""
         for match in map(_MANIFEST.fullmatch, names(self.run.weights)):
             if match and int(match[1]) < oldest_step and int(match[1]) not in pinned:
                 self.remove(self.run.weights / match[0])
@@ -144,7 +141,7 @@ def manifest(run: RunDir, number: int, lineage: int) -> Manifest | None:
     path = manifest_path(run, number, lineage)
     try:
         about = read_json(path)
-        return None if about is None else Manifest(_version(about), from_plain(about["tensors"]))
+        return None if about is None else Manifest(_version(about), from_json(about["tensors"]))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedWeights(f"the manifest '{path}' is damaged: {error!r}: refused") from error
 

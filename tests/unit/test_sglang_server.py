@@ -139,7 +139,7 @@ def test_a_request_that_is_wrong_and_control_calls_are_sent_once(answers: Answer
 
 
 def test_weights_are_files_in_memory_that_end_with_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.engines.sglang.weights_files.BUCKET_BYTES", 20)
+    monkeypatch.setattr("relax_hpc.engines.sglang.weights_files.BUCKET_BYTES", 32)
     from safetensors.torch import load_file
 
     tensors = {

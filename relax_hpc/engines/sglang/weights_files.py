@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -17,16 +17,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from relax_hpc.files.tensor_files import buckets
+
 BUCKET_BYTES = 1 << 30
-"""A file is written when this many bytes have come: during the write they are in memory twice."""
+"""The most bytes of a file, if no tensor has more: while it is written, they are in memory twice."""
 
 
 class WeightsFiles:
-    """The files of a version, which exist within a `with` block. `parent`: where their folder is made; the system's own
-    place by default.
-
-    With a parent the files are real ones, for a server on another machine.
-    """
+    """The files of a version, which exist within a `with` block. parent: where their folder is made, as real files, for
+    a server on another machine; by default they are in memory alone."""
 
     def __init__(self, parent: Path | None = None) -> None:
         self._parent, self._files = parent, list[int]()
@@ -46,8 +45,7 @@ class WeightsFiles:
             os.close(file)
 
     def link(self, files: Sequence[Path], tensors: Iterable[tuple[str, Tensor]]) -> bool:
-        """Link files that hold exactly these tensors into the folder. Returns False where one is gone: a version may be
-        retired meanwhile."""
+        """Link files that hold exactly these tensors. Returns False where one is gone: its version was retired."""
         if not all(file.exists() for file in files):
             return False
         self.shapes = {name: tensor.shape for name, tensor in tensors}
@@ -57,30 +55,19 @@ class WeightsFiles:
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], leave_out: set[str]) -> None:
         """Write all tensors except those in `leave_out`, whose shapes are noted all the same."""
-        bucket: dict[str, Tensor] = {}
-        held = count = 0
-        for name, tensor in tensors:
-            self.shapes[name] = tensor.shape
-            if name in leave_out:
-                continue
-            bucket[name] = tensor.detach().contiguous().cpu()
-            held += tensor.nbytes
-            if held >= BUCKET_BYTES:
-                self._write(bucket, count)
-                bucket, held, count = {}, 0, count + 1
-        if bucket:
-            self._write(bucket, count)
 
-    def _write(self, bucket: dict[str, Tensor], number: int) -> None:
-        path = self._path(number)
-        if self._parent is not None:
-            path.write_bytes(save(bucket))
-            return
-        file = os.memfd_create(path.name)
-        self._files.append(file)
-        with os.fdopen(file, "wb", closefd=False) as writer:
-            writer.write(save(bucket))
-        path.symlink_to(f"/proc/{os.getpid()}/fd/{file}")
+        def served() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                self.shapes[name] = tensor.shape
+                if name not in leave_out:
+                    yield name, tensor.detach().contiguous().cpu()
+
+        for number, bucket in enumerate(buckets(served(), BUCKET_BYTES)):
+            path = self._path(number)
+            if self._parent is None:
+                self._files.append(os.memfd_create(path.name))
+                path.symlink_to(f"/proc/{os.getpid()}/fd/{self._files[-1]}")
+            path.write_bytes(save(dict(bucket)))
 
     def _path(self, number: int) -> Path:
         return self.folder / f"model-{number:05d}.safetensors"

@@ -39,7 +39,7 @@ START_S = 60.0
 
 
 class BackendProcess:
-    """The child as its parent sees it. Its methods raise GroupError where the child does not do what it is asked to."""
+    """The child as its parent sees it. Methods raise GroupError where the child does not do what it is asked to."""
 
     def __init__(self, speaks: str, program: Path, *arguments: str, start_s: float = START_S) -> None:
         """`speaks`: MPI or NCCL, for messages. Raises RunError when the program finds no library to speak it with."""
@@ -83,8 +83,7 @@ class BackendProcess:
             socket.send_fds(self._channel, [json.dumps({"call": what, **arguments}).encode()], descriptors)
 
     def hear(self, limit_s: float, given_up: Callable[[], bool] = lambda: False) -> Any:
-        """Wait for the next answer. A child that gives none within the limit, or before `given_up` returns True, is
-        killed."""
+        """Wait for the next answer. A child that gives none in time, or before `given_up` returns True, is killed."""
         began = time.monotonic()
         poll = select.poll()
         poll.register(self._channel, select.POLLIN)
@@ -122,11 +121,8 @@ class BackendProcess:
         arrived: Arrived = lambda _: None,
         buffers: SharedBufferPool | None = None,
     ) -> None:
-        """Send the tensors' bytes to the group, or receive into them; `limit_s` holds for each slot. Where that fails,
-        the child is killed.
-
-        arrived: see relax_hpc.weights.groups.protocol.Group. buffers: bytes that lie in this pool do not pass through
-        the slots.
+        """Send the tensors' bytes to the group, or receive into them, as Group.broadcast does; `limit_s` holds for each
+        slot. Where that fails, the child is killed. buffers: bytes that lie in this pool do not pass through the slots.
         """
         todo = [(place, as_bytes(p)) for place, tensor in enumerate(tensors) for p in pieces(tensor, SLOT_BYTES)]
         under_way: deque[tuple[int, bool]] = deque()
@@ -172,8 +168,7 @@ class BackendProcess:
                 self._shared[arena] = self.hear(START_S, given_up)
 
     def _where(self, piece: NDArray[np.uint8], buffers: SharedBufferPool | None) -> dict[str, Any] | None:
-        """Find bytes in memory, besides the slots, that the child has mapped; returns arguments of its `move`, None
-        where they are not there."""
+        """Find bytes in memory that the child has mapped besides the slots; returns arguments of its `move`, or None."""
         found = buffers.find(piece) if buffers is not None else None
         if found is None or found[0] not in self._shared:
             return None

@@ -27,15 +27,23 @@ from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, call, leave_
 
 POLL_S = 0.02
 IN_FLIGHT, MESSAGE_BYTES = 8, 4 << 20
-"""Messages on their way at once, and bytes of each. A receiver asks for each message, and waits for that time
-otherwise. It waits for all of them from the same moment on, so that a time limit is for this many bytes, whatever the
-tensors' sizes."""
+"""Messages on their way at once, and bytes of each. A receiver waits for all of them from the same moment on, so that a
+time limit is for this many bytes, whatever the tensors' sizes."""
 dist: Any = torch.distributed
 """torch.distributed without types: it has none for process groups that are made by hand."""
 
 
-class GlooGroup:
-    """A gloo group, of which rank 0 sends. See relax_hpc.weights.groups.protocol.Group."""
+@contextlib.contextmanager
+def _as_group_errors() -> Iterator[None]:
+    """Raise torch's errors as GroupError: a store whose file is gone, a member that does not connect."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupError(str(error)) from error
+
+
+class GlooGroup(Group):
+    """A gloo group, of which rank 0 sends."""
 
     def __init__(self, store: Any, rank: int, world: int, timeout_s: float, local: bool) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -51,27 +59,20 @@ class GlooGroup:
         options._devices = [device]
         self._group = dist.ProcessGroupGloo(store, rank, world, options)
 
+    @_as_group_errors()
     def broadcast(
         self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
     ) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
-        with _as_group_errors():
-            works = [
-                [self._group.broadcast([piece], options) for piece in pieces(tensor, MESSAGE_BYTES)]
-                for tensor in tensors
-            ]
-            for place, under_way in enumerate(works):
-                for work in under_way:
-                    work.wait()
-                arrived(place)
-
-    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
-        self.broadcast([message], timeout_s)
+        begin = lambda tensor: [self._group.broadcast([piece], options) for piece in pieces(tensor, MESSAGE_BYTES)]
+        for place, under_way in enumerate([begin(tensor) for tensor in tensors]):
+            for work in under_way:
+                work.wait()
+            arrived(place)
 
     def close(self) -> None:
-        """Close the group's connections."""
         del self._group
 
 
@@ -82,15 +83,8 @@ class GlooRendezvous:
         self._run, self._timeout_s, self._commit_dir = run, timeout_s, commit_dir
         self.buffers = BufferPool()
 
+    @_as_group_errors()
     def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
-        with _as_group_errors():
-            return self._form(names)
-
-    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
-        with _as_group_errors():
-            return self._join(group, name, given_up)
-
-    def _form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
         assert self._commit_dir is not None
         group_id = uuid.uuid4().hex
         store = self._store(group_id)
@@ -104,23 +98,23 @@ class GlooRendezvous:
             here |= {name for name in names - here if store.check([f"here/{name}"])}
             time.sleep(POLL_S)
         leave_out(self._run, names - here)
-        request = sorted(here)
-        store.set("go", json.dumps(request))
+        store.set("go", json.dumps(sorted(here)))
         if not here:
             raise GroupError(f"nobody answered within {CHECK_IN_S:.0f} s")
-        return self._connected(store, 0, len(request), group), here
+        return self._connected(store, 0, len(here), group), here
 
-    def _join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
+    @_as_group_errors()
+    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
         store = self._store(group.id)
         store.set(f"here/{name}", "")
         while not store.check(["go"]):
             if given_up():
                 raise GroupError("another group was called meanwhile")
             time.sleep(POLL_S)
-        request = json.loads(store.get("go"))
-        if name not in request:
+        members = json.loads(store.get("go"))
+        if name not in members:
             raise GroupError("answered too late, and was left out")
-        return self._connected(store, 1 + request.index(name), len(request), group)
+        return self._connected(store, 1 + members.index(name), len(members), group)
 
     def _connected(self, store: Any, rank: int, workers: int, group: Called) -> Group:
         return GlooGroup(dist.PrefixStore("gloo", store), rank, 1 + workers, self._timeout_s, group.local)
@@ -129,12 +123,3 @@ class GlooRendezvous:
         store = dist.FileStore(str(self._run.weights / f"group-{group_id}"))
         store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
         return store
-
-
-@contextlib.contextmanager
-def _as_group_errors() -> Iterator[None]:
-    """Raise torch's errors as GroupError: a store whose file is gone, a member that does not connect."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise GroupError(str(error)) from error

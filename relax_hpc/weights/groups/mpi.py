@@ -1,5 +1,4 @@
-"""A group over MPI, between processes that come and go: each has a child that speaks MPI (see mpi_process.py) and may
-crash.
+"""A group over MPI, between processes that come and go: each has a child that speaks MPI (mpi_process.py), and may crash.
 
     worker:  weights/group-ID/NAME        the port it opened          trainer: weights/group-ID.json    who is connected to
     trainer ──Connect──► worker (Accept), one after the other; then a broadcast is one Issend to each
@@ -25,7 +24,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json, replace, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights.groups.backend_process import START_S, BackendProcess
-from relax_hpc.weights.groups.protocol import IDLE_S, Arrived, GroupError
+from relax_hpc.weights.groups.protocol import IDLE_S, Arrived, Group, GroupError
 from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, call, leave_out
 from relax_hpc.weights.groups.shared_buffers import SharedBufferPool
 
@@ -50,12 +49,13 @@ def take_process() -> BackendProcess:
 
 
 def give_back(process: BackendProcess) -> None:
-    with _lock:
-        _ready.append(process)
+    if process.alive:
+        with _lock:
+            _ready.append(process)
 
 
-class MpiGroup:
-    """The sender's connections to all receivers, or a receiver's to the sender. See relax_hpc.weights.groups.protocol.Group."""
+class MpiGroup(Group):
+    """The sender's connections to all receivers, or a receiver's to the sender."""
 
     def __init__(
         self,
@@ -73,12 +73,8 @@ class MpiGroup:
     ) -> None:
         self.child.move(tensors, self._sends, timeout_s or self._timeout_s, self._given_up, arrived, self._buffers)
 
-    def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
-        self.broadcast([message], timeout_s)
-
     def close(self) -> None:
-        if self.child.alive:
-            give_back(self.child)
+        give_back(self.child)
 
 
 class MpiRendezvous:
@@ -96,14 +92,13 @@ class MpiRendezvous:
             ports = self._ports(group_id, names)
             connected = self._connect(process, ports)
         except BaseException:
-            if process.alive:
-                give_back(process)
+            give_back(process)
             raise
         return MpiGroup(process, self.buffers, True, self._timeout_s, lambda: False), connected
 
     def _ports(self, group_id: str, names: frozenset[str]) -> dict[str, str]:
-        """Call a group, and wait for answers; returns name -> port of the workers that answered. A worker whose MPI is
-        not there yet answers at once, and names its port later."""
+        """Call a group; returns name -> port of the workers that answer. One answers at once, and names its port when
+        its MPI is there."""
         assert self._commit_dir is not None
         for old in self._run.weights.glob("group-*"):
             shutil.rmtree(old, ignore_errors=True)
@@ -151,8 +146,7 @@ class MpiRendezvous:
                 raise GroupError("another group was called meanwhile, or this answer came too late")
             process.call("accept", IDLE_S, given_up)
         except BaseException:
-            if process.alive:
-                give_back(process)
+            give_back(process)
             raise
         return MpiGroup(process, self.buffers, False, self._timeout_s, given_up)
 
@@ -161,8 +155,7 @@ class MpiRendezvous:
 
 
 def _process() -> BackendProcess:
-    """Take a child for a group. MPI worked here when the rendezvous was made, so an error now may pass: it becomes a
-    GroupError."""
+    """Take a child for a group. MPI worked here when the rendezvous was made: an error now may pass, so a GroupError."""
     try:
         return take_process()
     except RunError as error:

@@ -29,8 +29,8 @@ START_S = 300.0
 """Seconds for a child to import torch, from whatever file system, and to reach its GPU."""
 
 
-class NcclGroup:
-    """An NCCL group, of which rank 0 sends. See relax_hpc.weights.groups.protocol.Group."""
+class NcclGroup(Group):
+    """An NCCL group, of which rank 0 sends."""
 
     def __init__(self, control: Group, child: BackendProcess, sends: bool, timeout_s: float) -> None:
         self._control, self.child, self._sends, self._timeout_s = control, child, sends, timeout_s

@@ -2,8 +2,8 @@
 
     slot ──copy──► GPU ──broadcast──► GPU ──copy──► slot          each slot has a stream of its own, so that they overlap
 
-A broadcast whose sender or receiver is gone would occupy its GPU, and only the end of its process is sure to end it: so
-it has a process of its own, which is killed. BACKEND is nccl; with gloo the bytes go without a GPU, from slot to slot.
+A broadcast whose sender or receiver is gone would occupy its GPU until its process ends: so it has a process of its
+own, which is killed. BACKEND is nccl; with gloo the bytes go without a GPU, from slot to slot.
 """
 
 from __future__ import annotations

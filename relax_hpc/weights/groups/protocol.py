@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,14 +18,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from relax_hpc.files.tensor_files import DTYPES, as_bytes
+from relax_hpc.files.tensor_files import DTYPES, as_bytes, buckets, split
 from relax_hpc.weights.base import Export, Progress
 from relax_hpc.weights.contents import Contents, entry
 from relax_hpc.weights.parts import Named, in_threads
 
 SEGMENT_BYTES = 2 << 20
-"""Bytes to which smaller tensors are put together, since each message costs a fraction of a millisecond. Larger ones
-are sent from where they are, and received where they stay."""
+"""Bytes to which smaller neighbors are put together (both sides compute the same), since each message costs a fraction
+of a millisecond. Larger tensors are sent from where they are, and received where they stay."""
 PART_BYTES = 8 << 20
 """Bytes of tensors that are described together. While one such part is on its way, checksums of the next one are made,
 and its small tensors put together."""
@@ -51,38 +52,33 @@ class Group(Protocol):
     def broadcast(
         self, tensors: Sequence[Tensor], timeout_s: float | None = None, arrived: Arrived = lambda _: None
     ) -> None:
-        """Send the tensors' bytes, or receive into them; nobody waits longer than `timeout_s` for another. Raises
-        GroupError.
-
-        arrived: called with the place of every tensor in `tensors`, one after the other, while later ones are on their
-        way.
-        """
+        """Send the tensors' bytes, or receive into them; nobody waits longer than `timeout_s` for another. arrived:
+        called with each tensor's place in `tensors`, in order, while later ones are on their way. Raises GroupError."""
         ...
 
     def tell(self, message: Tensor, timeout_s: float | None = None) -> None:
         """Send or receive a small message that says which bytes come, or whether there are any. Raises GroupError."""
-        ...
+        self.broadcast([message], timeout_s)
 
     def close(self) -> None: ...
 
 
 class BufferPool:
-    """Memory to receive into, or to send from. It is used again: touching pages for the first time costs more than
-    writing to them."""
+    """Memory to receive into, or to send from; used again, as touching pages for the first time costs more than writing."""
 
     def __init__(self) -> None:
-        self._spare: dict[int, list[Tensor]] = {}
+        self._spare: defaultdict[int, list[Tensor]] = defaultdict(list)
 
     def take(self, nbytes: int) -> Tensor:
         try:
             return self._spare[nbytes].pop()
-        except (KeyError, IndexError):
+        except IndexError:
             return self._new(nbytes)
 
     def give_back(self, segments: Sequence[Tensor]) -> None:
         """Give segments back for later use; nobody may look at them any more."""
         for segment in segments:
-            self._spare.setdefault(len(segment), []).append(segment)
+            self._spare[len(segment)].append(segment)
 
     def abandon(self, segments: Sequence[Tensor]) -> None:
         """Drop segments whose group has broken: bytes may still arrive there, so they are not used again."""
@@ -100,8 +96,7 @@ class Outgoing:
         """The parts of the last version."""
 
     def send(self, export: Export, bucket_bytes: int, progress: Progress) -> tuple[Contents, GroupError | None]:
-        """Export a version into the group. Returns its contents, and the error if the group broke: then the group is of
-        no more use."""
+        """Export a version into the group. Returns its contents, and the error if the group broke."""
         contents: Contents = {}
         sent: list[Described] = []
         broken: list[GroupError] = []
@@ -140,13 +135,13 @@ class Outgoing:
         self.group.close()
 
     def _packed(self, part: Named) -> tuple[Contents, list[Tensor], list[Tensor]]:
-        """Prepare a part: returns its contents; its bytes, in segments; and those segments that belong to our buffers."""
+        """Prepare a part: returns its contents, its bytes in segments, and those of the segments that are our buffers'."""
         entries: Contents = {}
         segments, used = [], []
-        for run in _segments([tensor.nbytes for _, tensor in part]):
-            flat = None if len(run) == 1 else self._buffers.take(sum(_padded(part[i][1].nbytes) for i in run))
+        for run in buckets(part, SEGMENT_BYTES):
+            flat = None if len(run) == 1 else self._buffers.take(sum(_padded(tensor.nbytes) for _, tensor in run))
             begin = 0
-            for name, tensor in (part[i] for i in run):
+            for name, tensor in run:
                 on_cpu = tensor.cpu()  # once, where it comes from a GPU
                 entries[name], piece = entry(on_cpu), as_bytes(on_cpu)
                 if flat is None:
@@ -215,8 +210,7 @@ class Incoming:
         """The parts of the last version."""
 
     def receive(self, begun: Callable[[], None]) -> Received | None:
-        """Receive the next version; None when the group is given up. `begun`: called when it begins to come. Raises
-        GroupError."""
+        """Receive the next version; None when the group is given up. begun: called when it comes. Raises GroupError."""
         received = Received()
         try:
             return self._receive(received, begun)
@@ -250,10 +244,9 @@ class Incoming:
                 (name, dtype := DTYPES[called], shape, math.prod(shape) * dtype.itemsize)
                 for name, called, shape in part
             ]
-            runs += [[about[i] for i in run] for run in _segments([size for *_, size in about])]
-        segments = [
-            self._buffers.take(run[0][-1] if len(run) == 1 else sum(_padded(size) for *_, size in run)) for run in runs
-        ]
+            runs += split(about, lambda tensor: tensor[-1], SEGMENT_BYTES)
+        sizes = [run[0][-1] if len(run) == 1 else sum(_padded(size) for *_, size in run) for run in runs]
+        segments = [self._buffers.take(size) for size in sizes]
         received.segments += segments
 
         def take(place: int) -> None:
@@ -270,20 +263,6 @@ def pieces(tensor: Tensor, nbytes: int) -> list[Tensor]:
     """Cut a tensor's bytes into pieces of at most `nbytes`; none of an empty one. All sides of a group cut alike."""
     data = tensor.view(torch.uint8)
     return [data[begin : begin + nbytes] for begin in range(0, len(data), nbytes)]
-
-
-def _segments(sizes: list[int]) -> list[list[int]]:
-    """Group the indices of pieces that are sent as one segment: neighbors up to SEGMENT_BYTES; a larger one alone. Both
-    sides compute the same."""
-    runs: list[list[int]] = []
-    total = 0
-    for i, size in enumerate(sizes):
-        if not runs or total + size > SEGMENT_BYTES:
-            runs.append([])
-            total = 0
-        runs[-1].append(i)
-        total += size
-    return runs
 
 
 def _padded(size: int) -> int:

@@ -19,8 +19,7 @@ from relax_hpc.files.publish import read_json, replace, to_json
 from relax_hpc.files.run_dir import RunDir
 
 CHECK_IN_S = 5.0
-"""Seconds for a worker to answer. It does so from a thread of its own, however busy it is; attribute caches of NFS may
-take three seconds."""
+"""Seconds for a worker to answer, which a thread of its own does; attribute caches of NFS may take three of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Memory that a process and its child have both mapped: bytes in it go to a group, and come from it, without a copy
-between the two."""
+"""Memory that a process and its child have both mapped: bytes go from it to a group and back without a copy."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from torch import Tensor
 from relax_hpc.weights.groups.protocol import BufferPool
 
 ARENA_BYTES = 1 << 30
-"""Bytes of the first arena; each further one is as large as all before it. Only pages that were written to take memory.
-"""
+"""Bytes of the first arena; each further one is as large as all before it. Pages never written to take no memory."""
 ALIGNMENT = 64
 
 
@@ -33,8 +31,7 @@ class Arena:
 
 
 class SharedBufferPool(BufferPool):
-    """Buffers for groups whose child is dead when they break: memory is used again then too, and would not be freed
-    otherwise."""
+    """Buffers for groups whose child is dead when they break: memory is used again then too."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from torch import Tensor
 
+from relax_hpc.files.tensor_files import split
+
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 """State of each parameter: its master weight and AdamW's two moments, float32."""
 META = torch.device("meta")
@@ -79,16 +81,7 @@ def expected(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
 def to_fill(optimizers: list[Any], model: dict[str, Any], most_bytes: int) -> Iterator[dict[str, Any]]:
     """The state's tensors to load into, some at a time: put each part into place before asking for the next. Every
     process is given equally many parts."""
-    every = list(_parameters(optimizers, model))
-    parts: list[list[Any]] = [[]]
-    size = 0
-    for one in every:
-        length = 4 * len(KEYS) * one[2].numel()
-        if parts[-1] and size + length > most_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(one)
-        size += length
+    parts = list(split(_parameters(optimizers, model), lambda one: 4 * len(KEYS) * one[2].numel(), most_bytes))
     counts = [0] * dist.get_world_size()
     dist.all_gather_object(counts, len(parts))
     for part in parts + [[] for _ in range(max(counts) - len(parts))]:

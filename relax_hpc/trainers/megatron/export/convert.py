@@ -11,15 +11,18 @@ their own type.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+from torch import Tensor
 from transformers import AutoConfig
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import to_json, write_file
+from relax_hpc.files.tensor_files import buckets
 from relax_hpc.recipe.tables.trainer import Trainer
 from relax_hpc.trainers import fit, state_files
 from relax_hpc.trainers.build import SMALL_FILES, dtype_of
@@ -80,26 +83,19 @@ def _trainer(dtype: torch.dtype, source: Path) -> Trainer:
     return Trainer.model_validate({"backend": "megatron", "dtype": str(dtype).removeprefix("torch.")})
 
 
-def _write(tensors: Any, output: Path) -> None:
+def _write(tensors: Iterable[tuple[str, Tensor]], output: Path) -> None:
     """Write the tensors as safetensors files of at most FILE_BYTES; with an index where there are several."""
     files: dict[str, str] = {}
-    part: dict[str, torch.Tensor] = {}
-    number = size = total = 0
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > FILE_BYTES:
-            state_files.write(output, {_part(number): part})
-            part, number, size = {}, number + 1, 0
-        part[name], files[name] = tensor, _part(number)
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    if not number:
-        state_files.write(output, {state_files.MODEL: part})
-        return
-    state_files.write(output, {_part(number): part})
-    write_file(output / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": files}))
-
-
-def _part(number: int) -> str:
-    return f"model-{number:05d}.safetensors"
+    total = 0
+    for number, bucket in enumerate(buckets(tensors, FILE_BYTES)):
+        file = f"model-{number:05d}.safetensors"
+        state_files.write(output, {file: dict(bucket)})
+        files |= {name: file for name, _ in bucket}
+        total += sum(tensor.nbytes for _, tensor in bucket)
+    if len(set(files.values())) == 1:
+        (output / file).rename(output / state_files.MODEL)
+    else:
+        write_file(output / INDEX, to_json({"metadata": {"total_size": total}, "weight_map": files}))
 
 
 def _config(folder: Path) -> Any:

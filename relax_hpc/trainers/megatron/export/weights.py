@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.files.tensor_files import split
 from relax_hpc.trainers.build import files_of
 from relax_hpc.trainers.megatron.export.weight_names import Part, Reader, part_of
 from relax_hpc.trainers.megatron.head import Critic, Policy
@@ -129,6 +130,16 @@ class Entry:
     dtype: torch.dtype
     holders: list[int]  # the process that has shard 0, 1, …
 
+    @property
+    def count(self) -> int:
+        """Elements of a shard."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return self.count * self.dtype.itemsize * len(self.holders)
+
 
 def plan_export(held: Held, groups: ProcessGroupCollection) -> list[Entry]:
     """Plan the export: the shards that each process sends, the same plan on every process; collective."""
@@ -155,21 +166,6 @@ def _order(name: str) -> tuple[Any, ...]:
     return first, *((0, int(word)) if word.isdigit() else (1, word) for word in name.split("."))
 
 
-def buckets(entries: list[Entry], bucket_bytes: int) -> Iterator[list[Entry]]:
-    """Split the entries into lists of at most `bucket_bytes`; a larger entry is a list of its own."""
-    bucket: list[Entry] = []
-    size = 0
-    for entry in entries:
-        whole = torch.Size(entry.shape).numel() * entry.dtype.itemsize * len(entry.holders)
-        if bucket and size + whole > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(entry)
-        size += whole
-    if bucket:
-        yield bucket
-
-
 @torch.no_grad()
 def export(
     held: Held, entries: list[Entry], model: Any, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
@@ -177,7 +173,7 @@ def export(
     """Export the model: process 0 yields all of it, tensor by tensor, on the CPU; the others send their shards and
     yield nothing."""
     rank = dist.get_rank()
-    for bucket in buckets(entries, bucket_bytes):
+    for bucket in split(entries, lambda entry: entry.nbytes, bucket_bytes):
         if rank:
             _send(bucket, held, rank)
             continue
@@ -207,7 +203,7 @@ def _receive(bucket: list[Entry], held: Held) -> dict[Part, list[Tensor]]:
     flat: dict[int, Tensor] = {}
     waiting = []
     for sender in sorted({rank for entry in bucket for rank in entry.holders if rank}):
-        count = sum(torch.Size(e.shape).numel() for e in bucket if sender in e.holders)
+        count = sum(entry.count for entry in bucket if sender in entry.holders)
         flat[sender] = torch.empty(count, dtype=bucket[0].dtype, device=device)
         waiting.append(dist.irecv(flat[sender], src=sender))
     for work in waiting:
@@ -220,7 +216,6 @@ def _receive(bucket: list[Entry], held: Held) -> dict[Part, list[Tensor]]:
             if sender == 0:
                 arrived[entry.part].append(held[entry.part].detach())
                 continue
-            count = torch.Size(entry.shape).numel()
-            arrived[entry.part].append(flat[sender][:count].view(entry.shape))
-            flat[sender] = flat[sender][count:]
+            arrived[entry.part].append(flat[sender][: entry.count].view(entry.shape))
+            flat[sender] = flat[sender][entry.count :]
     return arrived
