@@ -10,7 +10,7 @@ from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.recipe.schema import Recipe
 
-__all__ = ["ENGINES", "Completion", "Engine", "EngineError", "EngineRestarted", "Abort", "Sampling", "make_engine"]
+__all__ = ["ENGINES", "Abort", "Completion", "Engine", "EngineError", "EngineRestarted", "Sampling", "make_engine"]
 
 ENGINES: dict[str, Callable[[Recipe, Path], Engine]] = {"sglang": SglangEngine, "torch": TorchEngine}
 

@@ -1,5 +1,4 @@
-"""The interface of an engine: token sequences in, tokens with logprobs and versions out, under the weights it was
-given."""
+"""The interface of an engine: token sequences in, tokens with logprobs and versions out."""
 
 from __future__ import annotations
 
@@ -12,7 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.records import Finish
+from relax_hpc.records import Finish, Progress
+
+Tokens = NDArray[np.int32]
+Weights = Iterable[tuple[str, Tensor]]
+"""A version's tensors by their Hugging Face names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +58,7 @@ class EngineRestarted(EngineError):
 
 
 class Engine(Protocol):
-    """The interface to fill to add an engine; the contract suite in tests/contract/test_engines.py runs over all of
-    them."""
+    """The interface to fill to add an engine; the suite tests/contract/test_engines.py runs over all of them."""
 
     version: int
     """The version of the weights that it generates with; -1 before the first."""
@@ -68,14 +70,10 @@ class Engine(Protocol):
     """True where a seed gives the same completions again, bit for bit, on the same machine."""
 
     def load(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        progress: Callable[[], None] = lambda: None,
-        files: Sequence[Path] = (),
+        self, version: int, tensors: Weights, progress: Progress = lambda: None, files: Sequence[Path] = ()
     ) -> None:
-        """Load a whole version, verified by the caller, under Hugging Face names. Raises ValueError for names or shapes
-        that differ, EngineRestarted, EngineError.
+        """Load a whole version, verified by the caller. Raises ValueError for names or shapes that differ,
+        EngineRestarted, EngineError.
 
         `files`: safetensors files with exactly these tensors, for an engine that reads files itself. `progress` is
         called during anything that lasts longer than the loading itself, such as starting a lost engine again.
@@ -84,22 +82,21 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: Sequence[NDArray[np.int32]],
+        prompts: Sequence[Tokens],
         samples_per_prompt: int,
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
-        begun: Sequence[NDArray[np.int32]] = (),
+        begun: Sequence[Tokens] = (),
     ) -> list[Completion]:
-        """Generate `samples_per_prompt` completions of every prompt, as one batch: prompt-major, len(prompts) *
-        samples_per_prompt completions.
+        """Generate `samples_per_prompt` completions of every prompt, as one batch, prompt-major.
 
-        Where the engine is `seeded`, the same prompts, samples_per_prompt, sampling, seed and weights give the same
-        completions. `progress` is called with the number of tokens generated so far (an engine may count completions
-        when they end), at least once a second (it is the heartbeat). Where it raises Abort, completions that have not
-        ended have no `finish`. `begun`: tokens that each prompt's answer has already, under whatever weights
-        (`samples_per_prompt` is 1 then). They count for `max_new_tokens` and stop strings, and are not part of the
-        completion. Raises ValueError when a prompt leaves no room in the context, EngineRestarted, EngineError.
+        Where the engine is `seeded`, the same arguments and weights give the same completions. `progress` is called
+        with the number of tokens generated so far (an engine may count completions when they end), at least once a
+        second (it is the heartbeat). Where it raises Abort, completions that have not ended have no `finish`. `begun`:
+        tokens that each prompt's answer has already (`samples_per_prompt` is 1 then). They count for `max_new_tokens`
+        and stop strings, and are not part of the completion. Raises ValueError when a prompt leaves no room in the
+        context, EngineRestarted, EngineError.
         """
         ...
 
@@ -107,9 +104,8 @@ class Engine(Protocol):
         """Give the device's memory back, weights and cache; nothing is called before `onload`."""
         ...
 
-    def onload(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Take the device's memory again after `offload`, without weights: `load` brings them. `progress`: as in
-        `load`."""
+    def onload(self, progress: Progress = lambda: None) -> None:
+        """Take the device's memory again after `offload`, without weights: `load` brings them."""
         ...
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """A key/value cache that is written in place, and attention that reads it in place.
 
-transformers' own cache concatenates, and its grouped-query attention repeats, the whole cache for every token: for small
+transformers' cache concatenates, and its grouped-query attention repeats, the whole cache for every token: for small
 models both cost more than the arithmetic.
 """
 
@@ -42,8 +42,7 @@ class InPlaceLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new positions of the rows in `writing`; returns views of all their positions, the new ones
-        included."""
+        """Write the new positions of the rows in `writing`; returns views of all their positions."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
@@ -95,8 +94,7 @@ class InPlaceCache(Cache):
 def grouped_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention by SDPA. For one query position, the heads that share a key/value head become its queries, so nothing
-    is repeated.
+    """Attention by SDPA. For one query position, the heads that share a key/value head become its queries: no repeats.
 
     query: [B, heads, L, D]; key, value: [B, kv heads, S, D]; mask: [B, 1, L, S]. Returns [B, L, heads, D].
     """

@@ -1,9 +1,8 @@
-"""Facts that every engine reads from the run's model folder: the context, the tokens that end an answer, the weights
-there must be."""
+"""Facts that every engine reads from the run's model folder: the context, the end tokens, the weights there must be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,7 @@ SHOWN = 3
 
 
 def context_of(config: PreTrainedConfig) -> int:
-    """The most tokens that a sequence may have. Within its window, sliding attention is full attention; beyond it,
-    packing and masks would be wrong."""
+    """The most tokens that a sequence may have. Beyond the window of sliding attention, packing would be wrong."""
     text = config.get_text_config()
     longest = int(text.max_position_embeddings)
     return min(longest, getattr(text, "sliding_window", None) or longest)
@@ -29,8 +27,7 @@ def context_of(config: PreTrainedConfig) -> int:
 def room_for(
     prompts: Sequence[NDArray[np.int32]], context: int, max_new_tokens: int, begun: Sequence[NDArray[np.int32]] = ()
 ) -> list[int]:
-    """The number of tokens by which each prompt may be continued, after those already begun. Raises ValueError where
-    there is no room."""
+    """The tokens by which each prompt may be continued, after those begun. Raises ValueError where there is no room."""
     for i, prompt in enumerate(prompts):
         if not 0 < len(prompt) < context:
             raise ValueError(
@@ -46,7 +43,7 @@ def room_for(
 
 
 def end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:
-    """Every token that ends an answer: the tokenizer's, the model's, and those of its generation settings."""
+    """Every token that ends an answer: of the tokenizer, the model, and its generation settings."""
     places = [tokenizer, config]
     if (model_dir / "generation_config.json").is_file():
         places.append(GenerationConfig.from_pretrained(model_dir, local_files_only=True))
@@ -68,10 +65,14 @@ def aliases(model: PreTrainedModel) -> set[str]:
     return weights_of(model).keys() - one_by_one(real, model.config.get_text_config().model_type).keys()
 
 
+def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors}
+
+
 def check_whole(
     version: int, given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], optional: set[str]
 ) -> None:
-    """Raises ValueError unless `given` has the names and shapes of `expected`; `optional` names may be missing."""
+    """Raise ValueError unless `given` has the names and shapes of `expected`; `optional` names may be missing."""
     differences = [f"'{n}' is missing" for n in expected if n not in given and n not in optional]
     differences += [f"'{n}' is unknown" for n in given if n not in expected]
     differences += [

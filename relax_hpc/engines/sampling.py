@@ -9,11 +9,8 @@ from relax_hpc.engines.base import Sampling
 
 
 def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw a token a row: ([B] int64 tokens, [B] float32 logprobs under softmax(logits / temperature), before top-p and
-    top-k).
-
-    logits: [B, V]. Temperature 0 takes the likeliest token, the first of equals.
-    """
+    """Draw a token a row of `logits` [B, V]: ([B] int64 tokens, [B] float32 logprobs under softmax(logits / temperature)
+    before top-p and top-k). Temperature 0 takes the likeliest token, the first of equals."""
     scaled = logits.float()
     if sampling.temperature not in (0.0, 1.0):
         scaled = scaled / sampling.temperature
@@ -26,8 +23,7 @@ def draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> tupl
 
 
 def _truncate(probabilities: Tensor, top_p: float, top_k: int) -> Tensor:
-    """Keep the k likeliest tokens, and among them the smallest set that holds top_p of the whole; returns their
-    probabilities, not normalized."""
+    """Keep the probabilities of the k likeliest tokens, of these the smallest set with top_p of the whole; unnormalized."""
     if top_p >= 1 and not 0 < top_k < probabilities.shape[1]:
         return probabilities
     count = top_k if 0 < top_k < probabilities.shape[1] else probabilities.shape[1]

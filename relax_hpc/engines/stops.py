@@ -26,8 +26,7 @@ class StopStrings:
         self.candidates = torch.tensor(candidates, device=device)
 
     def ended(self, tokens: Tensor, drawn: Tensor, begun: Sequence[Sequence[int]] = ()) -> Tensor:
-        """[B] bool: True for rows that end here. tokens: [B, T] generated so far; drawn: [B] the last of them; begun:
-        tokens before them."""
+        """[B] bool: rows that end here. tokens: [B, T] so far; drawn: [B] the last of them; begun: tokens before them."""
         ended = self.candidates[drawn.clamp(max=len(self.candidates) - 1)]
         for row in ended.nonzero().flatten().tolist():
             last = tokens[row, -self.window :].tolist()
@@ -39,8 +38,7 @@ class StopStrings:
 
 
 def window(stops: Sequence[str]) -> int:
-    """The number of last tokens that surely contains any stop string: a token of text has at least a byte, and one
-    before it may lead with a space."""
+    """The number of last tokens that surely contains any stop string: each has a byte, the first may lead with a space."""
     return max(len(stop.encode()) for stop in stops) + 1
 
 

@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from relax_hpc.engines.base import Abort, Completion, Sampling
+from relax_hpc.engines.base import Abort, Completion, Sampling, Tokens, Weights
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
-from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
+from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, shapes_of, weights_of
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.stops import StopStrings
 from relax_hpc.huggingface import unfilled
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish
+from relax_hpc.records import Finish, Progress
 
 PREFILL_TOKENS = 16384
 """Tokens of prompts, padding included, in one forward."""
@@ -54,17 +53,18 @@ class _Batch:
             setattr(self, name, getattr(self, name)[index])
 
 
-@dataclass(slots=True)
 class _Output:
-    """The tokens that N completions have so far."""
+    """The tokens that N completions have so far, of at most T."""
 
-    tokens: Tensor  # [N, T] int64
-    logprobs: Tensor  # [N, T] float32
-    lengths: Tensor  # [N] int64
-    stopped: Tensor  # [N] bool
-    going: Tensor  # [N] bool: cut off before its end
-    began: float
-    times: list[float]  # [T] seconds from `began` to each step's end
+    def __init__(self, began: float, completions: int, longest: int, device: torch.device) -> None:
+        with device:
+            self.tokens = torch.zeros(completions, longest, dtype=torch.long)  # [N, T]
+            self.logprobs = torch.zeros(completions, longest)  # [N, T] float32
+            self.lengths = torch.zeros(completions, dtype=torch.long)  # [N]
+            self.stopped = torch.zeros(completions, dtype=torch.bool)  # [N]
+            self.going = torch.ones(completions, dtype=torch.bool)  # [N] cut off before its end
+        self.began = began
+        self.times: list[float] = []  # [T] seconds from `began` to each step's end
 
 
 class TorchEngine:
@@ -92,16 +92,10 @@ class TorchEngine:
         self._stops: dict[tuple[str, ...], StopStrings] = {}
 
     def load(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        progress: Callable[[], None] = lambda: None,
-        files: Sequence[Path] = (),
+        self, version: int, tensors: Weights, progress: Progress = lambda: None, files: Sequence[Path] = ()
     ) -> None:
         own, given = weights_of(self.model), dict(tensors)
-        check_whole(
-            version, {n: t.shape for n, t in given.items()}, {n: t.shape for n, t in own.items()}, aliases(self.model)
-        )
+        check_whole(version, shapes_of(given.items()), shapes_of(own.items()), aliases(self.model))
         with torch.no_grad():
             for name, tensor in given.items():
                 own[name].copy_(tensor)
@@ -110,31 +104,22 @@ class TorchEngine:
     @torch.inference_mode()
     def generate(
         self,
-        prompts: Sequence[NDArray[np.int32]],
+        prompts: Sequence[Tokens],
         samples_per_prompt: int,
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
-        begun: Sequence[NDArray[np.int32]] = (),
+        begun: Sequence[Tokens] = (),
     ) -> list[Completion]:
         if not len(prompts) * samples_per_prompt:
             return []
         began, rooms = time.monotonic(), room_for(prompts, self.context, sampling.max_new_tokens, begun)
-        steps, count = max(rooms), len(prompts) * samples_per_prompt
-        out = _Output(
-            tokens=torch.zeros(count, steps, dtype=torch.long, device=self.device),
-            logprobs=torch.zeros(count, steps, device=self.device),
-            lengths=torch.zeros(count, dtype=torch.long, device=self.device),
-            stopped=torch.zeros(count, dtype=torch.bool, device=self.device),
-            going=torch.ones(count, dtype=torch.bool, device=self.device),
-            began=began,
-            times=[],
-        )
+        out = _Output(began, len(prompts) * samples_per_prompt, max(rooms), self.device)
         contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
         with contextlib.suppress(Abort):
             cache, logits, batch = self._prefill(contexts, samples_per_prompt, rooms, progress)
             try:
-                self._decode(cache, logits, batch, out, steps, sampling, seed, progress, begun)
+                self._decode(cache, logits, batch, out, sampling, seed, progress, begun)
             finally:
                 out.going.zero_()[batch.rows] = batch.alive
         return self._completions(out)
@@ -146,21 +131,22 @@ class TorchEngine:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def onload(self, progress: Callable[[], None] = lambda: None) -> None:
+    def onload(self, progress: Progress = lambda: None) -> None:
         for tensor, size in self._resting:
             tensor.untyped_storage().resize_(size)
 
     def close(self) -> None: ...
 
     def _decode(
-        self, cache: InPlaceCache, logits: Tensor, batch: _Batch, out: _Output, steps: int, sampling: Sampling, seed: int,
-        progress: Callable[[int], None], begun: Sequence[NDArray[np.int32]],
+        self, cache: InPlaceCache, logits: Tensor, batch: _Batch, out: _Output, sampling: Sampling, seed: int,
+        progress: Callable[[int], None], begun: Sequence[Tokens],
     ) -> None:  # fmt: skip
         """Draw, check which rows ended, feed the drawn tokens; until no row continues."""
         generator = torch.Generator(self.device).manual_seed(seed)
         stops = self._stop_strings(sampling.stop)
         tails = [answer[-stops.window :].tolist() for answer in begun] if stops else []
         look_every, said, generated = LOOK_EVERY[self.device.type], time.monotonic(), 0
+        steps = out.tokens.shape[1]
         for step in range(steps):
             tokens, logprobs = draw(logits, sampling, generator)
             out.tokens[batch.rows, step] = tokens
@@ -183,9 +169,8 @@ class TorchEngine:
                     cache.select(index)
                     batch.keep(index)
                     tokens = tokens[index]
-            logits = self._forward(
-                cache, tokens[:, None], batch.position, batch.visible[..., : cache.get_seq_length() + 1]
-            )
+            visible = batch.visible[..., : cache.get_seq_length() + 1]
+            logits = self._forward(cache, tokens[:, None], batch.position, visible)
             batch.position.add_(1).clamp_(max=self.context - 1)  # rows that ended stay until the batch is compacted
             if time.monotonic() - said > PROGRESS_EVERY_S:
                 said = time.monotonic()
@@ -194,30 +179,20 @@ class TorchEngine:
 
     def _forward(self, cache: InPlaceCache, tokens: Tensor, position: Tensor, mask: Tensor) -> Tensor:
         """[B, V] logits of the last position. tokens, position: [B, L]; mask: [B, 1, L, S]."""
-        output = self.model(
-            input_ids=tokens,
-            position_ids=position,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
+        logits: Tensor = self.model(
+            input_ids=tokens, position_ids=position, attention_mask=mask, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        ).logits  # fmt: skip
+        return logits[:, -1]
 
     def _prefill(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        samples_per_prompt: int,
-        room: list[int],
-        progress: Callable[[int], None],
+        self, prompts: Sequence[Tokens], samples_per_prompt: int, room: list[int], progress: Callable[[int], None]
     ) -> tuple[InPlaceCache, Tensor, _Batch]:
         """Run each distinct prompt once, then repeat its cache row, its last logits and its padding for every sample."""
         distinct = {prompt.tobytes(): prompt for prompt in prompts}
         place = {key: i for i, key in enumerate(distinct)}
-        of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=self.device).repeat_interleave(
-            samples_per_prompt
-        )
+        of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=self.device)
+        of = of.repeat_interleave(samples_per_prompt)
         width = max(len(prompt) for prompt in prompts)
         padded = np.zeros((len(distinct), width), np.int64)
         for i, prompt in enumerate(distinct.values()):
@@ -227,12 +202,13 @@ class TorchEngine:
         visible = torch.arange(limit, device=self.device) >= width - lengths[:, None]  # [distinct, limit]
         cache = InPlaceCache(self.layers, len(distinct), limit)
         logits = []
-        for rows in _parts(len(distinct), max(1, PREFILL_TOKENS // width)):
+        size = max(1, PREFILL_TOKENS // width)
+        for start in range(0, len(distinct), size):
+            rows = slice(start, min(start + size, len(distinct)))
             progress(0)
             cache.write_to(rows)
-            logits.append(
-                self._prefill_part(cache, torch.from_numpy(padded[rows]).to(self.device), visible[rows, :width])
-            )
+            tokens = torch.from_numpy(padded[rows]).to(self.device)
+            logits.append(self._prefill_part(cache, tokens, visible[rows, :width]))
         cache.select(of)
         batch = _Batch(
             rows=torch.arange(len(of), device=self.device),
@@ -244,8 +220,8 @@ class TorchEngine:
         return cache, torch.cat(logits)[of], batch
 
     def _prefill_part(self, cache: InPlaceCache, tokens: Tensor, real: Tensor) -> Tensor:
-        """Fill the cache with some prompts; returns the logits of their last positions. tokens: [B, L]; real: [B, L]
-        bool, False on padding. Padding attends to itself alone: a query must see something."""
+        """Fill the cache with prompts [B, L]; returns the logits of their last positions. real: [B, L] bool, False on
+        padding, which attends to itself alone: a query must see something."""
         width = tokens.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         mask = (causal & real[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
@@ -274,7 +250,3 @@ class TorchEngine:
 
 def _device(choice: str) -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice)
-
-
-def _parts(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

@@ -16,6 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from relax_hpc.records import Progress
+
 
 @dataclass(frozen=True, slots=True)
 class Version:
@@ -49,8 +51,6 @@ class DamagedWeights(WeightsError):
 
 Export = Callable[[], Iterable[tuple[str, Tensor]]]
 """Yields the policy's tensors, one after the other; may be called again, and yields the same bits each time."""
-Progress = Callable[[], None]
-"""Called now and then during everything that lasts: the heartbeat. An exception that it raises ends the work."""
 
 
 class Publisher(Protocol):

@@ -21,7 +21,8 @@ from typing import Protocol
 
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import FolderWatch
-from relax_hpc.weights.base import Export, Fetched, Progress, Version
+from relax_hpc.records import Progress
+from relax_hpc.weights.base import Export, Fetched, Version
 from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.groups.protocol import BufferPool, Group, GroupError, Incoming, Outgoing, Received

@@ -23,7 +23,8 @@ from relax_hpc.files import tensor_files
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import FolderWatch
-from relax_hpc.weights.base import DamagedWeights, Export, Fetched, Progress, Version, WeightsError
+from relax_hpc.records import Progress
+from relax_hpc.weights.base import DamagedWeights, Export, Fetched, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry
 from relax_hpc.weights.parts import BUCKET_BYTES, Named, digest, finish, in_threads, part_name
 from relax_hpc.weights.stored import NodeCopies, bases, chain, files, read

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from relax_hpc.files import tensor_files
 from relax_hpc.files.publish import read_json, sync_folder, to_json, write_file
-from relax_hpc.weights.base import DamagedWeights, Progress, WeightsError
+from relax_hpc.records import Progress
+from relax_hpc.weights.base import DamagedWeights, WeightsError
 from relax_hpc.weights.contents import Contents, compare, entry
 
 THREADS = 4

@@ -21,7 +21,8 @@ import relax_hpc.weights.parts as parts
 from relax_hpc.files import tensor_files
 from relax_hpc.files.publish import read_json, sync_folder, write_file
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.weights.base import DamagedWeights, Export, Progress, WeightsError
+from relax_hpc.records import Progress
+from relax_hpc.weights.base import DamagedWeights, Export, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, entry, from_json
 
 CONTENTS = "contents.json"

@@ -23,7 +23,8 @@ from relax_hpc.files import tensor_files
 from relax_hpc.files.node_cache import of_run
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.weights.base import DamagedWeights, Progress, Version, WeightsError
+from relax_hpc.records import Progress
+from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
 from relax_hpc.weights.contents import Contents
 from relax_hpc.weights.parts import BUCKET_BYTES, finish, in_threads, part_name, read_index, read_parts, verify
 from relax_hpc.weights.versions import expected, name_of, named, number_of, tensors_path

@@ -28,8 +28,7 @@ PULSE_S = 40.0
 """Seconds to wait for a token; SGLang itself gives up after 20."""
 CONNECT_S = 5.0
 KEPT_CONNECTIONS = 64
-"""Connections kept open between requests; more may be open at a time, since control calls must not wait for requests to
-end."""
+"""Connections kept open; more may be open at a time, since control calls must not wait for requests to end."""
 FIRST_WAIT_S = 0.2
 ATTEMPTS = 4
 """Times a request is sent where the server does not answer, or answers 5xx."""
@@ -41,10 +40,9 @@ class EngineRefused(EngineError):
 
 
 class Client:
-    """Client of one server. Threads may share it."""
+    """Client of one server at an address such as http://127.0.0.1:30000. Threads may share it."""
 
     def __init__(self, address: str, key: str = "") -> None:
-        """address: such as http://127.0.0.1:30000; key: the server's API key."""
         self.address = address.rstrip("/")
         self._pool = urllib3.PoolManager(maxsize=KEPT_CONNECTIONS, retries=False)
         self._headers = {"Content-Type": "application/json"}
@@ -68,12 +66,10 @@ class Client:
         return dict(self._request("GET", "/server_info", None, CONTROL_S))
 
     def generate(self, body: Mapping[str, Any], lost: Callable[[], bool] = lambda: False) -> Any:
-        """Ask /generate, however long it takes, and return the answer. `lost`: True where asking again is in vain.
-        Raises EngineError."""
+        """Ask /generate, however long it takes. lost: returns True where asking again is in vain. Raises EngineError."""
+        again = lambda error: isinstance(error, EngineError) and not isinstance(error, EngineRefused) and not lost()
         attempts = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(
-                lambda e: isinstance(e, EngineError) and not isinstance(e, EngineRefused) and not lost()
-            ),
+            retry=tenacity.retry_if_exception(again),
             wait=tenacity.wait_exponential(FIRST_WAIT_S, max=5),
             stop=tenacity.stop_after_attempt(ATTEMPTS),
             reraise=True,
@@ -105,11 +101,8 @@ class Client:
         self._request("POST", "/update_weights_from_disk", body, CONTROL_S)
 
     def wait_for_ranks(self, copies: int) -> None:
-        """Return when all processes have done what was asked before, in each of the server's copies of the weights.
-
-        Where several share a copy, the first one answers as soon as it is done itself; but a token is made by all of
-        them.
-        """
+        """Return when all processes have done what was asked before, in each of the server's copies of the weights: of
+        several that share a copy, the first answers as soon as it is done itself, but all of them make a token."""
         for copy in range(copies):
             body: dict[str, Any] = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
             if copies > 1:
@@ -128,17 +121,13 @@ class Client:
         self._request("POST", "/destroy_weights_update_group", {"group_name": name}, CONTROL_S)
 
     def begin_update(self) -> None:
-        """Open an update. It must succeed before anything is broadcast: a server that refused does not receive, and the
-        sender hangs."""
+        """Open an update; only then broadcast: a server that refused does not receive, and the sender hangs."""
         with contextlib.suppress(EngineRefused):  # left open by a worker that was killed in an update
             self._request("POST", "/end_weight_update", {}, CONTROL_S)
         self._request("POST", "/begin_weight_update", {}, CONTROL_S)
 
     def receive(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group: str) -> None:
-        """Receive tensors broadcast from rank 0 of `group`, their bytes one after the other; dtypes such as "bfloat16".
-
-        Returns when they are loaded.
-        """
+        """Load tensors that rank 0 of `group` broadcasts, their bytes one after the other; dtypes such as "bfloat16"."""
         body = {
             "names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes], "group_name": group,
             "load_format": "flattened_bucket", "flush_cache": False,
@@ -146,16 +135,14 @@ class Client:
         self._request("POST", "/update_weights_from_distributed", body, CONTROL_S)
 
     def end_update(self, version: str) -> None:
-        """Close an update, once the version is whole: drop the prefix cache of the old weights, and report `version`
-        from here on."""
+        """Close an update once it is whole: drop the prefix cache of the old weights, and report `version` from now on."""
         self._request("POST", "/end_weight_update", {}, CONTROL_S)
         self._request("POST", "/flush_cache", {}, CONTROL_S)
-        self._request(
-            "POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False}, CONTROL_S
-        )
+        body = {"new_version": version, "abort_all_requests": False}
+        self._request("POST", "/update_weight_version", body, CONTROL_S)
 
     def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
-        """Send a request and return the answer, parsed where it is JSON. Raises EngineError, or EngineRefused for 4xx."""
+        """Send a request; returns the answer, parsed where it is JSON. Raises EngineError, or EngineRefused for 4xx."""
         data = None if body is None else json.dumps(body).encode()
         timeout = urllib3.Timeout(connect=CONNECT_S, read=timeout_s)
         try:

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from relax_hpc.engines.base import Abort, Completion, EngineError, EngineRestarted, Sampling
-from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
+from relax_hpc.engines.base import Abort, Completion, EngineError, EngineRestarted, Sampling, Tokens, Weights
+from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, shapes_of, weights_of
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.fleet import Fleet
@@ -36,7 +34,7 @@ from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.engines.stops import straddling
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish
+from relax_hpc.records import Finish, Progress
 
 PROGRESS_EVERY_S = 0.2
 SILENCE_S = 30.0
@@ -64,7 +62,7 @@ class SglangEngine:
         _check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, model_dir)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        self._expected = {name: tensor.shape for name, tensor in weights_of(model).items()}
+        self._expected = shapes_of(weights_of(model).items())
         self._aliases = aliases(model)
         self._heads = _own_heads(model, self._aliases)
         self._left_out = self._aliases - set(self._heads.values())
@@ -90,18 +88,16 @@ class SglangEngine:
         return self._server.client if self._server else self._outside
 
     def load(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        progress: Callable[[], None] = lambda: None,
-        files: Sequence[Path] = (),
+        self, version: int, tensors: Weights, progress: Progress = lambda: None, files: Sequence[Path] = ()
     ) -> None:
         if self._server is None and self._settings.folder is None:
             self._send(version, tensors)
             return
         with WeightsFiles(self._settings.folder) as served:
             given = list(tensors) if files else tensors  # mapped: to look at a name reads nothing
-            if not (files and self._reads(given) and served.link(files, given)):
+            # The server may read the version's files itself where it is on this machine, and is to know just these names.
+            own = files and self._server and not self._heads and self._aliases.isdisjoint(name for name, _ in given)
+            if not (own and served.link(files, given)):
                 served.write(self._with_heads(given), leave_out=self._left_out)
             check_whole(version, served.shapes, self._expected, self._aliases)
             self.version = -1
@@ -113,10 +109,10 @@ class SglangEngine:
                 raise self._restarted(error, progress) from error
         self.version = version
 
-    def _send(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def _send(self, version: int, tensors: Weights) -> None:
         """Broadcast a version to an outside server that shares no folder with us."""
         given = dict(self._with_heads(tensors))
-        check_whole(version, {name: t.shape for name, t in given.items()}, self._expected, self._aliases)
+        check_whole(version, shapes_of(given.items()), self._expected, self._aliases)
         self.version = -1
         try:
             if self._group is None:
@@ -143,12 +139,7 @@ class SglangEngine:
         if self._sharing > 1:  # the folder goes when we return
             self.client.wait_for_ranks(self._copies)
 
-    def _reads(self, given: Iterable[tuple[str, Tensor]]) -> bool:
-        """Return True if the server may read a version's own files: it is on this machine, and is to know just these
-        names."""
-        return self._server is not None and not self._heads and self._aliases.isdisjoint(name for name, _ in given)
-
-    def _with_heads(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+    def _with_heads(self, tensors: Weights) -> Weights:
         """The tensors, and tied output layers also by their own names where SGLang holds them apart."""
         for name, tensor in tensors:
             if name not in self._heads.values():
@@ -158,12 +149,12 @@ class SglangEngine:
 
     def generate(
         self,
-        prompts: Sequence[NDArray[np.int32]],
+        prompts: Sequence[Tokens],
         samples_per_prompt: int,
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
-        begun: Sequence[NDArray[np.int32]] = (),
+        begun: Sequence[Tokens] = (),
     ) -> list[Completion]:
         if not len(prompts) * samples_per_prompt:
             return []
@@ -199,7 +190,7 @@ class SglangEngine:
                 raise
             self._server.stop()  # which frees it too
 
-    def onload(self, progress: Callable[[], None] = lambda: None) -> None:
+    def onload(self, progress: Progress = lambda: None) -> None:
         if self._lost():
             self._restart(progress)
         else:
@@ -213,15 +204,10 @@ class SglangEngine:
     def _ask(
         self, bodies: list[dict[str, Any]], progress: Callable[[int], None]
     ) -> tuple[list[dict[str, Any] | None], bool]:
-        """Send all requests; returns their answers in order, and True where `progress` raised Abort. An aborted
-        request's answer is what there is, None where it was not sent yet. On any other exception of `progress` the
-        server ends all requests.
-
-        Raises EngineError when the server does not answer a request, or makes no tokens any more.
-        """
-        threads = ThreadPoolExecutor(
-            min(len(bodies), MOST_REQUESTS * self._settings.servers) + 1, thread_name_prefix="sglang"
-        )
+        """Send all requests; returns their answers in order, and True where `progress` raised Abort: then an answer is
+        what there is, None for a request that was not sent yet. On any other exception of `progress` the server ends
+        all requests. Raises EngineError when the server does not answer a request, or makes no tokens any more."""
+        threads = ThreadPoolExecutor(min(len(bodies), MOST_REQUESTS * self._settings.servers) + 1, "sglang")
         futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
         waiting: set[Future[Any]] = set(futures)
         done, pulse, heard, abort = 0, None, time.monotonic(), False
@@ -243,9 +229,8 @@ class SglangEngine:
             self._abort(waiting)
             abort = True
             if not all(future.done() for future in futures):
-                raise EngineError(
-                    f"SGLang at {self.client.address} did not end its requests in {ABORT_S:.0f} s"
-                ) from None
+                late = f"SGLang at {self.client.address} did not end its requests in {ABORT_S:.0f} s"
+                raise EngineError(late) from None
         except BaseException:
             self._abort(waiting)
             raise
@@ -257,8 +242,7 @@ class SglangEngine:
         return answers, abort
 
     def _abort(self, waiting: set[Future[Any]]) -> None:
-        """End all requests on the server. It is told repeatedly, as long as requests that were on their way to it still
-        arrive."""
+        """End all requests on the server. It is told repeatedly, as long as requests on their way to it still arrive."""
         waiting = {future for future in waiting if not future.cancel()}
         until = time.monotonic() + ABORT_S
         with contextlib.suppress(EngineError):
@@ -270,21 +254,20 @@ class SglangEngine:
         """Return True if our own server's process is gone."""
         return self._server is not None and not self._server.alive
 
-    def _restarted(self, error: EngineError, progress: Callable[[], None]) -> EngineRestarted:
+    def _restarted(self, error: EngineError, progress: Progress) -> EngineRestarted:
         """Start our server again after this error; returns the exception to raise."""
         self._restart(progress)
         return EngineRestarted(f"{error}; SGLang was started again")
 
-    def _restart(self, progress: Callable[[], None]) -> None:
+    def _restart(self, progress: Progress) -> None:
         """Stop our server, which may still answer some calls, and start it again; it then has no weights."""
         assert self._server is not None
         self.version = -1
         self._server.stop()
         self._server.start(progress)
 
-    def _body(self, prompt: NDArray[np.int32], seeds: list[int], sampling: Sampling, room: int) -> dict[str, Any]:
-        """The body of a request: the prompt once for each seed. Seeds count where SGLang runs with
-        enable-deterministic-inference."""
+    def _body(self, prompt: Tokens, seeds: list[int], sampling: Sampling, room: int) -> dict[str, Any]:
+        """The body of a request: the prompt once for each seed, which counts under enable-deterministic-inference."""
         common = {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
             "max_new_tokens": room, "stop": list(sampling.stop), "stop_token_ids": self._ends,
@@ -297,22 +280,16 @@ class SglangEngine:
             "return_routed_experts": self._experts is not None,
         }
 
-    def _stopped(self, done: Completion, begun: NDArray[np.int32], stops: Sequence[str]) -> Completion:
+    def _stopped(self, done: Completion, begun: Tokens, stops: Sequence[str]) -> Completion:
         """Cut the completion behind a stop string that began in the tokens `begun`."""
         count = straddling(self._tokenizer, stops, begun.tolist(), done.tokens.tolist())
         if count is None:
             return done
-        routed = done.routed_experts
+        routed, spans = done.routed_experts, [span for span in done.spans if span[0] < count]
         if routed is not None:
             routed = routed[: len(routed) - len(done.tokens) + count]
-        return replace(
-            done,
-            tokens=done.tokens[:count],
-            logprobs=done.logprobs[:count],
-            spans=[span for span in done.spans if span[0] < count],
-            finish=Finish.STOP,
-            routed_experts=routed,
-        )
+        tokens, logprobs = done.tokens[:count], done.logprobs[:count]
+        return replace(done, tokens=tokens, logprobs=logprobs, spans=spans, finish=Finish.STOP, routed_experts=routed)
 
     def _completion(self, answer: dict[str, Any] | None, abort: bool) -> Completion:
         """Read the server's answer. Of an aborted one, the last token is left out: the server did not check whether it
@@ -366,17 +343,17 @@ def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
 
 
 def _about_outside(client: Client, context: int, folder: Path | None) -> dict[str, Any]:
-    """Ask the outside server for its description. Raises RunError unless it answers, has room for the model's context,
-    and can take weights from `folder`, or without one."""
+    """Ask the outside server for its description. Raises RunError unless it fits the model's context and `folder`."""
     try:
         about = client.about()
     except EngineError as error:
         raise RunError(f"{error}; rollout.sglang.address is where it should be, ${KEY_VARIABLE} its api key") from error
     room = about["context_length"]
     if room is not None and room < context + CONTEXT_MARGIN:
+        needed = context + CONTEXT_MARGIN
         raise RunError(
             f"SGLang at {client.address} has room for {room} tokens a sequence, this model's context of {context} needs "
-            f"{context + CONTEXT_MARGIN}: start it with --context-length {context + CONTEXT_MARGIN}"
+            f"{needed}: start it with --context-length {needed}"
         )
     if folder is None and about["dp_size"] > 1:
         raise RunError(

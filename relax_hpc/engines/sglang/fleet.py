@@ -26,13 +26,13 @@ from relax_hpc.engines.sglang.server import Server, comes_up, free_port, new_key
 from relax_hpc.files.errors import RunError
 from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Progress
 
 PROGRAM = Path(__file__).with_name("route.py")
 KNOWN_GOOD = "0.3.2"
 BALANCED = {"balance_abs_threshold": 2, "balance_rel_threshold": 1.1}
-"""Settings of the router's balance. It sends prompts that begin alike to one server, as long as that server has at most
-so many more requests than the others, and at most so many times theirs. Its defaults are 64 and 1.5: all samples of a
-request's prompts would go to one server."""
+"""Settings of the router's balance. Prompts that begin alike go to one server as long as it has at most so many more
+requests than the others, or so many times theirs. With the defaults, 64 and 1.5, all samples of a request would."""
 UNLIMITED_S = 10 * 24 * 3600
 """The router's time limit in seconds: none in effect, since an answer takes as long as it takes."""
 
@@ -79,7 +79,7 @@ class Fleet:
         self.client: FleetClient
         check_installed(len(self._servers))
 
-    def start(self, progress: Callable[[], None]) -> None:
+    def start(self, progress: Progress) -> None:
         """Start all servers and the router, and wait until they answer. Raises RunError when one does not."""
         began = time.monotonic()
         try:
@@ -89,24 +89,20 @@ class Fleet:
             self.stop()
             raise
 
-    def _starts(self, progress: Callable[[], None], began: float) -> bool:
-        """Start all once; returns True if all came up, False where somebody took a port, and may know the key that all
-        share."""
+    def _starts(self, progress: Progress, began: float) -> bool:
+        """Start all once; returns False where somebody took a port, and may know the key that all share."""
         key = new_key()
         for server in self._servers:
             server.launch(key)
         return all(server.answers(progress, began) for server in self._servers) and self._routes(key, progress, began)
 
-    def _routes(self, key: str, progress: Callable[[], None], began: float) -> bool:
-        """Start the router; returns True if it came up, False where somebody took its port."""
+    def _routes(self, key: str, progress: Progress, began: float) -> bool:
+        """Start the router; returns False where somebody took its port."""
         port, counters = free_port(), free_port()
         self.client = FleetClient(f"http://127.0.0.1:{port}", key, [server.client for server in self._servers])
-        router = self._router = start_child(
-            [sys.executable, "-P", str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-            start_new_session=True,
-        )
+        command = [sys.executable, "-P", str(PROGRAM)]
+        router = start_child(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True)
+        self._router = router
         said = {"worker": os.getpid(), "arguments": self.arguments(port, counters, key)}
         assert router.stdin is not None
         with contextlib.suppress(BrokenPipeError), router.stdin as pipe:
@@ -119,11 +115,8 @@ class Fleet:
         return False
 
     def arguments(self, port: int, counters: int, key: str) -> dict[str, Any]:
-        """The router's arguments; the recipe's `router` replaces ours.
-
-        We repeat requests ourselves and watch the servers: the router's own checks would have them make tokens while
-        they rest.
-        """
+        """The router's arguments; the recipe's `router` replaces ours. We repeat requests ourselves and watch the
+        servers: the router's own checks would have them make tokens while they rest."""
         given = {name.replace("-", "_"): value for name, value in self._recipe.rollout.sglang.router.items()}
         return {
             "host": "127.0.0.1", "port": port, "api_key": key, "prometheus_host": "127.0.0.1", "prometheus_port": counters,

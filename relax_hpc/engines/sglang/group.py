@@ -1,5 +1,4 @@
-"""A torch.distributed group that brings new weights to a server that shares no folder with us: we are rank 0, its
-processes the others.
+"""A torch.distributed group for weights to a server that shares no folder with us: we are rank 0, it has the others.
 
     begin_update, its status checked ──► HTTP says what comes, gloo brings it, bucket by bucket ──► end_update
 
@@ -67,8 +66,7 @@ class UpdateGroup:
             ) from error
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
-        """Send all tensors of a version, between `begin_update` and `end_update`. Raises EngineError; the group is of
-        no use then."""
+        """Send a version between `begin_update` and `end_update`. Raises EngineError; the group is of no use then."""
         for bucket in buckets(tensors.items(), BUCKET_BYTES):
             names, parts = zip(*bucket, strict=True)
             flat = torch.from_numpy(np.concatenate([as_bytes(part) for part in parts]))

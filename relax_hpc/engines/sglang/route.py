@@ -1,7 +1,6 @@
-"""The program `python route.py`: sglang-router, as an engine starts it.
+"""The program `python route.py`: sglang-router, which ends with its worker. It imports nothing that is slow.
 
-Its arguments come on standard input, with the servers' key: command lines and environments can be read by others. It
-imports nothing that is slow, and ends with its worker, however that ends.
+Its arguments come on standard input, with the servers' key: command lines and environments can be read by others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The program `python -m relax_hpc.engines.sglang.serve …SGLang's arguments…`: the server, as an engine starts it.
+"""The program `python -m relax_hpc.engines.sglang.serve …SGLang's arguments…`: the server, which ends with its worker.
 
-The API key comes on standard input: command lines and environments can be read by others. The server ends with its
-worker, however that ends.
+The API key comes on standard input: command lines and environments can be read by others.
 """
 
 from __future__ import annotations

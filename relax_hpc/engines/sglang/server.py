@@ -23,18 +23,17 @@ from relax_hpc.engines.sglang.client import Client
 from relax_hpc.files.errors import RunError
 from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Progress
 
 KNOWN_GOOD = {"sglang": "0.5.23", "torch": "2.13.0", "transformers": "5.19.0"}
 """The versions that the tests run with."""
 LOOK_EVERY_S = 0.25
 START_SHARE = 0.9
-"""Share of supervision.start_s after which starting is given up, so that the worker can still say what happened before
-the supervisor ends it for its silence."""
+"""Share of supervision.start_s after which starting is given up: the worker must say why before it is ended itself."""
 CPU_TOKENS = 65536
 """Tokens of key/value cache without a GPU, where a share of the memory would be the whole machine's."""
 CONTEXT_MARGIN = 8
-"""Positions beyond the context: SGLang keeps a few for itself, and the context's last tokens could not be used without
-these."""
+"""Positions beyond the context: SGLang keeps a few for itself, at the cost of the context's last tokens otherwise."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -46,7 +45,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         self.client: Client
 
-    def start(self, progress: Callable[[], None]) -> None:
+    def start(self, progress: Progress) -> None:
         """Start the server, and wait until it answers. Raises RunError if it does not."""
         began = time.monotonic()
         self.launch(new_key())
@@ -71,11 +70,9 @@ class Server:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
             pipe.write(f"{key} {os.getpid()}\n".encode())
 
-    def answers(self, progress: Callable[[], None], began: float) -> bool:
-        """Wait until the server answers, and return True; False where somebody took its port, and may know its key now.
-
-        `began`: when it was started, by time.monotonic(). Raises RunError if it ended, or is not there in time.
-        """
+    def answers(self, progress: Progress, began: float) -> bool:
+        """Wait until the server, started at `began` (time.monotonic()), answers; False where somebody took its port, and
+        may know its key now. Raises RunError if it ended, or is not there in time."""
         start_s = self._recipe.supervision.start_s
         try:
             if comes_up("SGLang", lambda: self.alive, self.client.healthy, progress, began, start_s):
@@ -164,15 +161,10 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def comes_up(
-    who: str,
-    alive: Callable[[], bool],
-    ready: Callable[[], bool],
-    progress: Callable[[], None],
-    began: float,
-    start_s: float,
+    who: str, alive: Callable[[], bool], ready: Callable[[], bool], progress: Progress, began: float, start_s: float
 ) -> bool:
-    """Wait until a process is ready, and return True; False where it ended. began: its start, by time.monotonic().
-    Raises RunError if it is not ready in time."""
+    """Wait until a process, started at `began` (time.monotonic()), is ready; False where it ended. Raises RunError if it
+    is not ready in time."""
     limit_s = START_SHARE * start_s
     while alive():
         if ready():

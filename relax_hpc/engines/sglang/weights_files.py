@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from relax_hpc.engines.model_folder import shapes_of
 from relax_hpc.files.tensor_files import buckets
 
 BUCKET_BYTES = 1 << 30
@@ -48,7 +49,7 @@ class WeightsFiles:
         """Link files that hold exactly these tensors. Returns False where one is gone: its version was retired."""
         if not all(file.exists() for file in files):
             return False
-        self.shapes = {name: tensor.shape for name, tensor in tensors}
+        self.shapes = shapes_of(tensors)
         for number, file in enumerate(files):
             self._path(number).symlink_to(file.resolve())
         return True

@@ -66,8 +66,10 @@ class GlooGroup(Group):
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else self._timeout
-        begin = lambda tensor: [self._group.broadcast([piece], options) for piece in pieces(tensor, MESSAGE_BYTES)]
-        for place, under_way in enumerate([begin(tensor) for tensor in tensors]):
+        works = [
+            [self._group.broadcast([piece], options) for piece in pieces(tensor, MESSAGE_BYTES)] for tensor in tensors
+        ]
+        for place, under_way in enumerate(works):
             for work in under_way:
                 work.wait()
             arrived(place)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from relax_hpc.files.tensor_files import DTYPES, as_bytes, buckets, split
-from relax_hpc.weights.base import Export, Progress
+from relax_hpc.records import Progress
+from relax_hpc.weights.base import Export
 from relax_hpc.weights.contents import Contents, entry
 from relax_hpc.weights.parts import Named, in_threads
 
