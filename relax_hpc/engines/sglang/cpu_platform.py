@@ -10,8 +10,7 @@ import os
 from typing import Any
 
 NAME = "relax_hpc_cpu"
-"""Value of SGLANG_PLATFORM that selects this platform; its entry point in the group `sglang.srt.platforms` has this
-name too."""
+"""Value of SGLANG_PLATFORM that selects this platform, and its entry point in the group `sglang.srt.platforms`."""
 
 
 def activate() -> str | None:
@@ -28,64 +27,32 @@ def __getattr__(name: str) -> Any:
 
 
 def _make() -> type:
-    import psutil
     import torch
+    from psutil import virtual_memory as memory
     from sglang.srt.platforms.device_mixin import PlatformEnum
     from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
     class CpuPlatform(SRTPlatform):  # type: ignore[misc]
-        """The platform interface of SGLang, filled for a CPU."""
+        """The platform interface of SGLang, filled for a CPU: each method's answer."""
 
         _enum = PlatformEnum.OOT
-        device_name = "cpu"
-        device_type = "cpu"
+        device_name = device_type = "cpu"
         capabilities = PlatformCapabilities()
-
-        def get_device_total_memory(self, device_id: int = 0) -> int:
-            return int(psutil.virtual_memory().total)
-
-        def get_current_memory_usage(self, device: Any = None) -> float:
-            memory = psutil.virtual_memory()
-            return float(memory.total - memory.available)
-
-        def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
-            memory = psutil.virtual_memory()
-            return memory.available, memory.total
-
-        def get_device(self, device_id: int = 0) -> torch.device:
-            return torch.device("cpu")
-
-        def set_device(self, device: Any) -> None: ...
-
-        def get_device_name(self, device_id: int = 0) -> str:
-            return "cpu"
-
-        def get_device_uuid(self, device_id: int = 0) -> str:
-            return f"cpu-{device_id}"
-
-        def get_device_capability(self, device_id: int = 0) -> None:
-            return None
-
-        def get_torch_distributed_backend_str(self) -> str:
-            return "gloo"
-
-        def get_default_attention_backend(self) -> str:
-            return "torch_native"
-
-        def get_torch_profiler_activity_str(self) -> str:
-            return "CPU"
-
-        def get_torch_profiler_activity(self) -> Any:
-            return torch.profiler.ProfilerActivity.CPU
-
-        def get_dispatch_key_name(self) -> str:
-            return "native"
-
-        def apply_server_args_defaults(self, server_args: Any) -> None:
-            _allocate_without_cuda()
-
-        def init_backend(self) -> None:
-            _allocate_without_cuda()
+        get_device_total_memory = lambda self, device_id=0: memory().total
+        get_current_memory_usage = lambda self, device=None: float(memory().total - memory().available)
+        get_available_memory = lambda self, device_id=0: (memory().available, memory().total)
+        get_device = lambda self, device_id=0: torch.device("cpu")
+        set_device = lambda self, device: None
+        get_device_name = lambda self, device_id=0: "cpu"
+        get_device_uuid = lambda self, device_id=0: f"cpu-{device_id}"
+        get_device_capability = lambda self, device_id=0: None
+        get_torch_distributed_backend_str = lambda self: "gloo"
+        get_default_attention_backend = lambda self: "torch_native"
+        get_torch_profiler_activity_str = lambda self: "CPU"
+        get_torch_profiler_activity = lambda self: torch.profiler.ProfilerActivity.CPU
+        get_dispatch_key_name = lambda self: "native"
+        apply_server_args_defaults = lambda self, server_args: _allocate_without_cuda()
+        init_backend = lambda self: _allocate_without_cuda()
 
     return CpuPlatform
 

@@ -8,7 +8,6 @@ A server or a router that is lost takes the others with it: all are started agai
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -22,9 +21,8 @@ from typing import Any
 
 from relax_hpc.engines.base import EngineError
 from relax_hpc.engines.sglang.client import LOOK_S, Client
-from relax_hpc.engines.sglang.server import Server, comes_up, free_port, new_key, taken
+from relax_hpc.engines.sglang.server import Server, comes_up, free_port, new_key, start_python, taken
 from relax_hpc.files.errors import RunError
-from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Progress
 
@@ -100,13 +98,8 @@ class Fleet:
         """Start the router; returns False where somebody took its port."""
         port, counters = free_port(), free_port()
         self.client = FleetClient(f"http://127.0.0.1:{port}", key, [server.client for server in self._servers])
-        command = [sys.executable, "-P", str(PROGRAM)]
-        router = start_child(command, stdin=subprocess.PIPE, stdout=sys.stderr.fileno(), start_new_session=True)
-        self._router = router
         said = {"worker": os.getpid(), "arguments": self.arguments(port, counters, key)}
-        assert router.stdin is not None
-        with contextlib.suppress(BrokenPipeError), router.stdin as pipe:
-            pipe.write(json.dumps(said).encode() + b"\n")
+        router = self._router = start_python([str(PROGRAM)], json.dumps(said))
         who, start_s = f"sglang-router with its {len(self._servers)} servers", self._recipe.supervision.start_s
         if comes_up(who, lambda: router.poll() is None, self.client.ready, progress, began, start_s):
             return True

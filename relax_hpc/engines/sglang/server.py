@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,18 +57,9 @@ class Server:
         check_installed()
         self._port = free_port()
         self.client = Client(f"http://127.0.0.1:{self._port}", key)
-        command = [sys.executable, "-P", "-m", "relax_hpc.engines.sglang.serve", *self.arguments(self._port)]
         self._scratch = tempfile.TemporaryDirectory(prefix="relax-hpc-sglang-")
-        self._process = start_child(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=sys.stderr.fileno(),  # the worker's log
-            env={**os.environ, **self.environment(self._scratch.name)},
-            start_new_session=True,  # so that all of it can be ended by its group
-        )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(f"{key} {os.getpid()}\n".encode())
+        command = ["-m", "relax_hpc.engines.sglang.serve", *self.arguments(self._port)]
+        self._process = start_python(command, f"{key} {os.getpid()}", **self.environment(self._scratch.name))
 
     def answers(self, progress: Progress, began: float) -> bool:
         """Wait until the server, started at `began` (time.monotonic()), answers; False where somebody took its port, and
@@ -107,21 +98,18 @@ class Server:
             "host": "127.0.0.1", "port": port, "context-length": self._context + CONTEXT_MARGIN, "log-level": "warning",
             "tensor-parallel-size": asked.tensor_parallel, "data-parallel-size": asked.data_parallel,
             "expert-parallel-size": asked.expert_parallel, "max-running-requests": asked.max_running,
-            "mem-fraction-static": asked.mem_fraction,
-            "watchdog-timeout": self._recipe.supervision.hang_s,
+            "mem-fraction-static": asked.mem_fraction, "watchdog-timeout": self._recipe.supervision.hang_s,
             "enable-return-routed-experts": self._recipe.rollout.routed_experts,
         }  # fmt: skip
-        if not self.on_gpu:
+        if self.on_gpu:
+            values["enable-memory-saver"] = self._recipe.run.placement == "colocate"
+            values["base-gpu-id"] = self._place * asked.tensor_parallel * asked.data_parallel or None
+        else:
             values |= {
                 "device": "cpu", "attention-backend": "torch_native", "sampling-backend": "pytorch",
                 "max-total-tokens": max(CPU_TOKENS, self._context + CONTEXT_MARGIN),
                 "mem-fraction-static": asked.mem_fraction or 0.1,
             }  # fmt: skip
-        else:
-            if self._recipe.run.placement == "colocate":
-                values |= {"enable-memory-saver": True}
-            if self._place:
-                values |= {"base-gpu-id": self._place * asked.tensor_parallel * asked.data_parallel}
         values |= {name.replace("_", "-"): value for name, value in asked.args.items()}
         return [word for name, value in values.items() for word in _words(name, value)]
 
@@ -149,6 +137,21 @@ class Server:
     def on_gpu(self) -> bool:
         device = self._recipe.rollout.device
         return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def start_python(command: Sequence[str], said: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Start Python with this line on its standard input: no other user can read that, as they can a command line."""
+    process = start_child(
+        [sys.executable, "-P", *command],
+        stdin=subprocess.PIPE,
+        stdout=sys.stderr.fileno(),  # the worker's log
+        env={**os.environ, **environment},
+        start_new_session=True,  # so that all of it can be ended by its group
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(f"{said}\n".encode())
+    return process
 
 
 def _words(name: str, value: Any) -> list[str]:
