@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from relax_hpc.monitor.analysis import RunView
-    from relax_hpc.slurm.submission.executor import RunJob
+    from relax_hpc.slurm.submission.run_job import RunJob
 
 __version__ = "0.2.0"
 
@@ -36,10 +36,11 @@ def run(recipe: str | PathLike[str], *, sets: Sequence[str] = ()) -> dict[str, A
 
     from rich.console import Console
 
-    from relax_hpc.supervise.local import open_or_create, run_here
+    from relax_hpc.launch.create import open_or_create
+    from relax_hpc.supervise.local import run_here
     from relax_hpc.supervise.supervisor import outcome_of
 
-    opened = open_or_create(Path(recipe), list(sets))
+    opened = open_or_create(Path(recipe), sets)
     if opened.finished:
         return outcome_of(opened.run) or {}
     return run_here(opened, Console())
@@ -55,7 +56,8 @@ def submit(
 ) -> list[RunJob]:
     """Send a recipe, or a run's directory, to the Slurm cluster: its jobs (submitit's), the leader first.
 
-    `.result()` of the first waits for the run's end and is its outcome. `dry_run` prints the scripts and sends nothing.
+    submitit's helpers take them; `.result()` waits for the run's end and is its outcome. `dry_run` prints the scripts and
+    sends nothing.
     """
     from pathlib import Path
 

@@ -88,7 +88,7 @@ def plan(
 def _rows(recipe: Recipe) -> tuple[dict[str, dict[str, int]], str]:
     """How many rows of each source are left out; and why they could not be counted, as where files or tokenizer are on another machine."""
     from relax_hpc.files.errors import RunError
-    from relax_hpc.launch.create import count_rows
+    from relax_hpc.launch.child import count_rows
 
     try:
         return count_rows(recipe), ""

@@ -11,6 +11,7 @@ from relax_hpc.cli.errors import fail, friendly, warn
 
 if TYPE_CHECKING:
     from relax_hpc.files.run_dir import RunDir
+    from relax_hpc.recipe.schema import Recipe
 
 Sets = Annotated[
     list[str],
@@ -44,12 +45,14 @@ Site = Annotated[
 ]
 
 
-def say_edited(run: RunDir) -> None:
-    """Warn if the user's files have changed since the run copied them."""
-    from relax_hpc.launch.create import note_of_edited
+def warn_of(run: RunDir, recipe: Recipe, *more: str) -> None:
+    """Warn of what a person seldom means: edited files that the run does not take, keys, rows that are left out."""
+    from relax_hpc.files.publish import read_json
+    from relax_hpc.launch.resume import note_of_edited
+    from relax_hpc.recipe.tables.source import left_out
 
-    if note := note_of_edited(run):
-        warn(note)
+    for warning in filter(None, (note_of_edited(run), *more, *recipe.warnings, *left_out(read_json(run.rows) or {}))):
+        warn(warning)
 
 
 def tell(doing: str) -> None:
@@ -103,16 +106,14 @@ def run(
     from rich.console import Console
     from rich.markup import escape
 
-    from relax_hpc.files.publish import read_json
-    from relax_hpc.recipe.tables.source import left_out
-    from relax_hpc.supervise.local import open_or_create, run_here
+    from relax_hpc.launch.create import open_or_create
+    from relax_hpc.supervise.local import run_here
 
     with friendly():
         tell("checking the recipe")
         opened = open_or_create(
             target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site, code=code, redo=redo, tell=tell
         )
-        say_edited(opened.run)
         console = Console()
         if opened.finished:
             console.print(
@@ -120,8 +121,7 @@ def run(
             )
             return
         console.print(f"[bold]{escape(str(opened.run.root))}[/bold]", soft_wrap=True)
-        for warning in (*opened.recipe.warnings, *left_out(read_json(opened.run.rows) or {})):
-            warn(warning)
+        warn_of(opened.run, opened.recipe)
         outcome = run_here(opened, console)
     if outcome["outcome"] == "failed":
         fail(outcome["reason"])

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from relax_hpc.cli.errors import friendly, warn
-from relax_hpc.cli.run import Code, Redo, Sets, Site, say_edited
+from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.run import Code, Redo, Sets, Site, warn_of
 
 
 def submit(
@@ -34,9 +34,8 @@ def submit(
     [dim]relax-hpc submit /lustre/me/runs/gsm --set run.steps=600[/dim]
     """
     with friendly():
-        from relax_hpc.files.publish import read_json
         from relax_hpc.recipe import load_recipe
-        from relax_hpc.recipe.tables.source import left_out
+        from relax_hpc.slurm.plan import make_plan, unset_cpus
         from relax_hpc.slurm.submission import submit as slurm
 
         if dry_run:
@@ -44,16 +43,14 @@ def submit(
                 typer.echo(f"##### {kind}.sbatch\n{text}")
             return
         jobs = slurm.submit(target, sets, site=site, local_root_ok=local_root_ok, code=code, redo=redo)
-        say_edited(jobs[0].run)
-        if said := slurm.advice(jobs[0].run):
-            typer.echo(f"warning: {said}", err=True)
+        run = jobs[0].run
+        recipe = load_recipe(run.recipe)
         for job in jobs:
             how, _, other = job.dependency.partition(":")
             waits = f", when {other} has {'ended' if how == 'afterany' else 'begun'}" if other else ""
             typer.echo(f"{job.job_id}  {job.name}, {job.kind}{waits}")
-        for warning in (*load_recipe(jobs[0].run.recipe).warnings, *left_out(read_json(jobs[0].run.rows) or {})):
-            warn(warning)
-        typer.echo(f"sent {jobs[0].run.root}; watch it with: relax-hpc status {jobs[0].run.root}")
+        warn_of(run, recipe, unset_cpus(make_plan(recipe)))
+        typer.echo(f"sent {run.root}; watch it with: relax-hpc status {run.root}")
 
 
 def render(

@@ -16,7 +16,7 @@ import numpy as np
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.node_cache import NodeCache
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.launch.create import Redo
+from relax_hpc.launch.resume import Redo
 from relax_hpc.monitor.analysis.statuses import GroupStatuses, read_entries
 from relax_hpc.recipe import Recipe
 from relax_hpc.records import PartialRollout, Sample

@@ -22,13 +22,13 @@ from relax_hpc.data import PromptCursor, PromptSources
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.launch.create import open_or_create
 from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.monitor.analysis.report import render
 from relax_hpc.monitor.analysis.trace import write
 from relax_hpc.recipe import load_recipe
 from relax_hpc.roles.training.sft import read
 from relax_hpc.spool.ledger import Ledger
-from relax_hpc.supervise.local import open_or_create
 from relax_hpc.telemetry import read_metrics
 from relax_hpc.trainers import make_trainer
 from tests import metric_lists

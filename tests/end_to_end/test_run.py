@@ -19,8 +19,8 @@ import relax_hpc as package
 from relax_hpc.cli import app
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.launch.create import resume
 from relax_hpc.launch.evaluate import evaluate
+from relax_hpc.launch.resume import resume
 from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.spool.shard import Shard
 from relax_hpc.supervise.fork_server import ForkServer

@@ -60,7 +60,7 @@ def test_of_two_commands_that_begin_the_same_run_the_second_is_told_of_the_first
         run.create()
         write_file(run.identity, to_json({"id": "of the first"}))
 
-    monkeypatch.setattr(create_module, "_prepare", meanwhile)
+    monkeypatch.setattr(create_module, "prepare", meanwhile)
     with pytest.raises(RunError, match=r"made by another command at this moment.*relax-hpc status"):
         create(recipe, None)  # type: ignore[arg-type]
     assert read_json(run.identity) == {"id": "of the first"} and len(list(run.root.parent.iterdir())) == 1

@@ -11,8 +11,8 @@ from relax_hpc.files import folder_checksums
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json, to_json
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.launch.create import _fork
 from relax_hpc.launch.evaluate import find, hugging_face
+from relax_hpc.launch.fork import copy_state
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.trainers.export import export_checkpoint
 from tests import tiny
@@ -70,7 +70,7 @@ def test_a_fork_begins_at_the_newest_checkpoint_that_is_whole_with_the_critic_ne
         write(run, step, critic)
     damage(critic.checkpoint(2), "state.json")
     new = RunDir(tmp_path / "new")
-    assert _fork(run, new, RECIPE) == 2
+    assert copy_state(run, new, RECIPE) == 2
     assert new.checkpoint_steps() == RunDir(new.critic).checkpoint_steps() == [2]
     of_critic = RunDir(new.critic).checkpoint(2)
     assert (of_critic / FILE).read_bytes() == b"weights of step 1" and read_json(of_critic / "state.json")["step"] == 2
@@ -82,4 +82,4 @@ def test_a_fork_begins_at_the_newest_checkpoint_that_is_whole_with_the_critic_ne
 def test_nothing_is_forked_where_no_checkpoint_is_whole(run: RunDir, tmp_path: Path) -> None:
     damage(run.checkpoint(2), "state.json")
     with pytest.raises(RunError, match=r"no checkpoint of .* is whole: .*step-00000004/model.*step-00000002/state"):
-        _fork(run, RunDir(tmp_path / "new"), RECIPE)
+        copy_state(run, RunDir(tmp_path / "new"), RECIPE)

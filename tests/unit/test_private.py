@@ -47,7 +47,7 @@ def test_a_new_run_and_its_copy_of_the_code_cannot_be_written_by_others(
         (draft.model / "config.json").touch()
         os.chmod(draft.model / "config.json", 0o666)
 
-    monkeypatch.setattr(create_module, "_prepare", prepare)
+    monkeypatch.setattr(create_module, "prepare", prepare)
     run = create(recipe, None)  # type: ignore[arg-type]
     assert list((run.snapshot / "user").rglob("mine.py")) and len(list(run.snapshot.rglob("*.py"))) > 100
     assert not any(mode & taken for mode in modes(run.root)) and all(mode & given == given for mode in modes(run.root))

@@ -6,6 +6,7 @@ used in tests/slurm.
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -17,7 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import submitit
 from rich.console import Console
+from submitit.core.utils import FailedJobError, UncompletedJobError
 from typer.testing import CliRunner
 
 import relax_hpc
@@ -213,7 +216,8 @@ def test_what_is_refused_changes_nothing(run: RunDir, recipe: Path, bin_folder: 
         submit(run.root, ["slurm.partition=nope", "run.steps=7"], local_root_ok=True)
     assert "--partition=nope" in (tmp_path / "said").read_text()
     assert {path: path.read_bytes() for path in run.root.rglob("*") if path.is_file()} == before
-    program(bin_folder, "sbatch", "echo 5")
+    (tmp_path / "next").write_text("5")
+    program(bin_folder, "sbatch", f"n=$(cat {tmp_path}/next)", f"echo $((n+1)) > {tmp_path}/next", "echo $n")
     assert [job.kind for job in submit(run.root, ["run.steps=7"], local_root_ok=True, redo="score")] == [
         "leader",
         "leader",
@@ -254,10 +258,6 @@ def test_a_controller_that_stays_away_is_given_up(
 def test_a_machine_without_slurm_says_so(run: RunDir) -> None:
     with pytest.raises(RunError, match="no sbatch on this machine.*login node"):
         sbatch.submit_script(run, "leader")
-    from relax_hpc.slurm.submission.executor import ScriptExecutor
-
-    with pytest.raises(RunError, match="no srun on this machine"):
-        ScriptExecutor(run, make_plan(load_recipe(run.root.parent / "r.toml")))
 
 
 def test_sending_a_run_again_forgets_that_it_was_stopped(run: RunDir) -> None:
@@ -749,41 +749,60 @@ def test_rollout_nodes_leave_when_their_leader_can_never_start(
 # --- submitit -----------------------------------------------------------------------------------------------------
 
 
-def test_the_executor_takes_no_function(run: RunDir, bin_folder: Path, recipe: Path) -> None:
-    from relax_hpc.slurm.submission.executor import ScriptExecutor
+def test_a_job_gives_the_runs_outcome_and_not_one_from_before(
+    run: RunDir, bin_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from relax_hpc.slurm.submission.run_job import RunJob
 
-    program(bin_folder, "srun", "exit 1")
-    program(bin_folder, "sbatch", "echo 77")
-    executor = ScriptExecutor(run, make_plan(load_recipe(recipe)))
-    with pytest.raises(TypeError, match=r"relax_hpc\.submit"):
-        executor.submit(print)
-    job = executor.send("rollout")
-    assert (job.job_id, job.kind, job.state) == ("77", "rollout", "UNKNOWN")
-    assert not list(run.root.rglob("*.pkl"))
-
-
-def test_a_job_gives_the_runs_outcome_and_not_one_from_before(run: RunDir, bin_folder: Path) -> None:
-    from relax_hpc.slurm.submission.executor import RunJob
-
+    monkeypatch.setattr(RunJob, "_results_timeout_s", 0)
     program(bin_folder, "squeue", "echo '91|RUNNING|None'")
+    with pytest.raises(RunError, match="has no job 91"):
+        RunJob(run.slurm, "91")
     sbatch.record(run, "91", "leader")
     job = RunJob(run.slurm, "91")
+    assert (job.kind, job.name, job.dependency, job.state) == ("leader", "toy-trainer", "", "RUNNING")
     old = {"outcome": "stopped", "reason": "", "step": 2, "time": 1.0}
     run.outcome.write_text(json.dumps(old))
-    assert job.outcome() is None and not job.done(force_check=True)
+    assert not job.done(force_check=True), "that was before this job"
     run.outcome.write_text(json.dumps({**old, "time": 1e11, "outcome": "preempted"}))
-    assert job.outcome() is None, "goes on in the successor"
+    assert not job.done(), "goes on in the successor"
     done = {**old, "time": 1e11, "outcome": "done"}
     run.outcome.write_text(json.dumps(done))
-    assert job.result() == done and job.exception() is None
+    assert job.done() and job.result() == done and job.exception() is None
     failed = {**done, "outcome": "failed", "reason": "no disk"}
     run.outcome.write_text(json.dumps({**failed, "fatal": True}))
     assert "no disk" in str(job.exception())
     run.outcome.write_text(json.dumps({**failed, "suspect": "n1"}))
-    assert job.outcome() is None, "its successor tries other nodes"
+    assert not job.done(), "its successor tries other nodes"
     program(bin_folder, "squeue", "echo '91|FAILED|NonZeroExitCode'")
     wait_for(lambda: job.done(force_check=True))  # within a millisecond submitit looks once, however it is asked
-    assert "no disk" in str(job.exception())
+    with pytest.raises(FailedJobError, match="no disk"):
+        job.result()
+    run.outcome.unlink()
+    with pytest.raises(UncompletedJobError, match="no job any more and no outcome: job 91 ended as FAILED"):
+        job.result()
+
+
+def test_a_job_of_a_run_is_one_of_submitits(run: RunDir, bin_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes through submitit's own helpers, asyncio too, and through pickle to another process."""
+    from relax_hpc.slurm.submission.run_job import RunJob
+
+    program(bin_folder, "squeue", "echo '92|RUNNING|None'", "echo '93|PENDING|Dependency'")
+    sbatch.record(run, "92", "leader")
+    sbatch.record(run, "93", "leader", dependency="afterany:92")
+    jobs = pickle.loads(pickle.dumps([RunJob(run.slurm, "92"), RunJob(run.slurm, "93")]))
+    assert isinstance(jobs[0], submitit.Job) and [job.state for job in jobs] == ["RUNNING", "PENDING"]
+    with pytest.raises(TimeoutError):
+        list(submitit.helpers.as_completed(jobs, timeout=0.05, poll_frequency=0.1))
+    ended = {"outcome": "done", "reason": "", "step": 2, "time": 1e11}
+    threading.Timer(0.3, lambda: run.outcome.write_text(json.dumps(ended))).start()
+    assert asyncio.run(jobs[0].awaitable().result(poll_interval=0.05)) == ended
+    assert list(submitit.helpers.as_completed(jobs, poll_frequency=0.1)) == jobs
+    submitit.helpers.monitor_jobs(jobs, poll_frequency=0.1, test_mode=True)
+    assert "All jobs finished, jobs with indices [] failed" in capsys.readouterr().out
+    assert jobs[0].stdout() is None
+    (run.logs / "slurm" / "toy-trainer-92.out").write_text("step 1\n")
+    assert jobs[0].stdout() == jobs[0].stderr() == "step 1\n"
 
 
 def test_the_plain_function_can_be_sent_by_reference() -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json, to_json, write_file
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.launch.create import Opened
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.common.process import Exit, passes, place_of
@@ -28,7 +29,7 @@ from relax_hpc.supervise import io_retry, local, supervisor
 from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.supervise.io_retry import IoRetry, IoTrouble
 from relax_hpc.supervise.lease import acquire
-from relax_hpc.supervise.local import Opened, run_here
+from relax_hpc.supervise.local import run_here
 from relax_hpc.supervise.rollout_workers import LocalWorkers
 from relax_hpc.supervise.trainer_group import LocalTrainers
 from relax_hpc.telemetry import Telemetry, read_metrics

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.launch.create import count_rows
+from relax_hpc.launch.child import count_rows
 from relax_hpc.planning.doctor.checks import Check, failed, gigabytes, note, ok, warning
 from relax_hpc.planning.doctor.files import AREA, existing_part
 from relax_hpc.recipe.schema import Recipe

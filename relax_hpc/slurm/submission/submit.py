@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.permissions import keep_private
 from relax_hpc.files.publish import replace
-from relax_hpc.files.run_dir import RunDir, open_existing
-from relax_hpc.launch.create import create, existing, place, refuse_of_new_run, resume
-from relax_hpc.recipe import Recipe, change_on_resume, load_recipe, site_file
+from relax_hpc.files.run_dir import RunDir
+from relax_hpc.launch.create import create, find, finished, place
+from relax_hpc.launch.resume import refuse_of_new_run, resume
+from relax_hpc.recipe import Recipe, change_on_resume, load_recipe
 from relax_hpc.recipe.describe import toml
 from relax_hpc.slurm.client import cancel, look
-from relax_hpc.slurm.plan import KINDS, Kind, Plan, make_plan, unset_cpus
-from relax_hpc.slurm.submission.sbatch import forget_end, jobs, script, write_scripts
+from relax_hpc.slurm.plan import KINDS, Kind, Plan, make_plan
+from relax_hpc.slurm.submission.sbatch import forget_end, jobs, script, submit_script, write_scripts
 from relax_hpc.slurm.submission.scripts import render
 from relax_hpc.slurm.submission.unstartable import hopeless_once_looked_at
 from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.supervise.lease import refuse_if_held
-from relax_hpc.supervise.supervisor import outcome_of
 
 if TYPE_CHECKING:
-    from relax_hpc.slurm.submission.executor import RunJob
+    from relax_hpc.slurm.submission.run_job import RunJob
 
 LOCAL_ROOTS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that each node has for itself."""
@@ -47,7 +47,7 @@ def submit(
 
     code, redo: for a run that goes on, see `resume`. Raises RunError or RecipeError.
     """
-    recipe, run = _open(target, sets, site)
+    recipe, run, changes = _open(target, sets, site)
     plan = make_plan(recipe)
     if not local_root_ok:
         refuse_local_root(plan)
@@ -55,48 +55,40 @@ def submit(
     if run is None:
         refuse_of_new_run(code, redo)
         with ForkServer(place(recipe)) as fork_server:
-            run = create(recipe, fork_server)
-        plan = make_plan(load_recipe(run.recipe))
-        with _undone_if_refused(run.outcome):
-            return _send(run, plan)
+            return _send(create(recipe, fork_server), plan)
     _refuse_busy(run, recipe)
     keep_private(recipe.run.group_access)
-    scripts = [script(run, kind) for kind in KINDS]
-    with _undone_if_refused(run.outcome, run.recipe, run.changes, *scripts):
+    with _undone_if_refused(run.outcome, run.recipe, run.changes, *(script(run, kind) for kind in KINDS)):
         with ForkServer(run) as fork_server:
-            resume(run, list(sets) if target.is_dir() else [_slurm_table(recipe)], fork_server, code, redo)
+            resume(run, changes, fork_server, code, redo)
         return _send(run, plan)
 
 
 def _send(run: RunDir, plan: Plan) -> list[RunJob]:
     """Write the scripts and send them; when one is refused, cancel the others."""
-    from relax_hpc.slurm.submission.executor import ScriptExecutor
+    from relax_hpc.slurm.submission.run_job import RunJob
 
-    executor = ScriptExecutor(run, plan)
     write_scripts(run, plan)
     forget_end(run)
-    sent: list[RunJob] = []
+    sent: list[str] = []
     try:
         for kind in _kinds(plan):
-            after = sent[-1].job_id if sent and kind == "leader" else None
-            begun = sent[0].job_id if kind == "rollout" and plan.slurm.rollout_after_leader else None
-            sent.append(executor.send(kind, after, begun))
-        _refuse_hopeless(run, sent)
+            after = sent[-1] if sent and kind == "leader" else None
+            begun = sent[0] if kind == "rollout" and plan.slurm.rollout_after_leader else None
+            sent.append(submit_script(run, kind, after=after, begun=begun))
+        # Jobs that Slurm took and will never start: the others would burn nodes waiting for them.
+        if why := hopeless_once_looked_at(sent):
+            told = "; ".join(
+                f"job {job} ({kind}): {why[job]}" for job, kind in zip(sent, _kinds(plan), strict=True) if job in why
+            )
+            raise RunError(
+                f"Slurm took the jobs of '{run.root}' but cannot ever start all of them: {told}. All were cancelled; the run is there: "
+                f"`relax-hpc submit {run.root} --set KEY=VALUE` sends it again"
+            )
     except RunError:
-        cancel(job.job_id for job in sent)
+        cancel(sent)
         raise
-    return sent
-
-
-def _refuse_hopeless(run: RunDir, sent: Sequence[RunJob]) -> None:
-    """Raise RunError for jobs that Slurm took and will never start: the others would burn nodes waiting for them."""
-    why = hopeless_once_looked_at(job.job_id for job in sent)
-    if why:
-        told = "; ".join(f"job {job.job_id} ({job.kind}): {why[job.job_id]}" for job in sent if job.job_id in why)
-        raise RunError(
-            f"Slurm took the jobs of '{run.root}' but cannot ever start all of them: {told}. All were cancelled; the run is there: "
-            f"`relax-hpc submit {run.root} --set KEY=VALUE` sends it again"
-        )
+    return [RunJob(run.slurm, job) for job in sent]
 
 
 @contextlib.contextmanager
@@ -112,11 +104,6 @@ def _undone_if_refused(*paths: Path) -> Iterator[None]:
             else:
                 path.unlink(missing_ok=True)
         raise
-
-
-def advice(run: RunDir) -> str:
-    """A warning of settings that Slurm accepts and a person seldom means; empty where there are none."""
-    return unset_cpus(make_plan(load_recipe(run.recipe)))
 
 
 def preview(target: Path, sets: Sequence[str] = (), *, site: Path | None = None) -> dict[Kind, str]:
@@ -145,25 +132,16 @@ def refuse_missing_environment(plan: Plan) -> None:
         )
 
 
-def _open(target: Path, sets: Sequence[str], site: Path | None) -> tuple[Recipe, RunDir | None]:
-    """The recipe that shall be in force, and the run where it exists already."""
-    if target.is_dir():
-        run = open_existing(target)
-        return change_on_resume(load_recipe(run.recipe), sets), run
-    if not target.exists():
-        raise RunError(f"no recipe and no run at '{target}' (seen from {Path.cwd()})")
-    recipe = load_recipe(target, sets, site_file(site))
-    make_plan(recipe)
-    found = existing(recipe)
-    if found is None:
-        return recipe, None
-    return change_on_resume(load_recipe(found.recipe), [_slurm_table(recipe)]), found
-
-
-def _slurm_table(recipe: Recipe) -> str:
-    """The whole [slurm] table as one override."""
-    assert recipe.slurm is not None
-    return f"slurm={toml(recipe.slurm.model_dump(mode='json', exclude_none=True))}"
+def _open(target: Path, sets: Sequence[str], site: Path | None) -> tuple[Recipe, RunDir | None, list[str]]:
+    """The recipe that shall be in force; the run where it exists already, and the changes that it goes on with."""
+    recipe, run = find(target, sets, site)
+    if run is None:
+        return recipe, None, []
+    changes = list(sets)
+    if not target.is_dir():
+        table = make_plan(recipe).slurm.model_dump(mode="json", exclude_none=True)
+        changes = [f"slurm={toml(table)}"]
+    return change_on_resume(load_recipe(run.recipe), changes), run, changes
 
 
 def _kinds(plan: Plan) -> list[Kind]:
@@ -176,9 +154,8 @@ def _kinds(plan: Plan) -> list[Kind]:
 def _refuse_busy(run: RunDir, recipe: Recipe) -> None:
     """Raise RunError for a run that is finished, at work, or queued."""
     refuse_if_held(run)
-    done, outcome = run.checkpoint_steps(), outcome_of(run)
-    if done and done[-1] >= recipe.run.steps and outcome is not None and outcome["outcome"] == "done":
-        raise RunError(f"'{run.root}' is done: {done[-1]} steps; --set run.steps=… makes more")
+    if done := finished(run, recipe):
+        raise RunError(f"'{run.root}' is done: {done} steps; --set run.steps=… makes more")
     alive = [
         f"{job} ({seen.state})" for job, seen in look(about["id"] for about in jobs(run)).items() if seen and seen.alive
     ]
