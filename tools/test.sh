@@ -2,7 +2,7 @@
 # usage: tools/test.sh [--python PATH] [--setup-only] [--quick] [pytest arguments]
 # Set up, then run all tests (or those that the arguments name).
 # --python  under this interpreter, in an environment of its own (.venv-3.13.0); without it, in .venv
-# --quick   a part of the tests that is done in 4 minutes on two cores (README.md says what it leaves out)
+# --quick   a part of the tests that is done in 4 minutes on two cores (docs/contributing.md says what it leaves out)
 set -euo pipefail
 setup=() venv=.venv only=
 while [[ "${1:-}" = --python || "${1:-}" = --setup-only ]]; do
