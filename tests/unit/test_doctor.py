@@ -7,7 +7,6 @@ import json
 import math
 import os
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -16,7 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from relax_hpc.cli import app
@@ -100,8 +101,7 @@ def test_scratch_goes_and_says_where_it_could_not_be(tmp_path: Path) -> None:
 
 
 def test_parameters_are_those_of_the_model(tmp_path: Path, recipe: Recipe) -> None:
-    header = json.dumps({"__metadata__": {}, "a": {"shape": [3, 4]}, "b": {"shape": [5]}}).encode()
-    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    save_file({"a": np.zeros((3, 4)), "b": np.zeros(5)}, tmp_path / "m.safetensors", {"format": "pt"})
     on_disk = load_recipe(tmp_path / "small.toml", [f'model={{path="{tmp_path}"}}'])
     assert room.parameters(on_disk) == 17
     assert of(room.inputs(on_disk), "model.path").found.endswith("has no config.json")

@@ -83,16 +83,16 @@ class RunView:
             warnings.warn(f"{len(broken)} damaged files were left out: {'; '.join(map(str, broken))}", stacklevel=2)
         if format == "arrow":
             return table
-        return table.to_pandas(types_mapper=_nullable_integers())
+        import pandas as pd
+
+        return table.to_pandas(types_mapper={pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}.get)
 
     def columns(self, columns: Sequence[str] | None = None, text: bool = True) -> list[str]:
         """The columns that a table of trajectories will have; opens every shard when extra columns are in question."""
-        wanted = columns is None or any(c.startswith("extra/") for c in columns)
-        extras = (
-            {c: None for shard in self.iter_shards(broken=[]) for c in shard.column_names() if c.startswith("extra/")}
-            if wanted
-            else {}
-        )
+        extras: dict[str, None] = {}
+        if columns is None or any(c.startswith("extra/") for c in columns):
+            names = (name for shard in self.iter_shards(broken=[]) for name in shard.column_names())
+            extras = dict.fromkeys(name for name in names if name.startswith("extra/"))
         return choose_columns(columns, extras, text)
 
     def iter_trajectories(
@@ -142,12 +142,8 @@ class RunView:
 
     def shard_paths(self) -> list[Path]:
         """Training shards, then evaluations, then files quarantined; each by name."""
-        run = self.run
-        return [
-            *sorted(run.shards.glob("*/*.h5")),
-            *sorted(run.evals.glob("*.h5")),
-            *sorted(run.quarantine.glob("*.h5")),
-        ]
+        places = ((self.run.shards, "*/*.h5"), (self.run.evals, "*.h5"), (self.run.quarantine, "*.h5"))
+        return [path for folder, pattern in places for path in sorted(folder.glob(pattern))]
 
     def statuses(self, broken: list[RunError] | None = None) -> GroupStatuses:
         """Read from the ledger the status of each request and group, as of now. Raises RunError at a damaged entry, unless
@@ -161,7 +157,7 @@ class RunView:
         from tokenizers import Tokenizer
 
         path = self.run.model / "tokenizer.json"
-        if not path.is_file():
+        if not self.has_text:
             raise RunError(f"no '{path}', so tokens cannot become text: ask without text (text=False, or --no-text)")
         decoder: Decoder = Tokenizer.from_file(str(path))
         return decoder
@@ -190,10 +186,9 @@ class RunView:
 
     def ages(self) -> pd.DataFrame:
         """One row a step and age: step, age (in versions), tokens trained at that age."""
-        steps = last_of(self.metrics("trainer-0", "step"), "step")
         rows = [
             {"step": s["step"], "age": age, "tokens": tokens}
-            for s in steps
+            for s in last_of(self.metrics("trainer-0", "step"), "step")
             for age, tokens in enumerate(s.get("age_histogram", ()))
             if tokens
         ]
@@ -215,13 +210,8 @@ class RunView:
         if paths is None:
             for request, status in sorted(statuses.requests.items()):
                 if request not in seen:
-                    yield {
-                        "shard": None,
-                        "request": request,
-                        "status": status.status,
-                        "step": status.step,
-                        "reason": status.reason,
-                    }
+                    about = {"status": status.status, "step": status.step, "reason": status.reason}
+                    yield {"shard": None, "request": request, **about}
 
     def metrics(self, role: str, kind: str | None = None) -> list[dict[str, Any]]:
         """Lines of metrics/ROLE.jsonl, all or of one kind, in the order written."""
@@ -235,7 +225,7 @@ class RunView:
 
     def events(self) -> list[dict[str, Any]]:
         """Events that the supervisor recorded: starts, losses, restarts, the outcome."""
-        return read_metrics(self.run.metrics / "supervisor.jsonl")[0]
+        return self.metrics("supervisor")
 
     @property
     def outcome(self) -> dict[str, Any] | None:
@@ -296,16 +286,5 @@ def _frame(rows: list[dict[str, Any]], columns: list[str] | None = None) -> pd.D
 
     frame = pd.DataFrame(rows, columns=columns if not rows else None)
     # A column of integers with gaps would become floating-point numbers.
-    whole = [
-        c
-        for c in frame
-        if any(type(r.get(c)) is int for r in rows) and all(type(r.get(c)) in (int, type(None)) for r in rows)
-    ]
-    return frame.astype({c: "Int64" for c in whole})
-
-
-def _nullable_integers() -> Any:
-    import pandas as pd
-    import pyarrow as pa
-
-    return {pa.int64(): pd.Int64Dtype(), pa.int32(): pd.Int32Dtype()}.get
+    kinds = {column: {type(row.get(column)) for row in rows} for column in frame}
+    return frame.astype({c: "Int64" for c, found in kinds.items() if int in found and found <= {int, type(None)}})

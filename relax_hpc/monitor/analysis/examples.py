@@ -16,20 +16,9 @@ if TYPE_CHECKING:
     from relax_hpc.spool.shard import Shard
 
 SHOWN = (
-    "request",
-    "group",
-    "sample",
-    "step",
-    "reward",
-    "length",
-    "finish",
-    "age",
-    "prompt",
-    "completion",
-    "answer",
-    "tokens",
+    "request", "group", "sample", "step", "reward", "length", "finish", "age", "prompt", "completion", "answer", "tokens",
     "prompt_tokens",
-)
+)  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -53,10 +42,9 @@ def best_and_worst(view: RunView, paths: Sequence[Path], count: int) -> dict[str
     for shard in view.iter_shards([p for p in paths if statuses.of(p).status == "trained"], broken=[]):
         groups = list(_groups(shard))
         best = heapq.nlargest(count, best + [max(group) for group in groups])
-        worst = heapq.nlargest(
-            count, worst + [min(group) for group in groups], key=lambda f: (-f.reward, f.request, f.group)
-        )
-    return {"best": [r for f in best for r in _rows(view, f)], "worst": [r for f in worst for r in _rows(view, f)]}
+        least = worst + [min(group) for group in groups]
+        worst = heapq.nlargest(count, least, key=lambda f: (-f.reward, f.request, f.group))
+    return {what: [row for f in found for row in _rows(view, f)] for what, found in (("best", best), ("worst", worst))}
 
 
 def _groups(shard: Shard) -> Iterator[list[Found]]:

@@ -45,6 +45,12 @@ class Timeline:
     def __init__(self, began: float) -> None:
         self.began = began
         self.events: list[Event] = []
+        self.published: dict[int, list[Event]] = {}
+        """Version -> where it was published, each time."""
+        self.steps: dict[int, Event] = {}
+        """Step -> where it first read its requests."""
+        self.requests: dict[str, Event] = {}
+        """Request -> where its shard was published."""
         self._ids: dict[tuple[str, str], tuple[int, int]] = {}
         self._last: dict[tuple[str, str], tuple[float, float]] = {}
         self._arrows = 0
@@ -126,22 +132,12 @@ def timeline(view: RunView) -> Timeline:
         raise RunError(f"'{view.run.root}' has no metrics yet, so there is no timeline: ask again when it has begun")
     made = Timeline(min(times))
     roles = ["trainer-0", *(n for n in lines if n.startswith("rollout-")), *lines]
-    published: dict[int, list[Event]] = {}
-    steps: dict[int, Event] = {}
-    requests: dict[str, Event] = {}
+    lay_out = {"trainer-0": _trainer, "rollout-": _worker, "scorer-": _columns, "critic-": _columns, "": _events}
     for role in dict.fromkeys(role for role in roles if role in lines):
-        if role == "trainer-0":
-            _trainer(made, role, lines[role], published, steps)
-        elif role.startswith("rollout-"):
-            _worker(made, role, lines[role], published, requests)
-        elif role.startswith(("scorer-", "critic-")):
-            _columns(made, role, lines[role])
-        else:
-            _events(made, role, lines[role])
+        next(function for name, function in lay_out.items() if role.startswith(name))(made, role, lines[role])
     for request, status in view.statuses().requests.items():
-        tail, head = requests.get(request), steps.get(status.step) if status.step is not None else None
-        if tail is not None and head is not None:
-            made.arrow("request", tail, head)
+        if request in made.requests and status.step in made.steps:
+            made.arrow("request", made.requests[request], made.steps[status.step])
     return made
 
 
@@ -152,22 +148,16 @@ def _began(line: dict[str, Any]) -> float:
     return before - line.get("wait_s", 0.0) if "began" in line else before
 
 
-def _trainer(
-    made: Timeline,
-    role: str,
-    lines: Iterable[dict[str, Any]],
-    published: dict[int, list[Event]],
-    steps: dict[int, Event],
-) -> None:
+def _trainer(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:
     for line in lines:
         kind, end = line.get("kind"), line["time"]
         if kind == "step":
             read, publish = _step(made, role, line)
-            published.setdefault(line["version"], []).append(publish)
-            steps.setdefault(line["step"], read)
+            made.published.setdefault(line["version"], []).append(publish)
+            made.steps.setdefault(line["step"], read)
         elif kind == "publish":
             event = made.slice(role, WORK, f"publish v{line['version']}", end - line["seconds"], end)
-            published.setdefault(line["version"], []).append(event)
+            made.published.setdefault(line["version"], []).append(event)
         elif kind == "checkpoint":
             made.slice(role, CHECKPOINTS, f"checkpoint {line['step']}", end - line["seconds"], end)
         elif kind == "eval":
@@ -202,13 +192,7 @@ def _step(made: Timeline, role: str, line: dict[str, Any]) -> tuple[Event, Event
     return reading, publishing
 
 
-def _worker(
-    made: Timeline,
-    role: str,
-    lines: Iterable[dict[str, Any]],
-    published: dict[int, list[Event]],
-    requests: dict[str, Event],
-) -> None:
+def _worker(made: Timeline, role: str, lines: Iterable[dict[str, Any]]) -> None:
     held = None
     for line in lines:
         if line.get("kind") != "request":
@@ -219,17 +203,16 @@ def _worker(
         if line["sync_s"]:
             made.slice(role, WORK, f"take v{line['version']}", began - line["sync_s"], began)
         scored = began + line["generate_s"]
-        args = {key: line.get(key) for key in REQUEST_ARGS}
-        generating = made.slice(
-            role, WORK, f"generate {line['request']} v{line['version']}", began, scored + line["score_s"], **args
-        )
-        if line["score_s"]:
-            made.part(role, WORK, "score", scored, scored + line["score_s"])
         done = scored + line["score_s"]
-        requests[line["request"]] = made.slice(role, PUBLISH, line["request"], done, done + line["publish_s"])
+        args = {key: line.get(key) for key in REQUEST_ARGS}
+        name = f"generate {line['request']} v{line['version']}"
+        generating = made.slice(role, WORK, name, began, done, **args)
+        if line["score_s"]:
+            made.part(role, WORK, "score", scored, done)
+        made.requests[line["request"]] = made.slice(role, PUBLISH, line["request"], done, done + line["publish_s"])
         if line["version"] != held:
-            held = line["version"]
-            before = [p for p in published.get(held, ()) if p["ts"] + p["dur"] <= generating["ts"] + generating["dur"]]
+            held, end = line["version"], generating["ts"] + generating["dur"]
+            before = [p for p in made.published.get(held, ()) if p["ts"] + p["dur"] <= end]
             if before:
                 made.arrow(f"v{held}", before[-1], generating)
 

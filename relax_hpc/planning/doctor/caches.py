@@ -19,7 +19,6 @@ from pathlib import Path
 from relax_hpc.files.publish import names, replace
 from relax_hpc.planning.doctor.checks import Check, note, ok
 
-AREA = "nodes"
 PULSE_S = 0.25
 LOOK_S = 0.02
 WINDOW_S = 8.0
@@ -85,8 +84,8 @@ def _of(path: Path) -> tuple[int, int] | None:
 
 def _check(what: str, unchanged_s: float, window_s: float, host: str) -> Check:
     if unchanged_s >= window_s:
-        return note(AREA, what, f"{host} saw no change of another node's in {window_s:g} s: cached for longer; a step of a new run may wait that long once, "
+        return note(what, f"{host} saw no change of another node's in {window_s:g} s: cached for longer; a step of a new run may wait that long once, "
                     "then a second (actimeo, acregmax, acdirmax of an NFS mount)")  # fmt: skip
     if unchanged_s > NOTICEABLE_S:
-        return note(AREA, what, f"{host} saw changes up to {unchanged_s:.1f} s late: requests and versions are looked at anew every second all the same")  # fmt: skip
-    return ok(AREA, what, f"changes seen within {unchanged_s:.1f} s")
+        return note(what, f"{host} saw changes up to {unchanged_s:.1f} s late: requests and versions are looked at anew every second all the same")  # fmt: skip
+    return ok(what, f"changes seen within {unchanged_s:.1f} s")

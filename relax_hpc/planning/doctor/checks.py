@@ -15,38 +15,34 @@ ORDER: tuple[Verdict, ...] = ("ok", "note", "warning", "failed")
 class Check:
     """One row of the table."""
 
-    area: str
     what: str
     verdict: Verdict
     found: str
     expected: str = ""
     fix: str = ""
+    area: str = ""
+    """Where it was looked: files, python, slurm or nodes."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def ok(area: str, what: str, found: str) -> Check:
-    return Check(area, what, "ok", found)
+def ok(what: str, found: str) -> Check:
+    return Check(what, "ok", found)
 
 
-def note(area: str, what: str, found: str) -> Check:
-    return Check(area, what, "note", found)
+def note(what: str, found: str) -> Check:
+    return Check(what, "note", found)
 
 
-def warning(area: str, what: str, found: str, expected: str, fix: str) -> Check:
-    return Check(area, what, "warning", found, expected, fix)
+def warning(what: str, found: str, expected: str, fix: str) -> Check:
+    return Check(what, "warning", found, expected, fix)
 
 
-def failed(area: str, what: str, found: str, expected: str, fix: str) -> Check:
-    return Check(area, what, "failed", found, expected, fix)
+def failed(what: str, found: str, expected: str, fix: str) -> Check:
+    return Check(what, "failed", found, expected, fix)
 
 
 def worst(checks: Iterable[Check]) -> Verdict:
     """The worst verdict of all."""
     return max((check.verdict for check in checks), key=ORDER.index, default="ok")
-
-
-def gigabytes(count: float) -> str:
-    """Format a number of bytes in gigabytes for a person."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir, open_existing
@@ -15,8 +15,7 @@ from relax_hpc.recipe import Recipe, change_on_resume, load_recipe, site_file
 from relax_hpc.slurm.plan import make_plan
 from relax_hpc.telemetry import read_metrics
 
-Area = Literal["files", "python", "slurm", "nodes"]
-AREAS: tuple[Area, ...] = ("files", "python", "slurm")
+AREAS = ("files", "python", "slurm")
 """Areas to check by default; nodes are checked only on demand, since that takes a job."""
 
 
@@ -43,20 +42,20 @@ def examine(
 
     `say` is told what is being looked at. Raises RunError when nothing can be written.
     """
+    looks: dict[str, tuple[str, Callable[[Path], Iterable[Check]]]] = {
+        "files": ("the file system", lambda folder: _files(recipe, run, folder, local_root_ok)),
+        "python": ("Python's libraries", lambda folder: python.environment(recipe)),
+        "slurm": ("the cluster", lambda folder: _slurm(recipe, run, folder)),
+        "nodes": (
+            f"nodes: a job, {2 * timeout_s:.0f} s at most",
+            lambda folder: _nodes(recipe, folder, timeout_s, "python" in areas),
+        ),
+    }
     with files.scratch(recipe.run.root.absolute()) as folder:
-        if "files" in areas:
-            say("the file system")
-            yield from _files(recipe, run, folder, local_root_ok)
-            yield from files.access(recipe.run.root, run.root if run else None)
-        if "python" in areas:
-            say("Python's libraries")
-            yield from python.environment(recipe)
-        if "slurm" in areas:
-            say("the cluster")
-            yield from _slurm(recipe, run, folder)
-        if "nodes" in areas:
-            say(f"nodes: a job, {2 * timeout_s:.0f} s at most")
-            yield from _nodes(recipe, folder, timeout_s, "python" in areas)
+        for area, (what, look) in looks.items():
+            if area in areas:
+                say(what)
+                yield from (replace(check, area=area) for check in look(folder))
 
 
 def checkpoint_s(run: RunDir | None) -> float | None:
@@ -78,29 +77,27 @@ def _files(recipe: Recipe, run: RunDir | None, folder: Path, local_root_ok: bool
     yield from inputs
     if worst(inputs) == "ok":
         yield from room.rows(recipe, run)
+    yield from files.access(recipe.run.root, run.root if run else None)
 
 
 def _slurm(recipe: Recipe, run: RunDir | None, folder: Path) -> Iterator[Check]:
     if recipe.slurm is None:
-        yield note(
-            slurm.AREA, "[slurm]", "the recipe has no such table: it runs on this machine, and Slurm is not looked at"
-        )
+        yield note("[slurm]", "the recipe has no such table: it runs on this machine, and Slurm is not looked at")
         return
     plan, programs = make_plan(recipe), slurm.programs()
     yield from programs
-    if any(check.verdict == "failed" for check in programs):
-        return
-    yield from slurm.cluster_checks(plan, slurm.look(), checkpoint_s(run))
-    yield from slurm.try_scripts(plan, folder)
+    if worst(programs) != "failed":
+        yield from slurm.cluster_checks(plan, slurm.look(), checkpoint_s(run))
+        yield from slurm.try_scripts(plan, folder)
 
 
 def _nodes(recipe: Recipe, folder: Path, timeout_s: float, libraries: bool) -> Iterator[Check]:
     if recipe.slurm is None:
-        yield failed("nodes", "[slurm]", "the recipe has no such table", "one that says where nodes are", "--set slurm.partition=NAME")  # fmt: skip
+        expected = "one that says where nodes are"
+        yield failed("[slurm]", "the recipe has no such table", expected, "--set slurm.partition=NAME")
         return
     try:
         yield from on_nodes(make_plan(recipe), folder, timeout_s, libraries=libraries)
     except FileNotFoundError as error:
-        yield failed(
-            "nodes", "srun", f"'{error.filename}' is not there", "Slurm's client commands", "call this on a login node"
-        )
+        missing = f"'{error.filename}' is not there"
+        yield failed("srun", missing, "Slurm's client commands", "call this on a login node")

@@ -19,7 +19,6 @@ from relax_hpc.files.publish import link_exclusive, sync_folder, write_file
 from relax_hpc.files.watch import COARSE_RECENT_S
 from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 
-AREA = "files"
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 20.0
 """Clock differences that give a warning or a failure.
 
@@ -27,6 +26,7 @@ Nothing relies on clocks that agree, but records of several machines are read si
 them.
 """
 SLOW_FSYNC_S = 0.2
+CACHE_OPTIONS = ("acregmax", "acdirmax", "actimeo")
 NFS_CACHE_S = 60
 """Seconds that an NFS client caches folders where the mount does not say: the default of acdirmax."""
 PREFIX = ".doctor."
@@ -77,16 +77,10 @@ def semantics(folder: Path, *, trainer_processes: int) -> list[Check]:
         try:
             attempt(own)
         except (OSError, _Wrong) as error:
-            broken.append(failed(AREA, what, str(error), "POSIX semantics", "put run.root on another file system"))
-    semantic = broken or [ok(AREA, "semantics", ", ".join(what for what, _ in tried))]
-    return [
-        *semantic,
-        _fsync(folder),
-        _locks(folder, trainer_processes),
-        skew(folder),
-        times(folder),
-        attribute_cache(folder),
-    ]
+            broken.append(failed(what, str(error), "POSIX semantics", "put run.root on another file system"))
+    semantic = broken or [ok("semantics", ", ".join(what for what, _ in tried))]
+    locks = _locks(folder, trainer_processes)
+    return [*semantic, _fsync(folder), locks, skew(folder), times(folder), attribute_cache(folder)]
 
 
 class _Wrong(Exception):
@@ -163,12 +157,12 @@ def _fsync(folder: Path) -> Check:
         write_file(folder / "synced", b"x" * 4096)
         sync_folder(folder)
     except OSError as error:
-        return failed(AREA, "fsync", str(error), "fsync of files and folders", "put run.root on another file system")
+        return failed("fsync", str(error), "fsync of files and folders", "put run.root on another file system")
     took = time.monotonic() - began
     words = f"a file and its folder in {took * 1e3:.1f} ms"
     if took > SLOW_FSYNC_S:
-        return warning(AREA, "fsync", words, f"{SLOW_FSYNC_S * 1e3:.0f} ms at most", "publishing will be slow: fewer, larger requests (rollout.groups_per_request), or another file system")  # fmt: skip
-    return ok(AREA, "fsync", words)
+        return warning("fsync", words, f"{SLOW_FSYNC_S * 1e3:.0f} ms at most", "publishing will be slow: fewer, larger requests (rollout.groups_per_request), or another file system")  # fmt: skip
+    return ok("fsync", words)
 
 
 def _locks(folder: Path, trainer_processes: int) -> Check:
@@ -183,7 +177,7 @@ def _locks(folder: Path, trainer_processes: int) -> Check:
         child.join()
     if child.exitcode != 0:
         return _no_locks("two processes held the same lock", trainer_processes)
-    return ok(AREA, "advisory locks", "fcntl locks work (HDF5's are off)")
+    return ok("advisory locks", "fcntl locks work (HDF5's are off)")
 
 
 def _take_lock(path: str) -> None:
@@ -197,14 +191,10 @@ def _take_lock(path: str) -> None:
 
 def _no_locks(found: str, trainer_processes: int) -> Check:
     if trainer_processes == 1:
-        return note(AREA, "advisory locks", f"{found}; not needed: HDF5's are off, and trainer.processes = 1")
-    return failed(
-        AREA,
-        "advisory locks",
-        found,
-        f"fcntl locks, by which trainer.processes = {trainer_processes} find each other",
-        "mount with locks (Lustre: -o flock; NFS: without nolock), or use trainer.processes = 1",
-    )
+        return note("advisory locks", f"{found}; not needed: HDF5's are off, and trainer.processes = 1")
+    expected = f"fcntl locks, by which trainer.processes = {trainer_processes} find each other"
+    fix = "mount with locks (Lustre: -o flock; NFS: without nolock), or use trainer.processes = 1"
+    return failed("advisory locks", found, expected, fix)
 
 
 def skew(folder: Path) -> Check:
@@ -216,9 +206,9 @@ def skew(folder: Path) -> Check:
     off = stamped - min(max(stamped, before), after)
     words = f"{off:+.2f} s between this machine and the file system"
     if abs(off) < SKEW_WARNING_S:
-        return ok(AREA, "clocks", words)
+        return ok("clocks", words)
     make = failed if abs(off) > SKEW_FAILED_S else warning
-    return make(AREA, "clocks", words, f"less than {SKEW_WARNING_S:.0f} s", "run an NTP client (chronyd) on this machine: `timedatectl`")  # fmt: skip
+    return make("clocks", words, f"less than {SKEW_WARNING_S:.0f} s", "run an NTP client (chronyd) on this machine: `timedatectl`")  # fmt: skip
 
 
 def times(folder: Path) -> Check:
@@ -229,26 +219,24 @@ def times(folder: Path) -> Check:
         stamps.append((folder / name).stat().st_mtime_ns)
         time.sleep(0.01)
     if any(stamp % 10**9 for stamp in stamps):
-        return ok(AREA, "file times", "finer than a second")
-    return note(
-        AREA, "file times", f"whole seconds: folders that changed are listed every 0.1 s for {COARSE_RECENT_S:.1f} s"
-    )
+        return ok("file times", "finer than a second")
+    return note("file times", f"whole seconds: folders that changed are listed every 0.1 s for {COARSE_RECENT_S:.1f} s")
 
 
 def attribute_cache(folder: Path) -> Check:
     """Read from the mount's options how long this machine may miss others' changes; --on-nodes measures it (caches.py)."""
     kind, networked = kind_of(folder)
     if not kind.startswith("nfs"):
-        return ok(
-            AREA, "attribute cache", f"{kind}: none that is known of" if networked else f"{kind}: of this machine alone"
-        )
+        found = "none that is known of" if networked else "of this machine alone"
+        return ok("attribute cache", f"{kind}: {found}")
     options = _mount_of(folder)[2]
-    seconds = {name: option.partition("=")[2] for option in options if (name := option.partition("=")[0]) in ("acregmax", "acdirmax", "actimeo")}  # fmt: skip
     if "noac" in options:
-        return ok(AREA, "attribute cache", "noac: none")
-    longest = max([int(value) for value in seconds.values() if value.isdigit()], default=NFS_CACHE_S)
+        return ok("attribute cache", "noac: none")
+    said = (option.partition("=") for option in options)
+    seconds = [int(value) for name, _, value in said if name in CACHE_OPTIONS and value.isdigit()]
+    longest = max(seconds, default=NFS_CACHE_S)
     return note(
-        AREA, "attribute cache", f"{kind}, up to {longest} s: what is new is seen a second later at the most after the first time, since "
+        "attribute cache", f"{kind}, up to {longest} s: what is new is seen a second later at the most after the first time, since "
         "files are opened and folders listed again; lookupcache=pos or noac would cost the server more",
     )  # fmt: skip
 
@@ -258,11 +246,12 @@ def access(root: Path, run: Path | None) -> list[Check]:
     found = []
     for folder in filter(None, (root, run)):
         mode = folder.stat().st_mode if folder.is_dir() else 0
+        words = f"'{folder}' has mode {mode & 0o777:o}"
         if run is not None and folder == run and mode & 0o022:
-            found.append(warning(AREA, "access", f"'{folder}' has mode {mode & 0o777:o}", "no writing by others", f"chmod -R go-w '{folder}'"))  # fmt: skip
+            found.append(warning("access", words, "no writing by others", f"chmod -R go-w '{folder}'"))
         elif mode & 0o002 and not mode & 0o1000:
-            found.append(warning(AREA, "access", f"'{folder}' has mode {mode & 0o777:o}", "a root that not all can rename runs in", f"chmod o-w '{folder}'"))  # fmt: skip
-    return found or [ok(AREA, "access", "nobody else can write the run")]
+            found.append(warning("access", words, "a root that not all can rename runs in", f"chmod o-w '{folder}'"))
+    return found or [ok("access", "nobody else can write the run")]
 
 
 def kind_of(path: Path) -> tuple[str, bool]:

@@ -15,14 +15,13 @@ import shutil
 import subprocess
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import relax_hpc
 from relax_hpc.files.publish import read_json, to_json, write_file
-from relax_hpc.planning.doctor.checks import ORDER, Check, failed
-from relax_hpc.planning.doctor.probe import AREA
+from relax_hpc.planning.doctor.checks import Check, failed
 from relax_hpc.slurm.client import ask, cancel, outside_job, reason_in_words
 from relax_hpc.slurm.plan import Group, Plan, gres_text
 from relax_hpc.slurm.srun import container, step_environment, step_python
@@ -64,10 +63,10 @@ def on_nodes(plan: Plan, folder: Path, timeout_s: float, *, libraries: bool) -> 
     Returns within about twice `timeout_s`: to start, then to answer.
     """
     _code(folder)
-    groups = plan.groups
     jobs: list[Job] = []
     try:
-        jobs += [_start(plan, group, folder, timeout_s, libraries) for group in groups]
+        for group in plan.groups:
+            jobs.append(_start(plan, group, folder, timeout_s, libraries))
         return [check for job in _wait(jobs, folder, timeout_s) for check in _findings(job, folder, timeout_s)]
     finally:
         _end(jobs, folder)
@@ -150,14 +149,14 @@ def _why_not(job: Job, answered: list[str], timeout_s: float) -> Check:
     what, expected = f"{job.group.name} nodes", f"{job.group.nodes} nodes that answer"
     if job.state == "PENDING":
         words = f"job {job.id} did not start within {timeout_s:.0f} s: {reason_in_words(job.reason)}"
-        return failed(AREA, what, words, expected, "try again later, or with a longer --timeout")
+        return failed(what, words, expected, "try again later, or with a longer --timeout")
     if not job.nodes:
         words = job.words() or "the job ended before it was seen"
-        return failed(AREA, what, words, expected, f"change {key_to_change(words)}")
+        return failed(what, words, expected, f"change {key_to_change(words)}")
     silent = sorted(set(_names(job.nodes)) - set(answered)) or [job.nodes]
     said = f" ({job.words()})" if job.words() else ""
     words = f"no answer from {', '.join(silent)} within {timeout_s:.0f} s{said}"
-    return failed(AREA, what, words, expected, f"slurm.exclude = '{','.join(silent)}', and tell the site; `scontrol show node {silent[0]}`")  # fmt: skip
+    return failed(what, words, expected, f"slurm.exclude = '{','.join(silent)}', and tell the site; `scontrol show node {silent[0]}`")  # fmt: skip
 
 
 def _names(nodes: str) -> list[str]:
@@ -171,17 +170,14 @@ def _by_what(job: Job, checks: list[tuple[str, Check]]) -> list[Check]:
     rows: list[Check] = []
     for what in dict.fromkeys(check.what for _, check in checks):
         of = [(host, check) for host, check in checks if check.what == what]
-        good = [(host, check) for host, check in of if ORDER.index(check.verdict) <= ORDER.index("note")]
+        good = [(host, check) for host, check in of if check.verdict in ("ok", "note")]
         if good:
             host, first = good[0]
             same = {check.found for _, check in good} == {first.found}
             found = first.found if same else f"{len({h for h, _ in good})} nodes, such as {host}: {first.found}"
-            rows.append(Check(AREA, f"{job.group.name}: {what}", first.verdict, found))
-        bad = [(host, check) for host, check in of if (host, check) not in good]
-        rows += [
-            Check(AREA, f"{job.group.name}: {what}", c.verdict, f"{host}: {c.found}", c.expected, c.fix)
-            for host, c in bad
-        ]
+            rows.append(Check(f"{job.group.name}: {what}", first.verdict, found))
+        bad = [(host, check) for host, check in of if check.verdict not in ("ok", "note")]
+        rows += [replace(c, what=f"{job.group.name}: {what}", found=f"{host}: {c.found}") for host, c in bad]
     return rows
 
 
@@ -191,12 +187,9 @@ def _code(folder: Path) -> None:
     """
     package = Path(relax_hpc.__file__).parent
     (folder / "code").mkdir()
-    if (package.parent / "setup.cfg").exists() or not _installed(package):
+    installed = package.parent.name in ("site-packages", "dist-packages")
+    if (package.parent / "setup.cfg").exists() or not installed:
         shutil.copytree(package, folder / "code" / "relax_hpc", ignore=shutil.ignore_patterns("__pycache__"))
-
-
-def _installed(package: Path) -> bool:
-    return package.parent.name in ("site-packages", "dist-packages")
 
 
 def _end(jobs: list[Job], folder: Path) -> None:

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from rich.filesize import decimal
 
 from relax_hpc.files.publish import read_json, replace, to_json
 from relax_hpc.planning.doctor.caches import caches, pulse
-from relax_hpc.planning.doctor.checks import Check, failed, gigabytes, note, ok, warning
+from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 from relax_hpc.planning.doctor.files import semantics
 from relax_hpc.planning.doctor.python import libraries
 
-AREA = "nodes"
 LEAST_SHM_BYTES = 1 << 30
 CONNECT_S = 5.0
 POLL_S = 0.1
@@ -61,7 +61,7 @@ class Probe:
     def work(self) -> None:
         """Make all checks, and write the findings into a file."""
         token = secrets.token_hex(TOKEN_BYTES)
-        checks = [ok(AREA, "answer", self.host), *self.interface()]
+        checks = [ok("answer", self.host), *self.interface()]
         with listener(token) as port, pulse(self.folder, self.name):
             hello = {"host": self.host, "port": port, "token": token, "addresses": addresses(self.asked["interface"])}
             replace(self.folder / f"hello-{self.name}.json", to_json(hello), durable=False)
@@ -91,30 +91,28 @@ class Probe:
             return []
         there = sorted(psutil.net_if_addrs())
         if any(known == name or known.startswith(name) for known in there):  # NCCL takes the name as a prefix
-            return [ok(AREA, "slurm.interface", name)]
-        return [failed(AREA, "slurm.interface", f"no '{name}' on {self.host}", f"one of {', '.join(there)}", "--set slurm.interface=NAME, or leave it out")]  # fmt: skip
+            return [ok("slurm.interface", name)]
+        return [failed("slurm.interface", f"no '{name}' on {self.host}", f"one of {', '.join(there)}", "--set slurm.interface=NAME, or leave it out")]  # fmt: skip
 
     def memory(self) -> list[Check]:
         total, shm = psutil.virtual_memory().total, shutil.disk_usage("/dev/shm").free
-        words = gigabytes(shm) + " free"
+        words = decimal(shm) + " free"
         small = shm < LEAST_SHM_BYTES
         return [
-            ok(AREA, "memory", f"{gigabytes(total)}, {len(os.sched_getaffinity(0))} CPUs for a task"),
-            warning(AREA, "/dev/shm", words, gigabytes(LEAST_SHM_BYTES), "NCCL and spool.node_cache need it: containers often give 64 MB") if small else ok(AREA, "/dev/shm", words),
+            ok("memory", f"{decimal(total)}, {len(os.sched_getaffinity(0))} CPUs for a task"),
+            warning("/dev/shm", words, decimal(LEAST_SHM_BYTES), "NCCL and spool.node_cache need it: containers often give 64 MB") if small else ok("/dev/shm", words),
         ]  # fmt: skip
 
     def gpus(self) -> list[Check]:
         wanted = self.asked["gpus"]
         if not wanted:
-            return [note(AREA, "GPUs", "none asked for: skipped")]
+            return [note("GPUs", "none asked for: skipped")]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         seen = len([device for device in visible.split(",") if device])
         expected = f"{wanted} in CUDA_VISIBLE_DEVICES"
         words = f"CUDA_VISIBLE_DEVICES = '{visible}'"
         fix = "ask the site for gres.conf with File= and ConstrainDevices; look with `srun --gres=gpu:1 env`"
-        first = (
-            ok(AREA, "GPUs of Slurm", words) if seen == wanted else warning(AREA, "GPUs of Slurm", words, expected, fix)
-        )
+        first = ok("GPUs of Slurm", words) if seen == wanted else warning("GPUs of Slurm", words, expected, fix)
         return [first, *self._cuda(wanted)]
 
     def _cuda(self, wanted: int) -> list[Check]:
@@ -123,7 +121,7 @@ class Probe:
         try:
             said = _output([sys.executable, "-P", "-c", code], self._left_s())
         except (OSError, subprocess.SubprocessError) as error:
-            return [failed(AREA, "torch.cuda", str(error), f"{wanted} GPUs", "look at the node: `nvidia-smi`")]
+            return [failed("torch.cuda", str(error), f"{wanted} GPUs", "look at the node: `nvidia-smi`")]
         count, version = said.split()
         try:
             query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
@@ -132,9 +130,9 @@ class Probe:
             driver = "no nvidia-smi"
         words = f"torch sees {count} GPUs, built for CUDA {version}; driver {driver}"
         if int(count) >= wanted:
-            return [ok(AREA, "torch.cuda", words)]
+            return [ok("torch.cuda", words)]
         fix = "a torch built for CUDA, and a driver that is new enough for it: https://pytorch.org/get-started"
-        return [failed(AREA, "torch.cuda", words, f"{wanted} GPUs", fix)]
+        return [failed("torch.cuda", words, f"{wanted} GPUs", fix)]
 
     def network(self) -> list[Check]:
         """Check the other nodes: do their files show here, do their names resolve, can they be connected to."""
@@ -143,9 +141,9 @@ class Probe:
             time.sleep(POLL_S)
         absent = [name for name in self.others if not self._hello(name)]
         if absent:
-            checks.append(warning(AREA, "files of the others", f"{self.host} sees nothing of {', '.join(absent)}", "each node's file, made by rename", "see what is said of that node"))  # fmt: skip
+            checks.append(warning("files of the others", f"{self.host} sees nothing of {', '.join(absent)}", "each node's file, made by rename", "see what is said of that node"))  # fmt: skip
         elif self.others:
-            checks.append(ok(AREA, "files of the others", f"seen within {time.monotonic() - began:.1f} s"))
+            checks.append(ok("files of the others", f"seen within {time.monotonic() - began:.1f} s"))
         for name in self.peers:
             about = self._hello(name)
             if about is not None:
@@ -160,9 +158,9 @@ class Probe:
         checks = []
         try:
             socket.getaddrinfo(about["host"], None)
-            checks.append(ok(AREA, "host names", f"{about['host']} resolves"))
+            checks.append(ok("host names", f"{about['host']} resolves"))
         except OSError as error:
-            checks.append(warning(AREA, "host names", f"{self.host} cannot resolve '{about['host']}': {error}", "nodes that know each other", "slurm.interface makes gloo and NCCL do without names; or ask the site"))  # fmt: skip
+            checks.append(warning("host names", f"{self.host} cannot resolve '{about['host']}': {error}", "nodes that know each other", "slurm.interface makes gloo and NCCL do without names; or ask the site"))  # fmt: skip
         tried = []
         for address in [*about["addresses"], about["host"]]:
             try:
@@ -170,8 +168,8 @@ class Probe:
             except OSError as error:
                 tried.append(f"{address}: {error}")
             else:
-                return [*checks, ok(AREA, "connections", f"{self.host} to {about['host']} at {address}")]
-        return [*checks, failed(AREA, "connections", f"{self.host} cannot reach {name} ({about['host']}): {'; '.join(tried)}", "TCP on ports that the system chooses", "a firewall between nodes? slurm.interface names another network")]  # fmt: skip
+                return [*checks, ok("connections", f"{self.host} to {about['host']} at {address}")]
+        return [*checks, failed("connections", f"{self.host} cannot reach {name} ({about['host']}): {'; '.join(tried)}", "TCP on ports that the system chooses", "a firewall between nodes? slurm.interface names another network")]  # fmt: skip
 
 
 @contextmanager

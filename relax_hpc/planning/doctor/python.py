@@ -14,7 +14,6 @@ from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 from relax_hpc.planning.doctor.files import kind_of
 from relax_hpc.recipe.schema import Recipe
 
-AREA = "python"
 IMPORT_S = 180.0
 """How long imports may take: a cold parallel file system needs minutes."""
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "h5py", "hdf5plugin", "pydantic", "xxhash")
@@ -42,71 +41,62 @@ def environment(recipe: Recipe) -> list[Check]:
     """Check where Python lies, what it can import, and which MPI there is."""
     slurm = recipe.slurm
     if slurm is not None and slurm.container is not None:
-        return [
-            note(
-                AREA,
-                "libraries",
-                f"those of the image '{slurm.container.image}', which only nodes can open: --on-nodes",
-            )
-        ]
+        image = f"those of the image '{slurm.container.image}', which only nodes can open: --on-nodes"
+        return [note("libraries", image)]
     python = slurm.python if slurm is not None and slurm.python else sys.executable
-    seen = [*(_shared(python) if slurm is not None else []), *libraries(python)]
-    return [*seen, mpi(python)]
+    return [*(_shared(python) if slurm is not None else []), *libraries(python), mpi(python)]
 
 
 def libraries(python: str, names: tuple[str, ...] = LIBRARIES, limit_s: float = IMPORT_S) -> list[Check]:
     """Check which libraries `python` can import, and their versions."""
+    expected = f"a Python with {', '.join(names)}"
     try:
-        done = subprocess.run(
-            [python, "-P", "-c", _IMPORT, *names], capture_output=True, text=True, check=False, timeout=limit_s
-        )
+        done = _run(python, _IMPORT, *names, limit_s=limit_s)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return [failed(AREA, "libraries", str(error), f"a Python with {', '.join(names)}", "slurm.python, or pip install relax-hpc there")]  # fmt: skip
+        return [failed("libraries", str(error), expected, "slurm.python, or pip install relax-hpc there")]
     try:
         said = json.loads(done.stdout.splitlines()[-1])
     except (ValueError, IndexError):
         words = done.stderr.strip().splitlines()[-1:] or [f"it ended with code {done.returncode}"]
-        return [failed(AREA, "libraries", f"'{python}' died while importing: {words[0]}", f"a Python with {', '.join(names)}", "pip install --force-reinstall relax-hpc there")]  # fmt: skip
+        died = f"'{python}' died while importing: {words[0]}"
+        return [failed("libraries", died, expected, "pip install --force-reinstall relax-hpc there")]
     versions = ", ".join(f"{name} {version}" for name, version in said["found"].items())
-    checks = [failed(AREA, name, words, "to be importable", f"'{python}' -m pip install {name}; modules that it needs go to slurm.setup") for name, words in said["broken"].items()]  # fmt: skip
-    return checks or [ok(AREA, "libraries", f"Python {said['python']}: {versions}")]
+    fix = "'{}' -m pip install {}; modules that it needs go to slurm.setup"
+    broken = said["broken"].items()
+    checks = [failed(name, words, "to be importable", fix.format(python, name)) for name, words in broken]
+    return checks or [ok("libraries", f"Python {said['python']}: {versions}")]
 
 
 def mpi(python: str) -> Check:
     """Check which MPI mpi4py was built for, in a child process: loading a broken MPI can end it."""
     try:
-        done = subprocess.run([python, "-P", "-c", _MPI], capture_output=True, text=True, check=False, timeout=IMPORT_S)
+        done = _run(python, _MPI)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return note(AREA, "MPI", str(error))
+        return note("MPI", str(error))
     if done.returncode == 0:
-        return ok(AREA, "MPI", f"mpi4py {done.stdout.strip()}")
+        return ok("MPI", f"mpi4py {done.stdout.strip()}")
     if "No module named 'mpi4py'" in done.stderr:
-        return note(AREA, "MPI", "mpi4py is not installed; only transports over MPI need it")
-    return note(AREA, "MPI", f"mpi4py does not load: {(done.stderr.strip().splitlines() or ['it died'])[-1]}")
+        return note("MPI", "mpi4py is not installed; only transports over MPI need it")
+    return note("MPI", f"mpi4py does not load: {(done.stderr.strip().splitlines() or ['it died'])[-1]}")
+
+
+def _run(python: str, code: str, *arguments: str, limit_s: float = IMPORT_S) -> subprocess.CompletedProcess[str]:
+    command = [python, "-P", "-c", code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
 
 
 def _shared(python: str) -> list[Check]:
     """Check if nodes are likely to see this Python; only a node can be certain (--on-nodes)."""
     prefix = Path(python).parent.parent  # a virtual environment's own folder: resolved, it would be its base's
-    places = {"Python": prefix, "the package": Path(relax_hpc.__file__).parent}
     checks = []
-    for what, place in places.items():
+    for name, place in (("Python", prefix), ("the package", Path(relax_hpc.__file__).parent)):
+        what, (kind, networked) = f"{name} on nodes", kind_of(place)
         if not place.exists():
-            checks.append(
-                failed(AREA, f"{what} on nodes", f"'{place}' is not there", "a path that nodes see", "slurm.python")
-            )
-            continue
-        kind, networked = kind_of(place)
-        if networked:
-            checks.append(ok(AREA, f"{what} on nodes", f"'{place}' lies on {kind}"))
-        elif what == "Python":
-            checks.append(
-                warning(
-                    AREA,
-                    f"{what} on nodes",
-                    f"'{place}' lies on {kind}, which looks local to this machine",
-                    "a shared file system",
-                    "make the environment there, or slurm.python; --on-nodes shows whether nodes see it",
-                )  # fmt: skip
-            )
+            checks.append(failed(what, f"'{place}' is not there", "a path that nodes see", "slurm.python"))
+        elif networked:
+            checks.append(ok(what, f"'{place}' lies on {kind}"))
+        elif name == "Python":
+            found = f"'{place}' lies on {kind}, which looks local to this machine"
+            fix = "make the environment there, or slurm.python; --on-nodes shows whether nodes see it"
+            checks.append(warning(what, found, "a shared file system", fix))
     return checks

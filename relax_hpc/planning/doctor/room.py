@@ -6,19 +6,22 @@ An upper bound from the recipe: full-length answers.
 from __future__ import annotations
 
 import errno
-import json
+import math
 import os
-import struct
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+from rich.filesize import decimal
+from safetensors import SafetensorError, safe_open
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.child import count_rows
-from relax_hpc.planning.doctor.checks import Check, failed, gigabytes, note, ok, warning
-from relax_hpc.planning.doctor.files import AREA, existing_part
+from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
+from relax_hpc.planning.doctor.files import existing_part
+from relax_hpc.planning.sizing import model
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.algorithm import Ppo
 from relax_hpc.recipe.tables.model import PathModel, TinyModel
@@ -84,14 +87,11 @@ def need(recipe: Recipe) -> Need | None:
 def parameters(recipe: Recipe) -> int | None:
     """Number of parameters of the model; None when they cannot be counted."""
     if isinstance(recipe.model, TinyModel):
-        model = recipe.model
-        heads = (model.heads + 2 * model.kv_heads) * (model.hidden_size // model.heads) + model.hidden_size
-        return model.layers * model.hidden_size * (heads + 3 * model.intermediate_size) + model.hidden_size * len(model.alphabet)  # fmt: skip
+        return model.parameters(model.shape_of(recipe.model, Path())[0]).all
     try:
-        counts = [_in_safetensors(path) for path in sorted(recipe.model.path.glob("*.safetensors"))]
-    except (OSError, ValueError, KeyError, struct.error):
+        return sum(map(_in_safetensors, recipe.model.path.glob("*.safetensors"))) or None
+    except (OSError, SafetensorError):
         return None
-    return sum(counts) or None
 
 
 def room(recipe: Recipe) -> list[Check]:
@@ -100,20 +100,19 @@ def room(recipe: Recipe) -> list[Check]:
     there = os.statvfs(folder)
     free, wanted = there.f_bavail * there.f_frsize, need(recipe)
     if wanted is None:
-        return [
-            note(AREA, "space", f"{gigabytes(free)} free; the model's size is not known, so neither is what is needed")
-        ]
-    words = f"{gigabytes(free)} free in '{folder}' (quotas do not show here)"
-    parts = f"checkpoints {gigabytes(wanted.checkpoints)}, weights {gigabytes(wanted.weights)}, shards at most {gigabytes(wanted.shards)}"
+        return [note("space", f"{decimal(free)} free; the model's size is not known, so neither is what is needed")]
+    words = f"{decimal(free)} free in '{folder}' (quotas do not show here)"
+    sizes = (wanted.checkpoints, wanted.weights, wanted.shards)
+    parts = "checkpoints {}, weights {}, shards at most {}".format(*map(decimal, sizes))
     mend = (
         "make room, lower run.keep_checkpoints or run.checkpoint_every, or set spool.keep = 'needed' or spool.quota_gb"
     )
     if free < wanted.least:
-        space = failed(AREA, "space", words, parts, mend)
+        space = failed("space", words, parts, mend)
     elif free < wanted.all:
-        space = warning(AREA, "space", words, parts, mend)
+        space = warning("space", words, parts, mend)
     else:
-        space = ok(AREA, "space", f"{words}; {parts}")
+        space = ok("space", f"{words}; {parts}")
     return [space, inodes(folder, wanted.files)]
 
 
@@ -122,10 +121,10 @@ def inodes(folder: Path, wanted: int) -> Check:
     there = os.statvfs(folder)
     # btrfs and many network file systems do not count inodes: they report 0 of 0, or 0 left. If a file can be made, 0 is no real count.
     if there.f_files == 0 or (there.f_favail == 0 and _has_room_for_a_file(folder)):
-        return note(AREA, "inodes", "not counted by this file system")
+        return note("inodes", "not counted by this file system")
     if there.f_favail < wanted:
-        return failed(AREA, "inodes", f"{there.f_favail} left", f"about {wanted}", "larger requests (rollout.groups_per_request), or spool.keep = 'needed'")  # fmt: skip
-    return ok(AREA, "inodes", f"{there.f_favail} left, about {wanted} are needed")
+        return failed("inodes", f"{there.f_favail} left", f"about {wanted}", "larger requests (rollout.groups_per_request), or spool.keep = 'needed'")  # fmt: skip
+    return ok("inodes", f"{there.f_favail} left, about {wanted} are needed")
 
 
 def _has_room_for_a_file(folder: Path) -> bool:
@@ -148,9 +147,9 @@ def inputs(recipe: Recipe) -> list[Check]:
             continue
         key = f"{table}.prompts"
         if Path(path).is_file() and os.access(path, os.R_OK):
-            found.append(ok(AREA, key, str(path)))
+            found.append(ok(key, str(path)))
         else:
-            found.append(failed(AREA, key, f"'{path}' cannot be read", "a .jsonl or .parquet file", f"--set {key}=FILE, or mend its permissions"))  # fmt: skip
+            found.append(failed(key, f"'{path}' cannot be read", "a .jsonl or .parquet file", f"--set {key}=FILE, or mend its permissions"))  # fmt: skip
     return found
 
 
@@ -159,8 +158,8 @@ def rows(recipe: Recipe, run: RunDir | None) -> list[Check]:
     try:
         counts = read_json(run.rows) or {} if run is not None else count_rows(recipe)
     except RunError as error:
-        return [failed(AREA, "rows of prompts", str(error), "rows that can be used", "mend them, or leave them out: too_long and missing_answer of the source")]  # fmt: skip
-    return [note(AREA, "rows of prompts", line) for line in left_out(counts)]
+        return [failed("rows of prompts", str(error), "rows that can be used", "mend them, or leave them out: too_long and missing_answer of the source")]  # fmt: skip
+    return [note("rows of prompts", line) for line in left_out(counts)]
 
 
 def _model(key: str, path: Path) -> Check:
@@ -169,20 +168,11 @@ def _model(key: str, path: Path) -> Check:
     closed = [file.name for file in (path / "config.json", *weights) if file.exists() and not os.access(file, os.R_OK)]
     if missing or closed:
         what = f"'{path}' has no {' and no '.join(missing)}" if missing else f"no permission to read {', '.join(closed[:3])} in '{path}'"  # fmt: skip
-        return failed(AREA, key, what, "a model directory that `from_pretrained` loads", f"--set {key}=DIR, or mend its permissions")  # fmt: skip
-    return ok(AREA, key, f"{path}: {len(weights)} files, {gigabytes(sum(file.stat().st_size for file in weights))}")
+        return failed(key, what, "a model directory that `from_pretrained` loads", f"--set {key}=DIR, or mend its permissions")  # fmt: skip
+    return ok(key, f"{path}: {len(weights)} files, {decimal(sum(file.stat().st_size for file in weights))}")
 
 
 def _in_safetensors(path: Path) -> int:
     """Count the numbers in a safetensors file from its header."""
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    total = 0
-    for name, about in header.items():
-        if name != "__metadata__":
-            count = 1
-            for size in about["shape"]:
-                count *= size
-            total += count
-    return total
+    with safe_open(path, "numpy") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
