@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, simulate, status, submit, trace, track
+from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, simulate, status, submit
 from relax_hpc.cli.errors import App
 
 app = App(
@@ -53,7 +53,7 @@ app.command("recipe")(status.recipe)
 app.add_typer(shards.app)
 app.command("eval")(evaluate.evaluate)
 app.command("report")(report.report)
-app.command("trace")(trace.trace)
-app.command("track")(track.track)
+app.command("trace")(report.trace)
+app.command("track")(report.track)
 app.command("export")(status.export)
 app.command("convert")(status.convert)

@@ -15,11 +15,8 @@ from relax_hpc.cli.errors import fail, friendly
 from relax_hpc.cli.run import Sets, Site
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from relax_hpc.planning.doctor.checks import Check
 
-WIDTH = 200
 COLORS = {"ok": "green", "note": "dim", "warning": "yellow", "failed": "bold red"}
 
 
@@ -97,25 +94,13 @@ def _tidy_when_ended() -> Iterator[None]:
 
 
 def _print(checks: list[Check]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
-        console = Console(width=WIDTH)
-    console.print(_table(checks))
-    counts = [
-        f"{sum(c.verdict == v for c in checks)} {word}" for v, word in (("failed", "failed"), ("warning", "warnings"))
-    ]
-    console.print(f"{len(checks)} checks: {', '.join(counts)}", highlight=False)
-
-
-def _table(checks: list[Check]) -> Table:
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column in ("", "check", "found"):
-        table.add_column(column, overflow="fold", no_wrap=column == "")
+    from relax_hpc.cli.tables import wide_console
+
+    headers = (Column(no_wrap=True), Column("check", overflow="fold"), Column("found", overflow="fold"))
+    table = Table(*headers, box=None, padding=(0, 2, 0, 0), header_style="dim")
     for check in checks:
         said = Text(check.found)
         if check.expected:
@@ -123,4 +108,7 @@ def _table(checks: list[Check]) -> Table:
         if check.fix:
             said.append(f"\nfix: {check.fix}")
         table.add_row(Text(check.verdict, style=COLORS[check.verdict]), Text(check.what), said)
-    return table
+    console, verdicts = wide_console(), [check.verdict for check in checks]
+    console.print(table)
+    counts = f"{verdicts.count('failed')} failed, {verdicts.count('warning')} warnings"
+    console.print(f"{len(checks)} checks: {counts}", highlight=False)

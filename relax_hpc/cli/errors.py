@@ -96,8 +96,7 @@ def _unexpected(error: Exception) -> NoReturn:
 
 
 def _write_traceback(text: str) -> Path | None:
-    """Write it into the logs of the run that the command line names, else into the temporary folder; return the
-    path."""
+    """Write it into the logs of the run that the command line names, else the temporary folder; return its path."""
     runs = [run.logs for word in sys.argv[1:] if _is_run(run := RunDir(word))]
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder, begin in [*((logs, "") for logs in runs), (Path(tempfile.gettempdir()), "relax-hpc-")]:

@@ -85,17 +85,14 @@ def evaluate(
 
 def _print(done: Evaluated) -> None:
     from rich import box
-    from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    console, score = Console(), done.score
-    if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
-        console = Console(width=140)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("source", no_wrap=True)
+    from relax_hpc.cli.tables import wide_console
+
+    console, score = wide_console(), done.score
     passes = list(score.all.pass_at)
-    columns = (
+    numbers = (
         "prompts",
         "samples",
         "reward",
@@ -105,8 +102,8 @@ def _print(done: Evaluated) -> None:
         "truncated",
         "failed",
     )
-    for name in columns:
-        table.add_column(name, justify="right")
+    columns = [Column("source", no_wrap=True), *(Column(name, justify="right") for name in numbers)]
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for one in [*score.sources, *([score.all] if len(score.sources) > 1 else [])]:
         table.add_row(
             escape(one.name), str(one.prompts), str(one.samples), f"{one.score:.3f}", f"{one.low:.3f} – {one.high:.3f}",

@@ -11,7 +11,6 @@ from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.run import Sets, Site
 
 if TYPE_CHECKING:
-    from relax_hpc.planning.sizing.estimate import Estimate
     from relax_hpc.recipe.schema import Recipe
 
 DOES_NOT_FIT = 1
@@ -65,6 +64,8 @@ def plan(
     """  # fmt: skip
     import json
 
+    from relax_hpc.cli.tables import wide_console
+    from relax_hpc.cli.tables.plan_tables import show
     from relax_hpc.planning.sizing.estimate import GIB, Asked, estimate
     from relax_hpc.planning.sizing.model import shape_of
     from relax_hpc.recipe import load_recipe, site_file
@@ -80,7 +81,12 @@ def plan(
             json.dumps({"config": where, **made.to_json(), "rows": rows, "rows_not_counted": not_counted}, indent=1)
         )
     else:
-        _print(made, where, [f"rows left out were not counted: {not_counted}"] if not_counted else left_out(rows))
+        show(
+            made,
+            where,
+            [f"rows left out were not counted: {not_counted}"] if not_counted else left_out(rows),
+            wide_console(),
+        )
     if made.problems:
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -94,14 +100,3 @@ def _rows(recipe: Recipe) -> tuple[dict[str, dict[str, int]], str]:
         return count_rows(recipe), ""
     except RunError as error:
         return {}, str(error)
-
-
-def _print(made: Estimate, where: str, rows: list[str]) -> None:
-    from rich.console import Console
-
-    from relax_hpc.cli.tables.plan_tables import show
-
-    console = Console()
-    if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
-        console = Console(width=140)
-    show(made, where, rows, console)

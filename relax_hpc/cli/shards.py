@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
+from relax_hpc.cli.status import RunPath
 from relax_hpc.files.errors import Damaged, RunError
 
 if TYPE_CHECKING:
@@ -28,13 +29,12 @@ app = typer.Typer(
     """,
 )
 
-Run = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False, readable=False)]
 STATUS_HELP = "Only this status: trained, filtered, failed, dropped, unused or evaluation."
 
 
 @app.command("ls")
 def ls(
-    run: Run,
+    run: RunPath,
     last: Annotated[int, typer.Option("--last", "-n", help="Show this many, the last.", min=1)] = 30,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Show all of them.")] = False,
     status: Annotated[Optional[str], typer.Option(help=STATUS_HELP, show_default=False)] = None,
@@ -63,7 +63,7 @@ def ls(
 
 @app.command("show")
 def show(
-    run: Run,
+    run: RunPath,
     request: Annotated[
         str, typer.Argument(help="A request's id as `ls` prints it, or REQUEST/SAMPLE.", show_default=False)
     ],
@@ -88,7 +88,7 @@ def show(
 
 
 @app.command("stats")
-def stats(run: Run) -> None:
+def stats(run: RunPath) -> None:
     """Count everything: groups, samples, tokens and bytes by status, with rewards, lengths and ages.
 
     Reads every shard's small columns; damaged shards are left out and named.
@@ -102,7 +102,7 @@ def stats(run: Run) -> None:
 
 
 @app.command("validate")
-def validate(run: Run) -> None:
+def validate(run: RunPath) -> None:
     """Read every shard whole, compare all checksums, and whose it is. Exit code 1, and a list, if any is damaged or another's."""
     from rich.console import Console
     from rich.progress import track
@@ -131,7 +131,7 @@ def validate(run: Run) -> None:
 
 @app.command("export")
 def export(
-    run: Run,
+    run: RunPath,
     output: Annotated[
         Path,
         typer.Argument(
@@ -176,8 +176,7 @@ def _name(broken: list[RunError]) -> None:
 
 
 def _place(path: Path) -> tuple[int, str]:
-    """Return a sort key: the batch that a request is of (an evaluation's version), then its name. File times would be
-    another machine's, or a copy's."""
+    """Sort by batch (an evaluation: by version), then name; file times would be another machine's, or a copy's."""
     number = path.stem[1:7]
     return int(number) if number.isdecimal() else -1, path.name
 
@@ -197,8 +196,7 @@ def _status(status: str | None) -> str | None:
 
 
 def _matches(of: Any, status: str | None, step: int | None) -> bool:
-    """Return True if a request may hold groups of this status: groups of a taken request may have been filtered, those
-    of any failed."""
+    """True if a request may hold such groups: a taken one may hold filtered ones, any may hold failed ones."""
     if step is not None and of.step != step:
         return False
     if status == "filtered":

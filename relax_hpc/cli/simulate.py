@@ -12,7 +12,6 @@ from relax_hpc.cli.errors import friendly
 from relax_hpc.cli.run import Sets, Site
 
 if TYPE_CHECKING:
-    from relax_hpc.planning.simulation.outcome import Outcome
     from relax_hpc.recipe import Recipe
 
 STEPS = 300
@@ -117,6 +116,8 @@ def simulate(
     from rich.console import Console
     from rich.progress import Progress
 
+    from relax_hpc.cli.tables import wide_console
+    from relax_hpc.cli.tables.simulate_table import show
     from relax_hpc.files.errors import RunError
     from relax_hpc.files.run_dir import open_existing
     from relax_hpc.planning.simulation.assume import Asked
@@ -135,10 +136,16 @@ def simulate(
                 raise RunError(
                     f"--site and --config are for a recipe: '{target}' is a run, whose recipe and metrics say all"
                 )
-            recipe = _generated(change_on_resume(load_recipe(run.recipe), sets), target)
+            recipe = change_on_resume(load_recipe(run.recipe), sets)
+        else:
+            recipe = load_recipe(target, sets, site_file(site))
+        if recipe.supervised:
+            raise RunError(
+                f"'{target}' is supervised fine-tuning: no worker generates for its trainer, so there is nothing to simulate"
+            )
+        if target.is_dir():
             times = times_of_run(recipe, target, asked)
         else:
-            recipe = _generated(load_recipe(target, sets, site_file(site)), target)
             times = times_of_recipe(recipe, target, config, asked)
         grid = Grid(
             workers=_numbers("--workers", workers, 1) if workers else _some_workers(recipe),
@@ -163,18 +170,7 @@ def simulate(
         about = [outcome.to_json() for outcome in outcomes]
         typer.echo(json.dumps({"from": notes, "rows": about, "recommended": best.to_json(), "why": why}, indent=1))
     else:
-        _print(outcomes, best, why, notes)
-
-
-def _generated(recipe: Recipe, target: Path) -> Recipe:
-    """Return `recipe`. Raises RunError if the trainer waits for nobody."""
-    from relax_hpc.files.errors import RunError
-
-    if recipe.supervised:
-        raise RunError(
-            f"'{target}' is supervised fine-tuning: no worker generates for its trainer, so there is nothing to simulate"
-        )
-    return recipe
+        show(outcomes, best, why, notes, wide_console())
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:
@@ -209,14 +205,3 @@ def _hours(text: str) -> list[float | None]:
 
 def _some_workers(recipe: Recipe) -> list[int]:
     return sorted({max(1, int(share * recipe.rollout.workers)) for share in SHARES})
-
-
-def _print(outcomes: list[Outcome], best: Outcome, why: str, notes: list[str]) -> None:
-    from rich.console import Console
-
-    from relax_hpc.cli.tables.simulate_table import show
-
-    console = Console()
-    if not console.is_terminal:  # in a file or a pipe, lines need not be cut at 80
-        console = Console(width=170)
-    show(outcomes, best, why, notes, console)

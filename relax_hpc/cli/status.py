@@ -116,7 +116,7 @@ def recipe(
 ) -> None:
     """Check a recipe and print every key with its value and where that comes from: a default, the site profile, the file, or --set."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     from relax_hpc.recipe import dump_recipe, load_recipe, site_file, sources
@@ -127,9 +127,8 @@ def recipe(
         if plain:
             typer.echo(dump_recipe(loaded), nl=False)
             return
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("key", "value", "from"):
-            table.add_column(column, overflow="fold")
+        columns = (Column(name, overflow="fold") for name in ("key", "value", "from"))
+        table = Table(*columns, box=None, padding=(0, 2, 0, 0), header_style="dim")
         colors = {"default": "dim", "site": "cyan", "file": "green", "--set": "yellow"}
         for row in sources(loaded, path, sets, profile):
             table.add_row(Text(row.key), Text(row.value), f"[{colors[row.where]}]{row.where}[/]")

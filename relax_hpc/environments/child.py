@@ -68,8 +68,7 @@ def _do(
 
 
 def checked(turn: object) -> Turn:
-    """Check the return value of `step`, and copy it as plain values. Raises WrongValue unless it is a Turn with allowed
-    values."""
+    """Copy what `step` returned as plain values. Raises WrongValue unless it is a Turn with allowed ones."""
     if not isinstance(turn, Turn):
         raise WrongValue(f"returned {shown(turn)}, expected a relax_hpc.environments.Turn")
     if not isinstance(turn.done, bool):

@@ -65,15 +65,13 @@ class Environments:
         self._numbers = itertools.count()
 
     def begin(self, prompts: Sequence[tuple[int, Prompt]], progress: Progress) -> list[Seat]:
-        """Make and reset an environment for each (group, prompt). A seat whose reset fails has a failure, which ends
-        its whole group."""
+        """Make and reset an environment for each (group, prompt). A reset that fails fails its whole group."""
         seats = [Seat(next(self._numbers), group, prompt, self._built_in(prompt)) for group, prompt in prompts]
         self._run(seats, progress)
         return seats
 
     def step(self, said: Sequence[tuple[Seat, str]], progress: Progress) -> None:
-        """Show each environment its model's answer: afterwards it has one turn more, or a seat of its group has a
-        failure."""
+        """Show each environment its model's answer: it has one turn more then, or a seat of its group has a failure."""
         for seat, answer in said:
             seat.answers.append(answer)
         self._run([seat for seat, _ in said], progress)
@@ -147,8 +145,7 @@ class Host:
         self.connection: Connection | None = None
         self._process: BaseProcess | None = None
         self._ready, self._until = False, 0.0
-        """`_ready`: True once the child has imported the users' code; `_until`: when it is given up, by
-        time.monotonic()."""
+        """`_ready`: the child has imported the users' code; `_until`: when it is given up, by time.monotonic()."""
         self._there: set[int] = set()
         """Numbers of the seats whose environments live in the child."""
         self._now: Seat | None = None

@@ -16,10 +16,7 @@ METHODS: dict[str, tuple[str, ...]] = {"reset": ("prompt",), "step": ("answer",)
 
 
 def make_environments(sources: Sequence[AnyPrompts]) -> list[Callable[[], Environment]]:
-    """Return for every source a function that makes an environment; each instance serves one sample.
-
-    Raises RegistryError for a class that does not load, lacks a method, or takes other arguments.
-    """
+    """Return for each source a function that makes environments. Raises RegistryError for one that cannot be used."""
     return [_load(source) for source in sources]
 
 

@@ -83,8 +83,7 @@ def line(status: Status) -> str:
 
 @contextmanager
 def live(run: RunDir, console: Console, status: Status | None = None) -> Iterator[Callable[[], None]]:
-    """Show a live view, and yield the function that refreshes it: call it often, it looks only as often as people can
-    read.
+    """Show a live view, and yield the function that refreshes it: call it often, it looks as often as people can read.
 
     It never raises: a file that cannot be read, or a terminal that is gone, is no reason to end the run that is shown.
     """

@@ -5,7 +5,6 @@ RUN/logs/ROLE.ATTEMPT.log, RUN/logs/slurm/NAME-JOB.out ──► Log(role, path)
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -59,10 +58,7 @@ def newest(run: RunDir) -> dict[str, Log]:
 
 
 def choose(run: RunDir, role: str | None) -> dict[str, Log]:
-    """The logs of a role, or of all roles whose names begin with `role`.
-
-    Raises RunError listing the roles there are.
-    """
+    """The logs of a role, or of all whose names begin with `role`. Raises RunError listing the roles there are."""
     there = newest(run)
     if role is None:
         return there
@@ -94,11 +90,9 @@ def follow(
     """Yield new lines as they come, those of further attempts too, until the run is over and silent."""
     looked_at = 0.0
     while True:
-        came = False
-        for log in logs.values():
-            for text in _new(log):
-                came = True
-                yield Line(log.role, text)
+        new = [Line(log.role, text) for log in logs.values() for text in _new(log)]
+        yield from new
+        came = bool(new)
         if time.monotonic() - looked_at > LOOK_FOR_NEW_S:
             looked_at = time.monotonic()
             for name, log in choose(run, role).items():
@@ -111,14 +105,9 @@ def follow(
 
 
 def _tail(log: Log) -> list[str]:
-    with log.path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        data = file.read()
-        whole = data.rfind(b"\n") + 1
-        log.offset = file.tell() - (len(data) - whole)
-    lines = data[:whole].splitlines()
-    return [_clean(line) for line in (lines[1:] if size > TAIL_BYTES else lines)]
+    size = log.path.stat().st_size
+    log.offset = max(0, size - TAIL_BYTES)
+    return _new(log)[size > TAIL_BYTES :]  # the first line of a part is cut
 
 
 def _new(log: Log) -> list[str]:

@@ -19,9 +19,7 @@ from relax_hpc.telemetry import read_heartbeat, read_metrics
 RECENT = 20
 """Steps and requests over which rates are averaged."""
 LOOKED_AT = 8
-"""Workers whose files one look reads; the next look reads the next ones, so that a look costs no more with many
-workers.
-"""
+"""Workers whose files one look reads, in turn, so that a look costs no more with many workers."""
 HOLDER_EVERY_S = 5.0
 """How often to look who holds a run. In a Slurm job on another machine that asks Slurm, every `slurm.ask_every_s`."""
 
@@ -43,7 +41,7 @@ class Status:
     failures: dict[int, dict[str, int]] = field(default_factory=dict)
     """Step -> reason -> how many of its groups failed for it."""
     latest: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Kind -> the trainer's last record of it: `lineage` (a version was made again with other bits), `damaged_checkpoint`,
+    """Kind -> the trainer's last record of it, such as `lineage` (a version was made again with other bits) and
     `engine_differs` (engine and trainer compute different logprobs with equal weights).
     """
     requests: dict[str, list[dict[str, Any]]] = field(default_factory=dict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, finite_number, finite_numbers, shown
 
 BATCH = "batch"
@@ -29,8 +28,3 @@ def parts(value: object) -> tuple[float, dict[str, float]]:
         raise WrongValue(f"returned a dict of {shown(list(value))}, expected a number or a dict with 'reward'")
     extras = finite_numbers({name: number for name, number in value.items() if name != "reward"})
     return finite_number("'reward'", value["reward"]), extras
-
-
-def example(prompt: Prompt, answer: str, **options: object) -> float:
-    """An example of a reward: 1.0 when the answer equals the reference, to the letter."""
-    return float(answer == prompt.answer)

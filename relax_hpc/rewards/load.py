@@ -35,8 +35,7 @@ class LoadedReward:
         return getattr(self.function, BATCH, False) is True
 
     def __call__(self, prompt: Prompt, answers: Sequence[str]) -> list[tuple[float, dict[str, float]]]:
-        """Score the answers; returns (reward, extras) for each. Raises what the reward raises, and WrongValue for a
-        result that is not a finite number."""
+        """(reward, extras) for each answer. Raises what the reward raises, and WrongValue for what is not finite."""
         if not self.is_batch:
             return [parts(self._call(prompt, answer)) for answer in answers]
         values = self._call(prompt, list(answers))

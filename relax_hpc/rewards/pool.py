@@ -22,8 +22,7 @@ from relax_hpc.registry import WrongValue, said
 from relax_hpc.rewards.load import LoadedReward, make_rewards
 
 Outcome = tuple[float, dict[str, float]] | tuple[str, str]
-"""(reward, extras), or the error as (in general, in this case). It is text, because an exception of the user's own may
-not unpickle."""
+"""(reward, extras), or the error as text (in general, in this case): a user's own exception may not unpickle."""
 _CALLERS = (__file__, load.__file__, str(Path(asyncio.__file__).parent))
 """Files through which a reward is called: their frames are not the user's."""
 _rewards: list[LoadedReward] = []

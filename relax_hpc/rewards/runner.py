@@ -3,7 +3,6 @@ call."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,10 +35,7 @@ class Score:
 
 
 class RewardRunner:
-    """Runs the rewards of a recipe's sources.
-
-    Raises RunError or RegistryError at construction for a reward that does not load or does not fit its signature.
-    """
+    """Runs the rewards of a recipe's sources. Raises RunError or RegistryError for one that cannot be used."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._sources, self._limit_s = recipe.sources, recipe.rollout.reward_time_limit_s
@@ -107,7 +103,7 @@ class RewardRunner:
                 futures[first] = self._pool.schedule(
                     score_in_child, args=(prompt.source, prompt, answers), timeout=self._limit_s
                 )
-                futures[first].add_done_callback(functools.partial(_tell, ended, first))
+                futures[first].add_done_callback(lambda _, first=first: ended.put(first))  # type: ignore[misc]
         except RuntimeError:  # raised by pebble when the pool broke a moment ago
             return
         pending = set(calls)
@@ -128,8 +124,7 @@ class RewardRunner:
                 futures[other].cancel()  # one that runs is killed
 
     def _calls(self, samples: Sequence[tuple[Prompt, str]], left: Sequence[int], batch: _Batch) -> dict[int, list[int]]:
-        """Group samples into calls; returns first sample -> samples of its call. A call has one sample, or those of a
-        group where the reward takes a group at once."""
+        """First sample -> samples of its call: itself, or its group where the reward takes a group at once."""
         calls: dict[int, list[int]] = {}
         firsts: dict[int, int] = {}
         for i in left:
@@ -144,14 +139,12 @@ class RewardRunner:
             return future.result()
         if isinstance(error, BrokenProcessPool):
             return []
-        return [self._failure(error)] * count
-
-    def _failure(self, error: BaseException) -> tuple[str, str]:
+        failure = f"raised {type(error).__name__}", str(error)
         if isinstance(error, TimeoutError):
-            return f"took longer than {self._limit_s:g} s (rollout.reward_time_limit_s)", ""
-        if isinstance(error, ProcessExpired):
-            return f"died with exit status {error.exitcode}", ""
-        return f"raised {type(error).__name__}", str(error)
+            failure = f"took longer than {self._limit_s:g} s (rollout.reward_time_limit_s)", ""
+        elif isinstance(error, ProcessExpired):
+            failure = f"died with exit status {error.exitcode}", ""
+        return [failure] * count
 
     def _verdict(self, prompt: Prompt, outcome: Outcome) -> Score | Failure:
         if not _failed(outcome):
@@ -172,8 +165,7 @@ class _Batch:
         self._failed: dict[int, Failure] = {}
 
     def fairly(self) -> list[int]:
-        """The order in which samples are scored: one of each group in turn, so that a group whose rewards hang holds up
-        no other."""
+        """The order of scoring: one of each group in turn, so that a group whose rewards hang holds up no other."""
         seen = Counter[int]()
         turns = []
         for i, group in enumerate(self._groups):
@@ -195,10 +187,6 @@ class _Batch:
 
     def verdicts(self) -> list[Score | Failure]:
         return [self._failed.get(group) or self._verdicts[i] for i, group in enumerate(self._groups)]
-
-
-def _tell(ended: SimpleQueue[int], i: int, _: Future[Outcome]) -> None:
-    ended.put(i)
 
 
 def _failed(outcome: Outcome) -> TypeGuard[tuple[str, str]]:

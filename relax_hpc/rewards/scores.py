@@ -120,8 +120,7 @@ def powers_of_two(upto: int) -> list[int]:
 
 
 def wilson(solved: int, prompts: int) -> tuple[float, float]:
-    """Wilson's 95% interval of a share, for single answers that are right or wrong. Its width is not 0 at shares of 0
-    and 1."""
+    """Wilson's 95% interval of a share, for single answers, right or wrong; it has a width at 0 and 1 too."""
     share, weight = solved / prompts, Z**2 / prompts
     middle = (share + weight / 2) / (1 + weight)
     half = Z * math.sqrt(share * (1 - share) / prompts + Z**2 / (4 * prompts**2)) / (1 + weight)

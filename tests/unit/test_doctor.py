@@ -208,6 +208,8 @@ def verdicts(tmp_path: Path, seen: slurm.Cluster, *sets: str, checkpoint_s: floa
 
 def test_a_recipe_that_fits_passes(recipe: Recipe, tmp_path: Path) -> None:
     assert verdicts(tmp_path, cluster(), "slurm.gpus_per_node=4") == []
+    for longest in ("UNLIMITED", "1-00:00:00"):
+        assert verdicts(tmp_path, cluster(MaxTime=longest), 'slurm.time="1-00:00:00"') == []
     assert verdicts(tmp_path, cluster(), "slurm.gres=gpu:a100:4", 'slurm.mem="62G"') == []
 
 
@@ -262,11 +264,6 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
 def test_slurms_words_are_read() -> None:
     assert slurm.gres_of("gpu:a100:4(S:0-1),shard:8") == {"gpu": 4, "gpu:a100": 4, "shard": 8}
     assert slurm.gres_of("(null)") == {} and slurm.gres_of("gpu:4") == {"gpu": 4}
-    assert (
-        slurm.seconds("1-00:00:00") == 86400
-        and slurm.seconds("UNLIMITED") == float("inf")
-        and slurm.seconds("30:00") == 1800
-    )
     assert slurm.memory_mb("2G") == 2048 and slurm.memory_mb("500") == 500
 
 

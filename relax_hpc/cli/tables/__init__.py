@@ -6,10 +6,17 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+PIPE_WIDTH = 200
+
+
+def wide_console() -> Console:
+    """A console whose lines are not cut at 80 characters in a file or a pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+
 
 def show_table(table: Table, console: Console) -> None:
-    """Print a table. If it is wider than the terminal, print a line for each column, with as many rows beside each
-    other as fit."""
+    """Print a table; one too wide for the terminal on its side, with as many rows beside each other as fit."""
     if _width(table, console) <= console.width:
         console.print(table)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from relax_hpc.cli.tables import show_table
 from relax_hpc.planning.sizing.engine import EngineMemory
@@ -34,10 +34,8 @@ def show(made: Estimate, where: str, rows: list[str], console: Console) -> None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    return table
+    headers = (Column(column, justify="right" if index else "left") for index, column in enumerate(columns))
+    return Table(*headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
 
 
 def _model(made: Estimate, where: str, console: Console) -> None:
@@ -67,16 +65,9 @@ def _trainer(made: Estimate, console: Console) -> None:
         "A trainer process", "stage", "parameters", "weights", "gradients", "optimizer", "frozen", "activations", "head", "sum"
     )  # fmt: skip
     for stage in made.trainer:
-        parts = (
-            stage.weights,
-            stage.gradients,
-            stage.optimizer,
-            stage.frozen,
-            stage.activations,
-            stage.head,
-            stage.total,
-        )
-        table.add_row(str(stage.stage), _count(stage.parameters), *map(gib, parts))
+        state = (stage.weights, stage.gradients, stage.optimizer, stage.frozen)
+        sizes = map(gib, (*state, stage.activations, stage.head, stage.total))
+        table.add_row(str(stage.stage), _count(stage.parameters), *sizes)
     show_table(table, console)
     console.print(f"{made.replicas} data-parallel, {made.micro_batches} micro-batches a step on each")
 
@@ -108,10 +99,8 @@ def _traffic(made: Estimate, console: Console) -> None:
         table.add_row("shards", gib(moved.spool_bytes) + to + routed)
         table.add_row("shards that are kept, at most", gib(moved.run_spool_bytes))
     if made.engine is not None:
-        table.add_row(
-            "a version of the weights",
-            f"{gib(moved.weights_bytes)}, {moved.copies} times: {moved.sync_s:.1f} s",
-        )
+        weights = f"{gib(moved.weights_bytes)}, {moved.copies} times: {moved.sync_s:.1f} s"
+        table.add_row("a version of the weights", weights)
     table.add_row("a checkpoint", gib(made.checkpoint_bytes))
     show_table(table, console)
 

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich import box
 from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.markup import escape
 from rich.panel import Panel
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
+
+from relax_hpc.cli.tables import wide_console
 
 if TYPE_CHECKING:
     from relax_hpc.monitor.analysis import RunView
@@ -20,19 +23,12 @@ if TYPE_CHECKING:
     from relax_hpc.spool.shard import Shard
 
 STATUS_STYLE = {
-    "trained": "green",
-    "filtered": "yellow",
-    "failed": "red",
-    "dropped": "magenta",
-    "unused": "blue",
-    "evaluation": "cyan",
-}
+    "trained": "green", "filtered": "yellow", "failed": "red", "dropped": "magenta", "unused": "blue", "evaluation": "cyan",
+}  # fmt: skip
 SAID = {
-    "reference": "log p of the reference",
-    "teacher": "log p of the teacher",
-    "recomputed": "log p recomputed",
+    "reference": "log p of the reference", "teacher": "log p of the teacher", "recomputed": "log p recomputed",
     "values": "value",
-}
+}  # fmt: skip
 """Column of a shard -> its label."""
 SHORT_TEXT = 400
 """Characters of a text that are shown unless the full text is asked for."""
@@ -42,13 +38,9 @@ BINS = 24
 
 def show_requests(rows: Iterable[dict[str, Any]], hidden: int, broken: list[Any]) -> None:
     """Print the table of `shards ls`."""
-    console, rows = _console(), list(rows)
+    console, rows = wide_console(), list(rows)
     cells = [_request_cells(row) for row in rows]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("request", "status"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "version", "age", "samples", "reward", "length", "size"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = _table(["request", "status"], ["step", "version", "age", "samples", "reward", "length", "size"])
     if any(note for *_, note in cells):
         table.add_column("note", no_wrap=True, overflow="ellipsis", style="dim")
     else:
@@ -79,7 +71,7 @@ def _request_cells(row: dict[str, Any]) -> list[Any]:
         _number(row["samples"]),
         _number(row["reward"], ".3f"),
         _number(row["length_mean"], ".0f"),
-        _size(row["bytes"]),
+        decimal(row["bytes"]),
         escape(", ".join(notes) or row["reason"]),
     ]
 
@@ -160,59 +152,46 @@ def _sample(columns: dict[str, Any], i: int, extras: list[str], full: bool) -> G
 
 
 def _text(label: str, text: str | None, full: bool, style: str) -> Text:
+    from relax_hpc.monitor.analysis.examples import visible
+
     if text is None:
         return Text.assemble((label, style), ("none", "dim"))
     cut = len(text) - SHORT_TEXT
     shown = text if full or cut <= 0 else text[:SHORT_TEXT]
-    # Control characters would reach the terminal: answers are a model's, not ours.
-    shown = "".join(c if c.isprintable() or c == "\n" else "�" for c in shown)
-    return Text.assemble(
-        (label, style), shown, (f" … {cut} more characters: --full", "dim") if shown and not full and cut > 0 else ""
-    )
+    more = f" … {cut} more characters: --full" if len(shown) < len(text) else ""
+    return Text.assemble((label, style), visible(shown), (more, "dim"))
 
 
 def show_stats(counts: Counts) -> None:
     """Print the tables of `shards stats`."""
-    console = _console()
+    console = wide_console()
     if not counts.statuses and not counts.broken:
         console.print("no shards")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("status", no_wrap=True)
-    for name in ("groups", "samples", "tokens", "reward", "length", "p50/p90/max", "cut", "age/max"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ["groups", "samples", "tokens", "reward", "length", "p50/p90/max", "cut", "age/max"]
+    table = _table(["status"], numbers)
     for status, t in counts.statuses.items():
         lengths, ages = t.columns["length"], t.columns["age"]
         spread = "/".join(f"{v:.0f}" for v in np.percentile(lengths, [50, 90, 100])) if t.samples else "–"
         reward, length = (f"{t.columns['reward'].mean():.3f}", f"{lengths.mean():.1f}") if t.samples else ("–", "–")
         age = f"{ages.mean():.2f}/{ages.max()}" if len(ages) else "–"
         cut = f"{t.truncated:.0%}" if t.samples else "–"
-        table.add_row(
-            Text(status, STATUS_STYLE[status]),
-            str(t.groups),
-            str(t.samples),
-            f"{t.tokens:,}",
-            reward,
-            length,
-            spread,
-            cut,
-            age,
-        )
+        name, counted = Text(status, STATUS_STYLE[status]), (str(t.groups), str(t.samples), f"{t.tokens:,}")
+        table.add_row(name, *counted, reward, length, spread, cut, age)
     console.print(table)
     for column in ("reward", "length"):
         console.print(_histogram(column, counts.all(column)))
     for folder, size in counts.bytes.items():
-        console.print(f"{folder:>8}  {counts.shards[folder]:,} files, {_size(size)}")
+        console.print(f"{folder:>8}  {counts.shards[folder]:,} files, {decimal(size)}")
     for (status, reason), groups in counts.reasons.most_common(20):
         console.print(Text.assemble(f"{groups:>8}  groups ", (status, STATUS_STYLE[status]), f": {reason}"))
     for error in counts.broken:
         console.print(f"[red]damaged:[/red] {escape(str(error))}")
 
 
-def _console() -> Console:
-    """Return a console; in a file or a pipe, its lines have 140 characters, not 80."""
-    console = Console()
-    return console if console.is_terminal else Console(width=140)
+def _table(words: list[str], numbers: list[str]) -> Table:
+    columns = [Column(name, justify="right" if name in numbers else "left", no_wrap=True) for name in words + numbers]
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _histogram(name: str, values: Any) -> Text:
@@ -225,11 +204,3 @@ def _histogram(name: str, values: Any) -> Text:
 
 def _number(value: Any, form: str = ",") -> str:
     return "–" if value is None else format(value, form)
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from relax_hpc.cli.tables import show_table
 from relax_hpc.planning.simulation.outcome import Outcome
@@ -21,9 +21,8 @@ def show(outcomes: Sequence[Outcome], best: Outcome, why: str, notes: Sequence[s
     faults = any(o.mtbf_h is not None for o in outcomes)
     names = ["workers", "nodes", "stale", "on_stale", *(["MTBF h", "faults"] if faults else []), "step p50 s", "p95 s", "samples/s",
              "trainer waits", "workers idle", "age p50", "max", "dropped", "masked", "effective", "file calls/s"]  # fmt: skip
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
+    columns = (Column(name.replace(" ", "\n"), justify="right", no_wrap=True) for name in names)
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for o in outcomes:
         mtbf = ["-" if o.mtbf_h is None else f"{o.mtbf_h:g}", str(o.trainer_faults + o.node_faults)] if faults else []
         table.add_row(

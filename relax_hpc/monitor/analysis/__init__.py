@@ -98,10 +98,7 @@ class RunView:
     def iter_trajectories(
         self, columns: Sequence[str] | None = None, text: bool = True, broken: list[RunError] | None = None
     ) -> Iterator[pa.Table]:
-        """Yield the rows of `trajectories` as one Arrow table a shard: at most one shard is in memory.
-
-        `broken`: see iter_shards.
-        """
+        """Yield the rows of `trajectories` as an Arrow table a shard, one at a time. `broken`: see iter_shards."""
         return self.tables(self.columns(columns, text), broken)
 
     def tables(self, names: Sequence[str], broken: list[RunError] | None = None) -> Iterator[pa.Table]:
@@ -146,9 +143,7 @@ class RunView:
         return [path for folder, pattern in places for path in sorted(folder.glob(pattern))]
 
     def statuses(self, broken: list[RunError] | None = None) -> GroupStatuses:
-        """Read from the ledger the status of each request and group, as of now. Raises RunError at a damaged entry, unless
-        `broken` is given, which then collects the errors.
-        """
+        """Read the status of all requests and groups from the ledger, as of now. `broken`: see iter_shards."""
         return GroupStatuses(read_entries(self.run, broken))
 
     @cached_property

@@ -30,9 +30,7 @@ class Tally:
     groups: int = 0
     samples: int = 0
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
-    """[samples] each: reward, raw_reward, length, prompt_length, finish; `age` is shorter, without samples that have
-    none.
-    """
+    """[samples] each of FIELDS; `age` is shorter, without samples that have none."""
 
     @property
     def tokens(self) -> int:

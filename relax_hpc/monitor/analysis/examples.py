@@ -63,9 +63,9 @@ def _rows(view: RunView, found: Found) -> Iterator[dict[str, Any]]:
         if decoder is None:
             row |= {"prompt": row["prompt_tokens"].tolist(), "completion": row["tokens"].tolist()}
         row["age"] = None if row["age"] is np.ma.masked else row["age"]
-        yield {k: _visible(v) if isinstance(v, str) else v for k, v in row.items()}
+        yield {k: visible(v) if isinstance(v, str) else v for k, v in row.items()}
 
 
-def _visible(text: str) -> str:
+def visible(text: str) -> str:
     """Show control characters, which a model may well have generated, as a replacement sign."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +32,10 @@ def export_parquet(
     tokens: bool = False,
     statuses: Sequence[str] | None = None,
     broken: list[RunError] | None = None,
-    progress: Callable[[int], None] = lambda rows: None,
 ) -> int:
     """Write the run's trajectories to `output`; the number of rows. `statuses`: only samples that ended so.
 
-    `progress` is called with the rows read so far. Raises RunError for a folder that is not there, and for damaged shards and ledger
+    Raises RunError for a folder that is not there, and for damaged shards and ledger
     entries, unless `broken` is given, which then collects them.
     """
     import pyarrow as pa
@@ -53,7 +52,6 @@ def export_parquet(
             for table in _row_groups(view.tables(names, broken), schema, statuses):
                 writer.write_table(table)
                 rows += table.num_rows
-                progress(rows)
         os.replace(temporary, output)
     finally:
         temporary.unlink(missing_ok=True)

@@ -131,10 +131,7 @@ def arrow_type(column: str) -> pa.DataType:
 
 
 def _scored(shard: Shard, name: str) -> list[Any]:
-    """[N] another role's numbers for each sample's tokens; None where there is no such column.
-
-    Raises RunError for a damaged column.
-    """
+    """[N] another role's numbers for each sample's tokens, None without such a column. Raises RunError for damage."""
     from relax_hpc.spool.column import DamagedColumn, read_column
 
     if shard.path.parent.parent.name != "shards":

@@ -109,10 +109,7 @@ class Timeline:
 
 
 def write(view: RunView, path: Path) -> int:
-    """Write the timeline of a run, which may be going on; return its number of events.
-
-    Raises RunError when there are none.
-    """
+    """Write the timeline of a run, which may be going on; return its number of events. Raises RunError for none."""
     line = timeline(view)
     events = [*line.names(), *sorted(line.events, key=lambda e: (e["ts"], -e.get("dur", 0.0)))]
     head = {"displayTimeUnit": "ms", "otherData": {"run": str(view.run.root), "began": line.began}}

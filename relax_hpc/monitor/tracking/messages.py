@@ -54,10 +54,7 @@ def addresses(config: Notify, root: Path) -> list[str]:
 
 
 def targets(urls: list[str]) -> list[Any]:
-    """Make an Apprise for each address.
-
-    Raises RunError that says which one Apprise does not know, without repeating it.
-    """
+    """Make an Apprise for each address. Raises RunError that does not repeat one that it does not know."""
     import apprise
 
     logging.getLogger("apprise").setLevel(logging.CRITICAL)  # what it says names addresses

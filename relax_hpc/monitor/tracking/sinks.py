@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any, Protocol
 
-from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.monitor.tracking.points import Point
 from relax_hpc.recipe.schema import Recipe
@@ -45,7 +44,7 @@ def make_sink(config: AnyTracking, run: RunDir, recipe: Recipe) -> Sink:
         return TensorBoardSink(folder)
     if isinstance(config, Wandb):
         return WandbSink(config, folder, run, recipe)
-    return ClearMLSink(config, folder, run, recipe)
+    return ClearMLSink(config, folder, recipe)
 
 
 class TensorBoardSink:
@@ -85,7 +84,7 @@ class WandbSink:
             console="off", silent=True, save_code=False, disable_git=True, x_disable_stats=True, x_disable_meta=True
         )
         self._run = wandb.init(
-            project=config.project, entity=config.entity, name=recipe.run.name, id=identity(run), dir=str(folder.parent), mode=config.mode,
+            project=config.project, entity=config.entity, name=recipe.run.name, id=run.read_id(), dir=str(folder.parent), mode=config.mode,
             config=plain(recipe), resume="allow" if config.mode == "online" else None, settings=settings,
         )  # fmt: skip
         self._run.define_metric("eval/*", step_metric="eval/version")
@@ -112,11 +111,10 @@ class WandbSink:
 class ClearMLSink:
     """An offline ClearML session: needs no server and no key."""
 
-    def __init__(self, config: ClearML, folder: Path, run: RunDir, recipe: Recipe) -> None:
+    def __init__(self, config: ClearML, folder: Path, recipe: Recipe) -> None:
         settings = folder / "clearml.conf"
-        settings.write_text(
-            "sdk { development { report_use_subprocess: false } }\n"
-        )  # ClearML's processes outlive a kill of ours
+        # ClearML's processes outlive a kill of ours.
+        settings.write_text("sdk { development { report_use_subprocess: false } }\n")
         os.environ |= {"CLEARML_CONFIG_FILE": str(settings), "CLEARML_CACHE_DIR": str(folder)}
         from clearml import Task
 
@@ -149,11 +147,6 @@ class ClearMLSink:
     def where(self) -> str:
         folder = self._task.get_offline_mode_folder()
         return f"python -c 'from clearml import Task; Task.import_offline_session(\"{folder}.zip\")'"
-
-
-def identity(run: RunDir) -> str:
-    """The run's own id, unchanged on every resume."""
-    return str(read_json(run.identity)["id"])
 
 
 def plain(recipe: Recipe) -> dict[str, Any]:

@@ -28,9 +28,7 @@ NOTICEABLE_S = 1.0
 
 @contextmanager
 def pulse(folder: Path, name: str) -> Iterator[None]:
-    """Change FOLDER/pulse-NAME/ twice every PULSE_S from a thread: replace a file in it, and give another one a new
-    name.
-    """
+    """Every PULSE_S, from a thread, replace a file in FOLDER/pulse-NAME/ and rename another."""
     own, over = folder / f"pulse-{name}", threading.Event()
     own.mkdir()
 
@@ -53,9 +51,7 @@ def pulse(folder: Path, name: str) -> Iterator[None]:
 
 
 def longest_unchanged(look: Callable[[], object], window_s: float) -> float:
-    """Return the longest time in seconds, within `window_s`, for which `look` gave an unchanged answer; `window_s` if
-    always.
-    """
+    """The longest time in seconds that `look` gave one answer, within `window_s`; `window_s` if it never changed."""
     end, seen, since, longest, changes = time.monotonic() + window_s, look(), time.monotonic(), 0.0, 0
     while (now := time.monotonic()) < end:
         if (new := look()) != seen:

@@ -38,10 +38,7 @@ def examine(
     local_root_ok: bool = False,
     say: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Check]:
-    """Yield the checks as they are made.
-
-    `say` is told what is being looked at. Raises RunError when nothing can be written.
-    """
+    """Yield the checks as they are made; `say` is told of each area. Raises RunError when nothing can be written."""
     looks: dict[str, tuple[str, Callable[[Path], Iterable[Check]]]] = {
         "files": ("the file system", lambda folder: _files(recipe, run, folder, local_root_ok)),
         "python": ("Python's libraries", lambda folder: python.environment(recipe)),

@@ -20,11 +20,7 @@ from relax_hpc.files.watch import COARSE_RECENT_S
 from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 20.0
-"""Clock differences that give a warning or a failure.
-
-Nothing relies on clocks that agree, but records of several machines are read side by side, and `status` shows ages by
-them.
-"""
+"""Clock differences of note: records of several machines are read side by side, though nothing relies on clocks."""
 SLOW_FSYNC_S = 0.2
 CACHE_OPTIONS = ("acregmax", "acdirmax", "actimeo")
 NFS_CACHE_S = 60

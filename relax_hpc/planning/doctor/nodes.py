@@ -58,10 +58,7 @@ class Job:
 
 
 def on_nodes(plan: Plan, folder: Path, timeout_s: float, *, libraries: bool) -> list[Check]:
-    """Check the nodes of each group from a job there.
-
-    Returns within about twice `timeout_s`: to start, then to answer.
-    """
+    """Check the nodes of each group from a job there, within about twice `timeout_s`: to start, then to answer."""
     _code(folder)
     jobs: list[Job] = []
     try:
@@ -182,9 +179,7 @@ def _by_what(job: Job, checks: list[tuple[str, Check]]) -> list[Check]:
 
 
 def _code(folder: Path) -> None:
-    """Copy our own code into `folder` where it is a source tree, as a run does: nodes need not see where we are
-    installed.
-    """
+    """Copy our own code into `folder` where it is a source tree: nodes need not see where we are installed."""
     package = Path(relax_hpc.__file__).parent
     (folder / "code").mkdir()
     installed = package.parent.name in ("site-packages", "dist-packages")

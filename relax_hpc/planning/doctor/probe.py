@@ -51,10 +51,7 @@ class Probe:
         self.peers = self._peers(index)
 
     def _peers(self, index: int) -> list[str]:
-        """The nodes to connect to: the next in a ring, and the first trainer node.
-
-        All pairs would be too many of 100 nodes.
-        """
+        """The nodes to connect to: the next in a ring and the first trainer node; all pairs would be too many."""
         ring = f"{self.asked['group']}-{(index + 1) % self.asked['nodes']}"
         return [name for name in dict.fromkeys([ring, "trainer-0"]) if name != self.name]
 
@@ -197,29 +194,22 @@ def _serve(server: socket.socket, token: str, over: threading.Event) -> None:
             continue
         except OSError:
             return
-        with connection, contextlib.suppress(OSError):
+        with connection, connection.makefile("rb") as said, contextlib.suppress(OSError):
             connection.settimeout(CONNECT_S)
-            if hmac.compare_digest(_receive(connection, 2 * TOKEN_BYTES), token.encode()):
+            if hmac.compare_digest(said.read(2 * TOKEN_BYTES), token.encode()):
                 connection.sendall(_answer(token))
 
 
 def greet(address: str, port: int, token: str) -> None:
     """Connect, show the token, and check that the other side knows it too. Raises OSError."""
-    with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+    with socket.create_connection((address, port), CONNECT_S) as connection, connection.makefile("rb") as said:
         connection.sendall(token.encode())
-        if not hmac.compare_digest(_receive(connection, len(_answer(token))), _answer(token)):
+        if not hmac.compare_digest(said.read(len(_answer(token))), _answer(token)):
             raise ConnectionError("somebody else answers there")
 
 
 def _answer(token: str) -> bytes:
     return hashlib.sha256(f"answer {token}".encode()).hexdigest().encode()
-
-
-def _receive(connection: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length and (more := connection.recv(length - len(data))):
-        data += more
-    return data
 
 
 def addresses(interface: str | None) -> list[str]:

@@ -5,6 +5,7 @@ scontrol show partition, sinfo -N ──► Cluster ──► checks (pure)     
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from dataclasses import dataclass, field, replace
@@ -113,22 +114,8 @@ def gres_of(text: str) -> dict[str, int]:
     return found
 
 
-def seconds(text: str) -> float:
-    """Convert a time limit of Slurm's to seconds; infinite for UNLIMITED."""
-    if text in ("UNLIMITED", "infinite", "NONE", ""):
-        return float("inf")
-    found = time_s(text)
-    if found is not None:
-        return found
-    parts = [int(part) for part in re.findall(r"\d+", text)]
-    return sum(part * unit for part, unit in zip(reversed(parts), (1, 60, 3600, 86400), strict=False))
-
-
 def cluster_checks(plan: Plan, cluster: Cluster, checkpoint_s: float | None) -> list[Check]:
-    """Make all checks that need nothing to be sent. Pure.
-
-    checkpoint_s: seconds of the longest checkpoint of this run; None where unknown.
-    """
+    """Make all checks that need nothing to be sent. checkpoint_s: of this run's longest checkpoint; None if unknown."""
     groups = plan.groups
     scale = plan.slurm.autoscale
     if scale is not None and scale.partition is not None and len(groups) > 1:
@@ -156,7 +143,8 @@ def _partition(plan: Plan, group: Group, name: str, cluster: Cluster, checkpoint
 
 
 def _limits(what: str, group: Group, about: dict[str, str]) -> list[Check]:
-    asked, most = time_s(group.asks.time or 60) or 0, seconds(about.get("MaxTime", ""))
+    asked = time_s(group.asks.time or 60) or 0
+    most = time_s(about.get("MaxTime", "")) or math.inf  # UNLIMITED is no number
     if asked > most:
         return [failed(what, f"slurm.time = '{group.asks.time}'", f"at most {about['MaxTime']} (MaxTime)", f"--set slurm.time={about['MaxTime']}; the run goes on in successors")]  # fmt: skip
     if about.get("MaxNodes", "UNLIMITED").isdecimal() and group.nodes > int(about["MaxNodes"]):

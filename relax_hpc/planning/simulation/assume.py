@@ -75,8 +75,8 @@ def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str
     token_s = _or(asked.token_s, _token_s(recipe, shape, prompt, round(mean)))
     publish_s = _or(asked.publish_s, a_version * (1 if isinstance(recipe.weights, FileWeights) else moved.copies))
     fetch_s = _or(asked.fetch_s, a_version)
-    checkpoint_s = 0.0 if recipe.run.async_checkpoints else checkpoint_bytes(recipe, shape) / bandwidth
-    checkpoint_s = _or(asked.checkpoint_s, checkpoint_s)
+    saving_s = 0.0 if recipe.run.async_checkpoints else checkpoint_bytes(recipe, shape) / bandwidth
+    checkpoint_s = _or(asked.checkpoint_s, saving_s)
     restart_s = _or(asked.restart_s, RESTART_S)
     samples = recipe.rollout.groups_per_request * recipe.algorithm.group_size
     times = Times(
@@ -105,9 +105,7 @@ def assumed(recipe: Recipe, shape: Shape, asked: Asked) -> tuple[Times, list[str
 
 
 def _train_s(recipe: Recipe, shape: Shape, tokens: float) -> float:
-    """Seconds of a training step: forward, backward at twice its cost, and forward again where activations are
-    recomputed.
-    """
+    """Seconds of a step: forward, backward at twice its cost, and forward again where activations are recomputed."""
     whole = parameters(shape)
     active = whole.dense + (whole.experts * shape.chosen / shape.experts if shape.experts else 0)
     operations = (8 if recipe.trainer.parallel.recompute == "full" else 6) * active * tokens
@@ -115,9 +113,7 @@ def _train_s(recipe: Recipe, shape: Shape, tokens: float) -> float:
 
 
 def _token_s(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> float:
-    """Seconds for a device to make the next token of all answers of a request: it reads its weights, and the cache at
-    half its final length.
-    """
+    """Seconds from token to token of a whole request: a device reads its weights, and the cache at half its length."""
     ours, asked = recipe.rollout.engine == "torch", recipe.rollout.sglang
     tensor, copies = (1, 1) if ours else (asked.tensor_parallel, asked.copies)
     weights = engine_memory(recipe, shape, 0.0, prompt, answer).weights

@@ -161,9 +161,7 @@ class Simulation:
         return choice
 
     def _held_up(self, step: int) -> bool:
-        """Return True if a request in progress is already known to be due, so that the slower planner need not be
-        asked.
-        """
+        """True if a request in progress is known to be due, so that the slower planner need not be asked."""
         version, requests = step - self.planner.max_staleness, self.planner.outstanding
         due = (i for i, started in self.rollouts.started.items() if started == version and i in requests)
         if self.setup.on_stale == "drop":
@@ -187,9 +185,7 @@ class Simulation:
         self._release(self.planner.last_batch(step + 1))
 
     def _account(self, step: int, spans: Spans, tokens: float) -> None:
-        """Record what `step` trains on of a request: all of it, or the part within the bound where async.on_stale =
-        "mask".
-        """
+        """Record what `step` trains on of a request: all, or what is within the bound if async.on_stale = "mask"."""
         oldest = step - self.planner.max_staleness if self.setup.on_stale == "mask" else 0
         inside = [v for v, share in zip(*spans, strict=True) if v >= oldest and share > 0]
         masked = sum(share for v, share in zip(*spans, strict=True) if v < oldest)

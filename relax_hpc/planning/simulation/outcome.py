@@ -14,9 +14,7 @@ from relax_hpc.spool.request import OnStale
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of one setup. Shares are between 0 and 1; the steps in which the pipeline fills are left out of times
-    and throughput.
-    """
+    """The results of one setup, without the steps in which the pipeline fills. Shares are between 0 and 1."""
 
     workers: int
     nodes: int

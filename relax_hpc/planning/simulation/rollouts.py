@@ -51,9 +51,7 @@ class Rollouts:
         generated: Callable[[str, Spans], None],
         given_back: Callable[[], None],
     ) -> None:
-        """rngs: for faults, and for the moments at which workers look. generated: called when a request's shard is
-        published; given_back: called when a request is open again.
-        """
+        """rngs: for faults, for looks. generated: called for a new shard; given_back: when a request is open again."""
         self.env, self.setup, self.times, self.trace = env, setup, times, trace
         self._fault_rng, self._look_rng = rngs
         self._generated, self._given_back = generated, given_back
@@ -109,9 +107,7 @@ class Rollouts:
         self.call(len(self.open))
 
     def claim(self) -> str | None:
-        """Claim the first open request by name that the newest weights may start, as spool.queue does; None where there
-        is none.
-        """
+        """Claim the first open request, by name, that the newest weights may start, as spool.queue does."""
         too_new, found = [], None
         while self._by_name and found is None:
             request_id = heapq.heappop(self._by_name)
@@ -129,10 +125,7 @@ class Rollouts:
         return found
 
     def call(self, count: int) -> None:
-        """Wake the `count` workers whose turn it is to look; later ones would find nothing.
-
-        One worker of each node looks, and calls the next.
-        """
+        """Wake the `count` workers whose turn it is: one of each node looks and calls the next."""
         if not self.waiting or not count:
             return
         since, each = pauses(self.setup.nodes)

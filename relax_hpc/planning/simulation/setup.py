@@ -61,9 +61,7 @@ class Prompts:
 
 
 class Spans(NamedTuple):
-    """A request that was generated: the versions that made it, oldest first, and the share of its tokens that each
-    made.
-    """
+    """A generated request: the versions that made it, oldest first, and the share of its tokens that each made."""
 
     versions: tuple[int, ...]
     shares: tuple[float, ...]
@@ -85,8 +83,7 @@ class Trace:
     trainer_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("wait", "work", "checkpoint", "lost"), 0.0)
     )
-    """Seconds of the trainer by what they went into; `lost`: restarts, steps that a fault cut off, and repeated steps.
-    """
+    """Seconds of the trainer by use; `lost`: restarts, steps that a fault cut off, and repeated steps."""
     idle_s: float = 0.0
     """Seconds that all workers together were idle."""
     trainer_faults: int = 0

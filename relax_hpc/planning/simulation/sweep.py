@@ -47,10 +47,7 @@ class Grid:
 
 
 def times_of_recipe(recipe: Recipe, path: Path, config: Path | None, asked: Asked) -> TimesFor:
-    """Assume times; how long weights travel depends on the number of workers.
-
-    Raises RunError for a model of unknown size.
-    """
+    """Assume times; weights travel longer to more workers. Raises RunError for a model of unknown size."""
     from relax_hpc.planning.sizing.model import shape_of
 
     shape, _ = shape_of(recipe.model, path, config)
@@ -72,16 +69,12 @@ def times_of_run(recipe: Recipe, path: Path, asked: Asked) -> TimesFor:
 
 
 def sweep(recipe: Recipe, grid: Grid, times: TimesFor, done: Callable[[], None] = lambda: None) -> list[Outcome]:
-    """Simulate each point and return its outcome; `done` is called after each.
-
-    Raises RecipeError for an impossible recipe.
-    """
+    """Simulate each point; `done` is called after each. Raises RecipeError for an impossible recipe."""
     for staleness, on_stale in itertools.product(grid.staleness, grid.on_stale):
         check(recipe, staleness, on_stale)
     found = []
-    for mtbf_h, workers, staleness, on_stale in itertools.product(
-        grid.mtbf_h, grid.workers, grid.staleness, grid.on_stale
-    ):
+    points = itertools.product(grid.mtbf_h, grid.workers, grid.staleness, grid.on_stale)
+    for mtbf_h, workers, staleness, on_stale in points:
         setup = setup_of(recipe, workers, staleness, on_stale, mtbf_h, grid.steps, grid.seed)
         found.append(summarize(setup, mtbf_h, Simulation(setup, times(workers)[0]).run()))
         done()
@@ -127,12 +120,10 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[Outcome, str]:
     enough = [o for o in fair if o.samples_s >= ENOUGH * most.samples_s]
     best = min(enough, key=lambda o: (o.workers, o.max_staleness, ("wait", "mask", "drop").index(o.on_stale)))
     why = f"{best.samples_s:,.0f} samples/s"
-    if best is most:
-        why += (
-            ", more than any other that is not biased towards short answers"
-            if len(there) > len(fair)
-            else ", the most of all"
-        )
+    if best is most and len(there) > len(fair):
+        why += ", more than any other that is not biased towards short answers"
+    elif best is most:
+        why += ", the most of all"
     else:
         why += (
             f", {best.samples_s / most.samples_s:.0%} of the most ({most.workers} workers, max_staleness {most.max_staleness}, "

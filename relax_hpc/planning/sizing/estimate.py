@@ -49,8 +49,7 @@ class Asked:
     answer_tokens: int | None = None
 
     def lengths(self, recipe: Recipe, shape: Shape) -> tuple[int, int]:
-        """(tokens of a prompt, tokens of an answer): PROMPT_TOKENS and the longest answer, or what the context has room
-        for.
+        """(tokens of a prompt, tokens of an answer): PROMPT_TOKENS and the longest answer, as far as the context goes.
 
         For answers that exist already, what a micro-batch has room for.
         """
@@ -132,6 +131,15 @@ def estimate(recipe: Recipe, shape: Shape, asked: Asked) -> Estimate:
         raise RunError(wrong)
     if recipe.rollout.routed_experts and not shape.experts:
         raise RunError(f"rollout.routed_experts = true, but the model is a {shape.type} without experts: leave it out")
+    made = _measure(recipe, shape, asked)
+    for role, what in _misfits(recipe, made):
+        remedies = itertools.islice(_remedies(recipe, shape, asked, role), MOST_REMEDIES)
+        made.problems.append(Problem(role, what, list(remedies)))
+    return made
+
+
+def _measure(recipe: Recipe, shape: Shape, asked: Asked) -> Estimate:
+    """Compute all sizes; problems are not looked for."""
     prompt, answer = asked.lengths(recipe, shape)
     step = step_of(recipe, shape, prompt, answer)
     engine = engine_memory(recipe, shape, asked.device_bytes, prompt, answer) if recipe.generates else None
@@ -150,10 +158,7 @@ def estimate(recipe: Recipe, shape: Shape, asked: Asked) -> Estimate:
         engine=engine,
         traffic=traffic(recipe, shape, prompt, answer, asked.bandwidth),
         checkpoint_bytes=checkpoint_bytes(recipe, shape),
-        problems=[
-            Problem(role, what, list(itertools.islice(_remedies(recipe, shape, asked, role), MOST_REMEDIES)))
-            for role, what in _misfits(recipe, shape, asked)
-        ],
+        problems=[],
         assumed=_assumed(recipe, shape, asked),
     )
 
@@ -170,35 +175,32 @@ def _groups(recipe: Recipe, engine: EngineMemory | None) -> list[GroupSize]:
     return found
 
 
-def _misfits(recipe: Recipe, shape: Shape, asked: Asked) -> Iterator[tuple[Role, str]]:
-    prompt, answer = asked.lengths(recipe, shape)
-    room = asked.device_bytes - RESERVE
-    worst = max(trainer_memory(recipe, shape, step_of(recipe, shape, prompt, answer)), key=lambda memory: memory.total)
+def _misfits(recipe: Recipe, made: Estimate) -> Iterator[tuple[Role, str]]:
+    room, engine = made.device_bytes - RESERVE, made.engine
+    has = f"and {gib(RESERVE)} in reserve, a device has {gib(made.device_bytes)}"
+    worst = max(made.trainer, key=lambda memory: memory.total)
     if worst.total > room:
-        yield (
-            "trainer",
-            f"a trainer process of stage {worst.stage} needs {gib(worst.total)} and {gib(RESERVE)} in reserve, a device has {gib(asked.device_bytes)}",
-        )
-    if not recipe.generates:
+        yield "trainer", f"a trainer process of stage {worst.stage} needs {gib(worst.total)} {has}"
+    if engine is None:
         return
-    engine = engine_memory(recipe, shape, asked.device_bytes, prompt, answer)
     if recipe.rollout.engine == "torch" and engine.total > room:
-        yield (
-            "rollout",
-            f"an engine needs {gib(engine.total)} and {gib(RESERVE)} in reserve, a device has {gib(asked.device_bytes)}",
-        )
+        yield "rollout", f"an engine needs {gib(engine.total)} {has}"
     if recipe.rollout.engine == "sglang" and engine.room < engine.longest:
         yield (
             "rollout",
-            f"weights of {gib(engine.weights)} leave {gib(max(engine.cache, 0))} of a device for the key/value cache: room for "
-            f"{engine.room} tokens, one sequence may have {engine.longest}",
+            (
+                f"weights of {gib(engine.weights)} leave {gib(max(engine.cache, 0))} of a device for the key/value cache: "
+                f"room for {engine.room} tokens, one sequence may have {engine.longest}"
+            ),
         )
-    group = _groups(recipe, engine)[1]
+    group = made.groups[1]
     if 0 < group.given < group.devices:
         yield (
             "rollout",
-            f"{group.processes} workers of {group.devices_each} GPUs each (rollout.sglang.tensor_parallel x data_parallel x servers) take "
-            f"{group.devices}, [slurm] gives {group.given} on {group.nodes} nodes",
+            (
+                f"{group.processes} workers of {group.devices_each} GPUs each (rollout.sglang.tensor_parallel x data_parallel "
+                f"x servers) take {group.devices}, [slurm] gives {group.given} on {group.nodes} nodes"
+            ),
         )
 
 
@@ -217,7 +219,7 @@ def _remedies(recipe: Recipe, shape: Shape, asked: Asked, role: Role) -> Iterato
             changed = _changed(recipe, changes)
             if changed is None or misfit(changed.trainer.parallel, changed.trainer.processes, shape.sizes):
                 continue
-            if not any(other == role for other, _ in _misfits(changed, shape, asked)):
+            if not any(other == role for other, _ in _misfits(changed, _measure(changed, shape, asked))):
                 found.append(set(numbers))
                 yield " ".join(f"--set {key}={_word(value)}" for key, value in changes.items())
 

@@ -49,10 +49,7 @@ class Traffic:
 
 
 def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: float) -> Traffic:
-    """Compute the traffic of a step. `prompt`, `answer`: tokens of a sample.
-
-    `bandwidth`: bytes a second of a process's link, or of the file system.
-    """
+    """Compute a step's traffic. `prompt`, `answer`: tokens of a sample; `bandwidth`: bytes/s of a link or of files."""
     groups, size = recipe.trainer.prompts_per_step, recipe.algorithm.group_size
     samples = groups * size
     requests, most_requests = recipe.requests_per_step, recipe.most_requests_per_step
