@@ -77,6 +77,12 @@ class Failure:
     detail: str
     """The reason in this case: source, prompt and sample, and the error's own text."""
 
+    @classmethod
+    def of(cls, prompt: Prompt, reason: str, detail: str) -> Failure:
+        """The failure of a user's code at a prompt; `detail`: the error's own text, if it has one."""
+        about = f"source {prompt.source}, prompt {prompt.index}"
+        return cls(reason, f"{about}: {detail}" if detail else about)
+
 
 @dataclass(slots=True)
 class Group:

@@ -118,21 +118,19 @@ class Environments:
             raise
 
     def _settle(self, seat: Seat, outcome: list[Turn] | Wrong) -> None:
-        known = len(seat.turns)
-        heard, before = (
-            [(turn.done, turn.observation) for turn in turns[:known]]
-            for turns in (outcome if isinstance(outcome, list) else [], seat.turns)
-        )
-        if isinstance(outcome, list) and heard == before:
-            seat.turns.extend(outcome[known:])
-            return
-        if seat.failure is not None:  # the first is why
-            return
-        again = "says other things to the same answers the second time", "its process was lost, and it began anew"
-        what, detail = again if isinstance(outcome, list) else outcome
-        about = f"source {seat.prompt.source}, prompt {seat.prompt.index}"
-        name = self._sources[seat.prompt.source].environment
-        seat.failure = Failure(f"environment '{name}' {what}", f"{about}: {detail}" if detail else about)
+        if isinstance(outcome, list):
+            said = [(turn.done, turn.observation) for turn in seat.turns]
+            if [(turn.done, turn.observation) for turn in outcome[: len(said)]] == said:
+                seat.turns.extend(outcome[len(said) :])
+                return
+            outcome = (
+                "says other things to the same answers the second time",
+                "its process was lost, and it began anew",
+            )
+        if seat.failure is None:  # the first is why
+            what, detail = outcome
+            name = self._sources[seat.prompt.source].environment
+            seat.failure = Failure.of(seat.prompt, f"environment '{name}' {what}", detail)
 
 
 class Host:

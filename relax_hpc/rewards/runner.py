@@ -150,10 +150,7 @@ class RewardRunner:
         if not _failed(outcome):
             return Score(*outcome)
         what, detail = outcome
-        about = f"source {prompt.source}, prompt {prompt.index}"
-        return Failure(
-            f"reward '{self._rewards[prompt.source].name}' {what}", f"{about}: {detail}" if detail else about
-        )
+        return Failure.of(prompt, f"reward '{self._rewards[prompt.source].name}' {what}", detail)
 
 
 class _Batch:
