@@ -12,26 +12,24 @@ from relax_hpc.trainers.base import CriticTrainer, Scoring, Trainer
 __all__ = ["BACKENDS", "CriticTrainer", "Scoring", "Trainer", "make_critic", "make_scoring", "make_trainer"]
 
 BACKENDS = {"torch": "torch.Torch", "megatron": "megatron.Megatron"}
-"""Backend -> its module below this package and the beginning of its classes' names. A backend is imported only when it
-is used, since some need more than is installed."""
+"""Backend -> its module below this package and the beginning of its classes' names. It is imported only when it is
+used, since some need more than is installed. With world > 1 torch.distributed's default process group exists already."""
 
 
 def make_trainer(recipe: Recipe, model_dir: Path, rank: int, world: int) -> Trainer:
-    """Make this process's trainer. With world > 1 the default process group of torch.distributed exists already."""
+    """Make this process's trainer."""
     made: Trainer = _class(recipe, "Trainer")(recipe, model_dir, rank, world)
     return made
 
 
 def make_critic(recipe: Recipe, folder: Path, rank: int, world: int) -> CriticTrainer:
-    """Make this process's critic, for a critic in processes of its own. folder: the model that its body starts from.
-    With world > 1 the default process group exists already."""
+    """Make this process's part of a critic in processes of its own. folder: the model that its body starts from."""
     made: CriticTrainer = _class(recipe, "Critic")(recipe, folder, rank, world)
     return made
 
 
 def make_scoring(recipe: Recipe, model_dir: Path, rank: int, world: int) -> Scoring:
-    """Make this process's part of a scorer's models. model_dir: the policy's. With world > 1 the default process group
-    exists already."""
+    """Make this process's part of a scorer's models. model_dir: the policy's."""
     made: Scoring = _class(recipe, "Scoring")(recipe, model_dir, rank, world)
     return made
 

@@ -1,4 +1,4 @@
-"""Making of the run's model folder: config and tokenizer for every role, and the weights of a model that is made here."""
+"""Making of the run's model folder: config and tokenizer for every role, and the weights of a tiny model."""
 
 from __future__ import annotations
 
@@ -30,22 +30,20 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files each of which is enough for a tokenizer."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+CHECKPOINT_FILES = ("metadata.json", "state.json")
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 """Types of layers that packed rows and left-padded batches are right for; sliding ones within their window."""
 
 
 def materialise(model: PathModel | TinyModel, folder: Path, seed: int) -> None:
-    """Fill `folder` (made if missing) so that AutoConfig and AutoTokenizer load from it.
-
-    A tiny model's weights, drawn from `seed`, are written there too; a model at a path keeps its weights where they are.
-    Raises RunError for a path that is not a model that can be trained here.
-    """
+    """Fill `folder` (made if missing) so that AutoConfig and AutoTokenizer load from it; with a tiny model's weights,
+    drawn from `seed`, too. Raises RunError for a path that is not a model that can be trained here."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, TinyModel):
         _make_tiny(model, folder, seed)
     else:
-        _copy_small_files(model.path, folder)
+        _take_over(model.path, folder)
 
 
 def weights_folder(model: PathModel | TinyModel, folder: Path) -> Path:
@@ -67,10 +65,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def dtype_of(folder: Path) -> torch.dtype:
     """The type of a model's weights, read off one of them: all have the same."""
-    name, path = next(iter(files_of(folder).items()))
-    with safe_open(path, framework="pt") as file:
-        dtype: torch.dtype = file.get_tensor(name).dtype
-        return dtype
+    return next(tensors_in(folder))[1].dtype
 
 
 def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -78,14 +73,12 @@ def tensors_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
     files = files_of(folder)
     for path in sorted(set(files.values())):
         with safe_open(path, framework="pt") as file:
-            names = file.keys()
-            for name in names:
+            for name in list(file.keys()):
                 yield name, file.get_tensor(name)
 
 
 def check_beside(recipe: Recipe, folder: Path) -> None:
-    """Raise RunError where a model that the trainer is to hold beside the run's has another vocabulary than the one in
-    `folder`."""
+    """Raise RunError where a model that is to be held beside the run's, in `folder`, has another vocabulary."""
     for key, path in recipe.models_beside.items():
         _check_files(key, path)
         _check_content(key, path)
@@ -101,8 +94,7 @@ def check_beside(recipe: Recipe, folder: Path) -> None:
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token a character of `alphabet`; every other character is <unk>. Decoding is the exact
-    inverse."""
+    """Make a tokenizer with one token a character of `alphabet`, <unk> for all others. Decoding is the exact inverse."""
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines out
@@ -115,28 +107,18 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     tokenizer = character_tokenizer(model.alphabet)
     shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.hidden_size // model.heads,
-        "max_position_embeddings": model.context,
-        "tie_word_embeddings": True,
-        "initializer_range": model.hidden_size
-        ** -0.5,  # the customary 0.02 suits wide models; narrow ones learn several times slower
-        "bos_token_id": None,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "dtype": "float32",
-    }
+        "vocab_size": len(tokenizer), "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers, "head_dim": model.hidden_size // model.heads,
+        "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": model.context, "tie_word_embeddings": True, "dtype": "float32",
+        # the customary 0.02 suits wide models; narrow ones learn several times slower
+        "initializer_range": model.hidden_size ** -0.5,
+        "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
     experts: dict[str, Any] = {
-        "num_experts": model.experts,
-        "num_experts_per_tok": model.experts_per_token,
-        "moe_intermediate_size": model.moe_intermediate_size,
-        "norm_topk_prob": True,
-    }
+        "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
+        "moe_intermediate_size": model.moe_intermediate_size, "norm_topk_prob": True,
+    }  # fmt: skip
     config = Qwen3MoeConfig(**shape, **experts) if model.experts else Qwen3Config(**shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -178,19 +160,23 @@ def _check_content(key: str, path: Path) -> None:
             raise RunError(f"{key} = '{path}': {name} ({size} bytes) holds no weights ({error}): {again}") from error
 
 
-def _copy_small_files(path: Path, folder: Path) -> None:
+def copy_small_files(source: Path, folder: Path) -> None:
+    """Copy config and tokenizer of a model, or of a checkpoint, without the files that only it can use."""
+    for pattern in SMALL_FILES:
+        for file in source.glob(pattern):
+            if not file.name.endswith(".index.json") and file.name not in CHECKPOINT_FILES:
+                shutil.copyfile(file, folder / file.name)
+
+
+def _take_over(path: Path, folder: Path) -> None:
+    """Take config and tokenizer of the model at `path`. Raises RunError for one that cannot be trained here."""
     _check_files("model.path", path)
     _check_content("model.path", path)
-    for pattern in SMALL_FILES:
-        for file in path.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copyfile(file, folder / file.name)
+    copy_small_files(path, folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
         AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (
-        Exception
-    ) as error:  # tokenizers raises Exception itself, transformers what its checks of a config are made of
+    except Exception as error:  # tokenizers raises Exception itself, transformers whatever its checks do
         raise RunError(
             f"model.path = '{path}' does not load: {type(error).__name__}: {error}; mend the file that this is about, or give another model"
         ) from error

@@ -1,5 +1,4 @@
-"""Export of a checkpoint as a Hugging Face model directory, and conversion of models between Hugging Face and
-Megatron-core."""
+"""Export of a checkpoint as a Hugging Face model, and conversion of models between Hugging Face and Megatron-core."""
 
 from __future__ import annotations
 
@@ -19,11 +18,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def export_checkpoint(run: Path, output: Path, step: int | None = None, dtype: str | None = None) -> str:
-    """Write checkpoint `step` (the newest by default) of `run` to `output`; returns a line that says so. Raises
-    RunError.
+    """Write checkpoint `step` (the newest by default) of `run` to `output`; returns a line that says so. Raises RunError.
 
-    `dtype`: one of DTYPES; by default the type in the model's own config.json, else float32, the type of the
-    checkpoint's weights.
+    `dtype`: one of DTYPES; by default that of the model's config.json, else float32, which the checkpoint has.
     """
     if dtype not in (None, *DTYPES):
         raise RunError(f"--dtype '{dtype}': expected one of {', '.join(DTYPES)}")
@@ -75,7 +72,7 @@ def _say_dtype(folder: Path) -> None:
 
 
 def compare_weights(checkpoint: Path) -> None:
-    """Compare the files of a run's checkpoint that its weights are read from. Raises RunError naming one that is damaged."""
+    """Compare the files that a checkpoint's weights are read from. Raises RunError naming one that is damaged."""
     distributed = (checkpoint / DISTRIBUTED).exists()
     try:
         folder_checksums.compare_all(checkpoint, None if distributed else ["model.safetensors"])
@@ -84,11 +81,8 @@ def compare_weights(checkpoint: Path) -> None:
 
 
 def convert(source: Path, output: Path, model: Path | None = None) -> str:
-    """Convert a Hugging Face directory to a Megatron-core checkpoint, or the other way round; returns a line that says
-    so. Raises RunError.
-
-    `model`: the folder with config.json and tokenizer of a checkpoint, when they do not lie beside it.
-    """
+    """Convert a Hugging Face directory to a Megatron-core checkpoint, or back; returns a line that says so. Raises
+    RunError. `model`: the folder with config.json and tokenizer of a checkpoint, when they do not lie beside it."""
     if not source.is_dir():
         raise RunError(f"'{source}' is not a directory: a Hugging Face model or a Megatron-core checkpoint is expected")
     if output.exists():

@@ -29,7 +29,10 @@ class HostCopies:
         seen: set[int] = set()
         for storage in _storages(kept, seen):
             size = storage.nbytes()
-            host = self._free[size].pop() if self._free[size] else _host_memory(size, storage.device)
+            pinned = storage.device.type == "cuda"
+            host = (
+                self._free[size].pop() if self._free[size] else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            )
             host.copy_(_bytes(storage))
             self._away.append((storage, host))
         self._dropped += [(storage, storage.nbytes()) for storage in _storages(dropped, seen)]
@@ -64,12 +67,8 @@ def state_of(modules: Iterable[Module], optimizers: Iterable[torch.optim.Optimiz
 
 def gradients_of(modules: Iterable[Module]) -> list[Tensor]:
     """The tensors that hold the parameters' gradients."""
-    held: list[Any] = [
-        getattr(parameter, name, None)
-        for module in modules
-        for parameter in module.parameters()
-        for name in ("grad", "main_grad")  # the second is Megatron's
-    ]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    held: list[Any] = [getattr(p, name, None) for p in parameters for name in ("grad", "main_grad")]  # Megatron's
     return [gradient for gradient in held if gradient is not None]
 
 
@@ -85,7 +84,3 @@ def _storages(tensors: Iterable[Tensor], seen: set[int]) -> Iterator[torch.Untyp
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _host_memory(size: int, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")

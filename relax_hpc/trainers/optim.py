@@ -1,5 +1,4 @@
-"""A model with its AdamW. Gradients lie in flat buckets; the learning rate is a function of the step and need not be
-saved."""
+"""A model with its AdamW. Gradients lie in flat buckets; the learning rate is a function of the step, and not saved."""
 
 from __future__ import annotations
 
@@ -20,10 +19,8 @@ NORM_EPS = 1e-6
 
 
 def learning_rate(config: Trainer, step: int, steps: int) -> float:
-    """The learning rate of training step `step` (from 0) of `steps`.
-
-    It rises linearly over lr_warmup_steps (the first step already moves), then falls to min_learning_rate at `steps`.
-    """
+    """The learning rate of step `step` (from 0) of `steps`: it rises linearly over lr_warmup_steps (the first step already
+    moves), then falls to min_learning_rate at `steps`."""
     peak, floor, rising = config.learning_rate, config.min_learning_rate, config.lr_warmup_steps
     if step < rising:
         return peak * (step + 1) / rising
@@ -63,7 +60,7 @@ class Learning:
 
 
 class FlatGradients:
-    """Every parameter's gradient is a view into one of a few flat buffers: zeroed, reduced and scaled a buffer at a time."""
+    """Every parameter's gradient is a view into one of a few flat buffers, which are zeroed, reduced and scaled whole."""
 
     def __init__(self, parameters: Sequence[Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
         self.buffers: list[Tensor] = []

@@ -28,8 +28,7 @@ from relax_hpc.files.run_dir import OPTIMIZERS
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
 OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
 PARTS = 4
-"""Files of an optimizer, and threads that read and write them: touching memory for the first time costs more than
-copying into it."""
+"""Files of an optimizer, and threads that read and write them: to touch memory for the first time is what costs."""
 SHOWN = 3
 """Differences that one error names at most."""
 
@@ -40,8 +39,7 @@ UNREADABLE = "'{}' cannot be read: {}; go back to an older checkpoint"
 
 
 def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
-    """Write these files, which must not exist, into `folder` and onto the disk, several at once; returns checksums of
-    what was written, by name."""
+    """Write these files, which must not exist, into `folder` and onto the disk; returns their checksums, by name."""
 
     def write_one(name: str) -> str:
         data = tensor_files.pieces(files[name].items())
@@ -74,8 +72,7 @@ def has(folder: Path, stem: str) -> bool:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError where the file is missing,
-    DamagedCheckpoint where it is not as it was written."""
+    """The tensors in `path`, mapped from it: to be copied, not kept. Raises RunError, DamagedCheckpoint."""
     folder_checksums.compare(path)
     try:
         return load_file(path)
@@ -86,8 +83,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_parts(folder: Path, stem: str, *, keep: bool) -> dict[str, Tensor]:
-    """Read the tensors of all files of `stem`; `keep`: into memory that the caller may keep and change. Raises RunError
-    like `read`."""
+    """Read the tensors of all files of `stem` as `read` does; `keep`: into memory that is the caller's own."""
     found: dict[str, Tensor] = {}
     for part in _in_threads(_in_memory if keep else read, [folder / name for name in in_parts(stem, {})]):
         found |= part
@@ -109,33 +105,32 @@ def _in_memory(path: Path) -> dict[str, Tensor]:
 
 def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Copy `tensors` into `own`. Raises RunError, before anything is copied, when names or shapes differ."""
-    _compare({name: tensor.shape for name, tensor in own.items()}, tensors, path)
+    compare(_shapes(own), _shapes(tensors), path)
     _in_threads(lambda name: own[name].copy_(tensors[name]), own)
 
 
-def _compare(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise RunError unless `tensors` have these names and shapes."""
-    differences = [f"'{n}' is missing in the checkpoint" for n in shapes if n not in tensors]
-    differences += [f"'{n}' is not in the model" for n in tensors if n not in shapes]
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def compare(model: Mapping[str, list[int]], saved: Mapping[str, list[int]], path: Path) -> None:
+    """Raise RunError unless the checkpoint at `path` has the tensors of the model, by names and shapes."""
+    differences = [f"'{n}' is missing in the checkpoint" for n in model if n not in saved]
+    differences += [f"'{n}' is not in the model" for n in saved if n not in model]
     differences += [
-        f"'{n}' is {list(tensors[n].shape)} in the checkpoint and {list(shape)} in the model"
-        for n, shape in shapes.items()
-        if n in tensors and tensors[n].shape != shape
+        f"'{n}' is {saved[n]} in the checkpoint and {shape} in the model"
+        for n, shape in model.items()
+        if n in saved and saved[n] != shape
     ]
     if differences:
-        raise RunError(f"'{path}' is of another model: {shown(differences)}")
+        more = f"; {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        raise RunError(f"'{path}' is of another model: {'; '.join(differences[:SHOWN])}{more}")
 
 
 def _in_threads(work: Callable[[A], T], items: Iterable[A]) -> list[T]:
     """Call `work` for each item, in threads and without gradients (torch's setting holds for one thread only)."""
     with ThreadPoolExecutor(PARTS, "checkpoint") as pool:
         return list(pool.map(torch.no_grad()(work), items))
-
-
-def shown(differences: list[str]) -> str:
-    """Join the first few differences, and say how many more there are."""
-    more = f"; {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-    return "; ".join(differences[:SHOWN]) + more
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
@@ -153,8 +148,7 @@ def fill_optimizer(
         state.setdefault(name, {})[kind] = value
     if state:
         moments = {n: s["exp_avg"] for n, s in state.items() if "exp_avg" in s}
-        shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        _compare(shapes, moments, folder / f"{stem}-*.safetensors")
+        compare(_shapes(parameters), _shapes(moments), folder / f"{stem}-*.safetensors")
     optimizer.state.clear()
     for name, entries in state.items():
         parameter = parameters[name]

@@ -30,7 +30,7 @@ from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.files.errors import RunError
 from relax_hpc.huggingface import one_by_one, unfilled
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.base import Saved
 from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.forward import Critic, check_head, token_logprobs, token_values
@@ -51,17 +51,15 @@ class _Models:
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
         self._budget = tokens_per_micro_batch
 
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
     def _logprobs(
-        self,
-        model: PreTrainedModel,
-        rollouts: Rollouts,
-        batch: MicroBatch,
-        temperature: float,
-        entropy_gradient: bool = False,
+        self, model: PreTrainedModel, rollouts: Rollouts, batch: MicroBatch, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
         targets = torch.from_numpy(rollouts.tokens[batch.targets].astype(np.int64)).to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy_gradient)
+        with self._autocast():
+            return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy)
 
     def _share(self, rollouts: Rollouts) -> Iterator[MicroBatch]:
         """Pack this process's micro-batches."""
@@ -69,9 +67,7 @@ class _Models:
             yield pack(rollouts, rows)
 
     @torch.no_grad()
-    def _said(
-        self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, progress: Callable[[], None]
-    ) -> NDArray[np.float32]:
+    def _said(self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, progress: Progress) -> NDArray[np.float32]:
         """[T] the results of `say` at the targets of all processes' micro-batches; 0 elsewhere."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)
         for batch in self._share(rollouts):
@@ -79,8 +75,7 @@ class _Models:
             progress()
         if self.world > 1:
             dist.all_reduce(column)  # each rank has its share, zeros elsewhere
-        found: NDArray[np.float32] = column.cpu().numpy()
-        return found
+        return cast(NDArray[np.float32], column.cpu().numpy())
 
 
 class _Learners(_Models, Updating):
@@ -122,7 +117,7 @@ class _Learners(_Models, Updating):
         return cast(Critic, self.learning["critic"].model)
 
     def _gradients(
-        self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
+        self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Progress
     ) -> dict[str, float]:
         learning = self.learning[token_loss.learner]
         learning.gradients.zero()
@@ -149,7 +144,7 @@ class _Learners(_Models, Updating):
 
     def _values(self, batch: MicroBatch) -> Tensor:
         critic = self._critic
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
+        with self._autocast():
             return token_values(critic, batch, self.device)
 
 
@@ -209,9 +204,7 @@ class TorchTrainer(_Learners, PolicyUpdating):
             models[state_files.REFERENCE] = tensors_of(self.reference)
         return models | super()._models()
 
-    def _column(
-        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
-    ) -> NDArray[np.float32]:
+    def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
         if name == VALUES:
             return self._said(self._values, rollouts, progress)
         model = {"recomputed": self.model, "reference": self.reference, TEACHER: self.teacher}[name]
@@ -246,9 +239,7 @@ class TorchCritic(_Learners, CriticUpdating):
         state_files.fill_optimizer(learning.optimizer, learning.parameters, folder, state_files.CRITIC_OPTIMIZER)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
-    def _column(
-        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
-    ) -> NDArray[np.float32]:
+    def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
         return self._said(self._values, rollouts, progress)
 
 
@@ -272,9 +263,7 @@ class TorchScoring(_Models):
             self.models[name] = torch.nn.Module.to(model, self.device).eval().requires_grad_(False)
         state_files.fill(tensors_of(self.models[name]), tensors, where)
 
-    def logprobs(
-        self, name: str, rollouts: Rollouts, progress: Callable[[], None] = lambda: None
-    ) -> NDArray[np.float32]:
+    def logprobs(self, name: str, rollouts: Rollouts, progress: Progress = lambda: None) -> NDArray[np.float32]:
         model, temperature = self.models[name], self.recipe.rollout.temperature
         return self._said(lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, progress)
 
@@ -296,13 +285,11 @@ def device_of(choice: str, role: str) -> torch.device:
 
 
 def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
-    """Load the model in float32. Raises RunError when the folder lacks weights (transformers would draw them at
-    random)."""
+    """Load the model in float32. Raises RunError for missing weights, which transformers would draw at random."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
+        load = AutoModelForCausalLM.from_pretrained
+        found: Any = load(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):
             raise  # an error of the file system: another start may succeed

@@ -1,5 +1,4 @@
-"""Support for Megatron-core without a GPU: stands in for everything that it presumes of CUDA, while one of our calls
-runs.
+"""Support for Megatron-core without a GPU: stands in for all that it presumes of CUDA, while one of our calls runs.
 
 `support()` is entered around the import of Megatron and around every call that ends in it; outside of it, torch is as
 it was. Where there is a GPU it does nothing.
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 P = ParamSpec("P")
 R = TypeVar("R")
 CPU = torch.device("cpu")
-_depth = 0
+_active = False
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -134,26 +133,22 @@ def _uneven_scatter(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def support(megatron: bool = True) -> Iterator[None]:
-    """Stand in for CUDA within this block. `megatron`: in Megatron's own modules too, which must be imported under
-    support(False) first."""
-    global _depth
-    if torch.cuda.is_available() or _depth:
+    """Stand in for CUDA within this block. megatron: in Megatron's modules too, once imported under support(False)."""
+    global _active
+    if torch.cuda.is_available() or _active:
         yield
         return
-    with contextlib.ExitStack() as undo:
-        _depth += 1
-        undo.callback(_leave)
-        for where, name, stand_in in [*_stand_ins(), *(_megatron_stand_ins() if megatron else [])]:
-            if hasattr(where, name):
-                undo.callback(setattr, where, name, getattr(where, name))
-            setattr(where, name, stand_in)
-        undo.enter_context(_CudaMeansCpu())  # of this thread: the one that trains
-        yield
-
-
-def _leave() -> None:
-    global _depth
-    _depth -= 1
+    _active = True
+    try:
+        with contextlib.ExitStack() as undo:
+            for where, name, stand_in in [*_stand_ins(), *(_megatron_stand_ins() if megatron else [])]:
+                if hasattr(where, name):
+                    undo.callback(setattr, where, name, getattr(where, name))
+                setattr(where, name, stand_in)
+            undo.enter_context(_CudaMeansCpu())  # of this thread: the one that trains
+            yield
+    finally:
+        _active = False
 
 
 def supported(method: Callable[P, R]) -> Callable[P, R]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Critic
@@ -35,8 +34,6 @@ class MegatronCritic(Learners, CriticUpdating):
     values = supported(CriticUpdating.values)
     learn = supported(CriticUpdating.learn)
 
-    def _column(
-        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
-    ) -> NDArray[np.float32]:
+    def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
         rollouts = replace(rollouts, routed_experts=None)  # its experts are its own
         return self._said(self.learning["critic"].chunks, rollouts, temperature, progress)

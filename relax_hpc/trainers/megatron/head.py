@@ -5,8 +5,6 @@ hidden [t / tensor, 1, H] ──gather──► [m] positions that predict ─�
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,8 +43,7 @@ class Policy(GPTModel):  # type: ignore[misc]
 
 
 class Critic(Policy):
-    """A model whose last stage has a head with one output, the same on every tensor-parallel process; it begins at
-    zero."""
+    """A model whose head has one output, the same on every tensor-parallel process; it begins at zero."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "share_embeddings_and_output_weights": False})
@@ -58,26 +55,19 @@ class Critic(Policy):
 
 
 def token_values(model: Critic, hidden: Tensor, batch: MicroBatch) -> Tensor:
-    """[M] float32, on every process: the value of the state before each token in the loss. hidden: output of the last
-    stage."""
+    """[M] float32, on every process: the value before each token in the loss. hidden: output of the last stage."""
     groups = model.pg_collection
     if model.config.sequence_parallel:  # every process has the whole gradient of what it gathers
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=groups.tp)
     chosen, head = hidden.flatten(0, 1)[batch.predictors], model.output_layer
-    values: Tensor = F.linear(chosen.float(), head.weight.float(), head.bias.float()).squeeze(-1)
-    if groups.cp.size() == 1:
-        return values
-    everywhere: Callable[[Tensor], Tensor] = partial(_Everywhere.apply, batch.mine, len(batch.targets), groups.cp)
-    return everywhere(values)
+    return _everywhere(F.linear(chosen.float(), head.weight.float(), head.bias.float()).squeeze(-1), batch, groups.cp)
 
 
 def token_logprobs(
     model: Policy, hidden: Tensor, batch: MicroBatch, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """([M] logprobs of `targets` under logits / temperature, [M] entropies), float32, on every process.
-
-    hidden: output of the last stage; targets: [M] int64.
-    """
+    """([M] logprobs of `targets` [M] under logits / temperature, [M] entropies), float32, on every process. hidden:
+    output of the last stage."""
     groups = model.pg_collection
     if model.config.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)  # its gradients are summed
@@ -94,11 +84,8 @@ def token_logprobs(
         else _head(model, rows, tokens - first, real, temperature)
         for rows, tokens in zip(chosen.split(size), wanted.split(size), strict=True)
     ]
-    logprobs, entropies = (torch.cat([part[i] for part in parts]) for i in range(2))
-    if groups.cp.size() == 1:
-        return logprobs, entropies
-    everywhere = partial(_Everywhere.apply, batch.mine, len(targets), groups.cp)
-    return everywhere(logprobs), everywhere(entropies)
+    logprobs, entropies = (_everywhere(torch.cat(values), batch, groups.cp) for values in zip(*parts, strict=True))
+    return logprobs, entropies
 
 
 def _head(model: Policy, hidden: Tensor, targets: Tensor, real: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -143,9 +130,16 @@ class _SplitLogprobs(torch.autograd.Function):
         return gradient, None, None
 
 
+def _everywhere(values: Tensor, batch: MicroBatch, group: Any) -> Tensor:
+    """Collect the [m] values of each context-parallel process as [M] on all of them."""
+    if group.size() == 1:
+        return values
+    everywhere: Tensor = _Everywhere.apply(batch.mine, len(batch.targets), group, values)  # type: ignore[no-untyped-call]
+    return everywhere
+
+
 class _Everywhere(torch.autograd.Function):
-    """Collect the [m] values of each context-parallel process as [M] on all of them. Each process computes the same
-    loss from them."""
+    """See _everywhere. Each process computes the same loss from the values."""
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, count: int, group: Any, values: Tensor) -> Tensor:

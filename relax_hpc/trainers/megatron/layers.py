@@ -51,23 +51,17 @@ def _replace(spec: Any, by: dict[type, type], seen: set[int]) -> None:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm with a marked weight: under sequence parallelism each process sees some of the tokens, so the weight's
-    gradient must be summed."""
+    """RMSNorm with a marked weight: under sequence parallelism each process sees some tokens, so gradients are summed."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **ignored: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
-def _device(config: TransformerConfig) -> Any:
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-
-
 class Attention(MegatronModule):  # type: ignore[misc]  # megatron-core has no types
-    """Causal attention within each packed sequence, a batch of sequences of like length at a time.
-
-    Under context parallelism keys and values are gathered whole, queries stay where they are.
-    """
+    """Causal attention within each packed sequence, a batch of sequences of like length at a time. Under context
+    parallelism keys and values are gathered whole, queries stay where they are."""
 
     def __init__(
         self,

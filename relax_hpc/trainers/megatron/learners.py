@@ -8,7 +8,7 @@ hold other tokens: the sums are the same under every plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch import Tensor
 import relax_hpc.trainers.megatron.checkpoint.moments as moments
 import relax_hpc.trainers.megatron.checkpoint.state as state
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers import state_files
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.learning import Learning
@@ -102,14 +102,13 @@ class Learners(Split, Updating):
 
     def _sharded(self) -> dict[str, Any]:
         """Sharded tensors of everything that changes, except the optimizers' state."""
-        prefix = {"model": ""}
         return {
-            what: state.sharded(chunks, self.groups, prefix.get(what, f"{what}."))
+            what: state.sharded(chunks, self.groups, "" if what == "model" else f"{what}.")
             for what, chunks in self._changing().items()
         }
 
     def _gradients(
-        self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Callable[[], None]
+        self, rollouts: Rollouts, token_loss: TokenLoss, temperature: float, tokens: int, progress: Progress
     ) -> dict[str, float]:
         learning = self.learning[token_loss.learner]
         learning.zero()

@@ -1,5 +1,4 @@
-"""A model that learns under Megatron: its chunks, their gradients summed over processes, AdamW whose state
-data-parallel processes share."""
+"""A model that learns under Megatron: its chunks, summed gradients, AdamW whose state data-parallel processes share."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from relax_hpc.trainers.megatron.head import Policy
 
 
 class Learning:
-    """A model that learns. `reduced` are the chunks for a forward with gradients; `config` belongs to them alone, since
-    it says how gradients are summed."""
+    """A model that learns. `reduced` are the chunks for a forward with gradients; `config`, which says how these are
+    summed, belongs to them alone."""
 
     def __init__(self, chunks: list[Policy], config: TransformerConfig, recipe: Recipe) -> None:
         self.chunks, self.recipe = chunks, recipe
@@ -28,7 +27,7 @@ class Learning:
         self.begin()
 
     def begin(self, steps: int = 0) -> None:
-        """Set the moments to zero and the optimizer's number of steps to `steps`. Master weights stay as they are."""
+        """Set the moments to zero and the number of steps to `steps`. Master weights stay as they are."""
         self.steps = steps
         for optimizer in self.optimizers():
             moments.fresh(optimizer, steps)

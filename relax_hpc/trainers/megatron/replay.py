@@ -1,5 +1,4 @@
-"""Router replay (R3): tokens go to the experts that the behavior policy sent them to, in forward and recomputed
-forward.
+"""Router replay (R3): tokens go to the experts that the behavior policy sent them to.
 
 Engine and trainer add up the same router's scores in different orders; where two experts are nearly tied they would
 choose differently. The micro-batch carries the experts. Each layer is given its micro-batch's as it is called, also
@@ -31,8 +30,7 @@ class Replay:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """([t, K] scores, [t, K] experts) of the tokens whose scores are given; by the router's own choice where no
-        experts were recorded."""
+        """([t, K] scores, [t, K] experts) of these tokens; by the router's own choice where none were recorded."""
         if self.routed is None:
             assert default_compute_topk is not None
             return default_compute_topk(scores, topk, num_groups, group_topk)

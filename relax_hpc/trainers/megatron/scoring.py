@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import AutoConfig
 import relax_hpc.trainers.megatron.export.weights as weights
 from relax_hpc.algorithms.base import TEACHER
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.megatron.cpu import supported
 from relax_hpc.trainers.megatron.head import Policy
 from relax_hpc.trainers.megatron.model import build, transformer_config
@@ -44,9 +44,7 @@ class MegatronScoring(Split):
         weights.take(self.models[name], tensors, where, self.hf, self.groups)
 
     @supported
-    def logprobs(
-        self, name: str, rollouts: Rollouts, progress: Callable[[], None] = lambda: None
-    ) -> NDArray[np.float32]:
+    def logprobs(self, name: str, rollouts: Rollouts, progress: Progress = lambda: None) -> NDArray[np.float32]:
         if name == TEACHER:  # its experts are its own
             rollouts = replace(rollouts, routed_experts=None)
         return self._said(self.models[name], rollouts, self.recipe.rollout.temperature, progress)

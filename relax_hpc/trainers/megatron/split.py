@@ -1,5 +1,4 @@
-"""Models that are split over the processes of a group by the recipe's plan: their micro-batches, Megatron's schedule,
-and their outputs.
+"""Models that are split over the processes of a group by the recipe's plan: micro-batches, schedule, outputs.
 
 rollouts ──plan──► this data-parallel rank's micro-batches ──Megatron's schedule──► a model's output at its targets, on the last stage
 """
@@ -23,7 +22,7 @@ import relax_hpc.trainers.megatron.export.weights as weights
 import relax_hpc.trainers.megatron.groups as groups
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, token_values
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
@@ -55,8 +54,8 @@ class Split:
         loss_of: Callable[..., Tensor],
         forward_only: bool = False,
     ) -> None:
-        """Run all micro-batches through Megatron's schedule. `loss_of` is called on the last stage, with each one's
-        number and the model's output at its targets."""
+        """Run all micro-batches through Megatron's schedule. `loss_of` is called with each one's number and the model's
+        output at its targets, on the last stage."""
 
         def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
@@ -89,7 +88,7 @@ class Split:
 
     @torch.no_grad()
     def _said(
-        self, models: list[Policy], rollouts: Rollouts, temperature: float, progress: Callable[[], None]
+        self, models: list[Policy], rollouts: Rollouts, temperature: float, progress: Progress
     ) -> NDArray[np.float32]:
         """[T] a model's output at the tokens in the loss; on every process."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)
@@ -107,8 +106,7 @@ class Split:
         return column.cpu().numpy()
 
     def _speaks(self) -> bool:
-        """Return True on the process whose numbers count: processes that share sequences or matrices compute the same
-        ones."""
+        """Return True on the process whose numbers count: those that share sequences or matrices compute the same ones."""
         return bool(self.groups.tp.rank() == self.groups.cp.rank() == 0)
 
     def _batches(self, rollouts: Rollouts) -> list[MicroBatch]:
@@ -127,8 +125,8 @@ class Split:
 
 
 def device_of(choice: str, role: str, index: int | None = None) -> torch.device:
-    """The device that a role computes on: GPU `index`, or else torch's current one; the CPU where there is no GPU.
-    Raises RunError where the recipe asks for a GPU and there is none."""
+    """The device that a role computes on: GPU `index`, else torch's current one, the CPU where there is none. Raises
+    RunError where the recipe asks for another kind."""
     if not torch.cuda.is_available():
         if choice == "cuda":
             raise RunError(f'{role}.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')

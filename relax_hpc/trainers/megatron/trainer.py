@@ -5,7 +5,7 @@ rollouts ──forward of reference, teacher, critic, where needed──► colu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import relax_hpc.trainers.megatron.export.weights as weights
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.host_copies import HostCopies
@@ -88,9 +88,7 @@ class MegatronTrainer(Learners, PolicyUpdating):
     def _changing(self) -> dict[str, list[Any]]:
         return super()._changing() | ({"reference": self.reference} if self.reference else {})
 
-    def _column(
-        self, name: str, rollouts: Rollouts, temperature: float, progress: Callable[[], None]
-    ) -> NDArray[np.float32]:
+    def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
         critic = self.learning["critic"].chunks if "critic" in self.learning else []
         held = {"recomputed": self.chunks, "reference": self.reference, TEACHER: self.teacher, VALUES: critic}
         models, what = held[name], "critic" if name == VALUES else name

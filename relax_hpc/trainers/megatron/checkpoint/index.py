@@ -4,9 +4,8 @@
 
 torch writes the index as a pickle, and unpickles it with all that a pickle can do. A run's directory is shared, so here
 a name stays a name, and an object that would be made by calling it stays a record of name and arguments. Out of those
-the tensors are picked (names, shapes, places in files), each value checked. The rest is never looked at; so it does not
-matter that Python 3.11.0 to 3.11.3 write an enumeration's member as a call of getattr, and others as a call of its
-class.
+the tensors are picked (names, shapes, places in files), each value checked. The rest is never looked at: Python 3.11.0
+to 3.11.3 write an enumeration's member as a call of getattr, others as a call of its class.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pickle
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
@@ -37,21 +36,10 @@ NAME = ".metadata"
 DEPTH = 50
 """Most levels of collections in collections; an index has about ten."""
 UNDECODABLE = (
-    *(
-        AttributeError,
-        EOFError,
-        ImportError,
-        LookupError,
-        MemoryError,
-        OverflowError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ),
-    *(pickle.UnpicklingError, struct.error),
-)
-"""Exceptions that decoding damaged or hostile bytes may raise (RuntimeError: too deep a recursion, and torch's own
-errors)."""
+    AttributeError, EOFError, ImportError, LookupError, MemoryError, OverflowError, RuntimeError, TypeError, ValueError,
+    pickle.UnpicklingError, struct.error,
+)  # fmt: skip
+"""Exceptions that decoding damaged or hostile bytes may raise (RuntimeError: by torch, and for too deep a recursion)."""
 
 
 class _Named(NamedTuple):
@@ -71,8 +59,7 @@ class _Made:
 
 
 class _Reader(pickle._Unpickler):
-    """Reads a pickle into plain data, _Named and _Made. It is the pure-Python unpickler, since there the effect of each
-    opcode can be chosen."""
+    """Reads a pickle into plain data, _Named and _Made. In the pure-Python unpickler each opcode's effect can be chosen."""
 
     stack: list[Any]
     metastack: list[list[Any]]
@@ -115,32 +102,23 @@ class _Opcodes(dict[int, Callable[[Any], None]]):
         raise pickle.UnpicklingError(f"opcode {chr(opcode)!r} has no place in it")
 
 
-_DATA = (
-    "PROTO FRAME STOP MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE "
-)
-_DATA += "BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT STACK_GLOBAL"
+_DATA = """PROTO FRAME STOP MEMOIZE BINGET LONG_BINGET NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 SHORT_BINUNICODE
+BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT STACK_GLOBAL"""
 _OWN = {
-    "MARK": _Reader.mark,
-    "REDUCE": _Reader.make,
-    "NEWOBJ": _Reader.make,
-    "BUILD": _Reader.build,
-    "SETITEM": _Reader.set_item,
-    "SETITEMS": _Reader.set_items,
-}
+    "MARK": _Reader.mark, "REDUCE": _Reader.make, "NEWOBJ": _Reader.make, "BUILD": _Reader.build,
+    "SETITEM": _Reader.set_item, "SETITEMS": _Reader.set_items,
+}  # fmt: skip
 _CODES = {name: getattr(pickle, name)[0] for name in (*_DATA.split(), *_OWN)}
 _Reader.dispatch = _Opcodes({code: _OWN.get(name) or pickle._Unpickler.dispatch[code] for name, code in _CODES.items()})
 
 
 def tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     """The tensors of the checkpoint in `folder`, by name. Raises RunError, which names the file."""
-    return {
-        n: about for n, about in read(folder).state_dict_metadata.items() if isinstance(about, TensorStorageMetadata)
-    }
+    return cast(dict[str, TensorStorageMetadata], read(folder).state_dict_metadata)
 
 
 def read(folder: Path) -> Metadata:
-    """Read the tensors of the checkpoint in `folder`, and their places in its files. Raises RunError, which names the
-    file."""
+    """Read the tensors of the checkpoint in `folder`, and their places in its files. Raises RunError, naming the file."""
     path = folder / NAME
     try:
         about = path.stat()
@@ -155,8 +133,7 @@ def read(folder: Path) -> Metadata:
 
 @functools.lru_cache(maxsize=1)
 def _read(path: Path, version: tuple[int, ...]) -> Metadata:
-    """Read an index. The result is kept, since a checkpoint is loaded in several parts, and each asks for it. version:
-    changes with the file."""
+    """Read an index, and keep it: a checkpoint is loaded in several parts. version: changes with the file."""
     index = _state(_Reader(io.BytesIO(path.read_bytes())).load(), "Metadata")
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
         _text(name): _tensor(about)
@@ -191,12 +168,9 @@ def _state(value: Any, name: str) -> dict[str, Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return True for a tensor. Other entries are objects, pickles of their own: none is ever loaded, so they count as
-    absent."""
-    return isinstance(value, _Made) and value.maker == (
-        "torch.distributed.checkpoint.metadata",
-        "TensorStorageMetadata",
-    )
+    """Return True for a tensor. Other entries are objects, pickles of their own: none is ever loaded."""
+    tensor = ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata")
+    return isinstance(value, _Made) and value.maker == tensor
 
 
 def _size(value: Any) -> torch.Size:

@@ -7,7 +7,7 @@ and stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +45,7 @@ def count_steps(optimizer: Any, steps: int) -> None:
 
 
 def gathered(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
-    """The state as sharded tensors, beside those of the model; collective. Values are on the processes that will write
-    them."""
+    """The state as sharded tensors, beside those of the model; collective. The processes that write have the values."""
     found: dict[str, Any] = {}
     for number, optimizer, parameter, place in _parameters(optimizers, model):
         held = _range(optimizer, parameter)
@@ -71,25 +70,24 @@ def name_of(key: str, parameter: str) -> str:
 
 def expected(optimizers: list[Any], model: dict[str, Any]) -> dict[str, Any]:
     """The state's names and places, without values."""
-    return {
-        f"{number}/{key}": _placed(place, key, torch.empty(parameter.shape, device=META))
-        for number, _, parameter, place in _parameters(optimizers, model)
-        for key in KEYS
-    }
+    return _empty(_parameters(optimizers, model), META)
 
 
 def to_fill(optimizers: list[Any], model: dict[str, Any], most_bytes: int) -> Iterator[dict[str, Any]]:
-    """The state's tensors to load into, some at a time: put each part into place before asking for the next. Every
-    process is given equally many parts."""
+    """The state's tensors to load into, in equally many parts on every process: put each into place before the next."""
     parts = list(split(_parameters(optimizers, model), lambda one: 4 * len(KEYS) * one[2].numel(), most_bytes))
     counts = [0] * dist.get_world_size()
     dist.all_gather_object(counts, len(parts))
     for part in parts + [[] for _ in range(max(counts) - len(parts))]:
-        yield {
-            f"{number}/{key}": _placed(place, key, torch.empty(parameter.shape))
-            for number, _, parameter, place in part
-            for key in KEYS
-        }
+        yield _empty(part, torch.device("cpu"))
+
+
+def _empty(parameters: Iterable[tuple[int, Any, Any, Any]], device: torch.device) -> dict[str, Any]:
+    return {
+        f"{number}/{key}": _placed(place, key, torch.empty(parameter.shape, device=device))
+        for number, _, parameter, place in parameters
+        for key in KEYS
+    }
 
 
 def put(optimizers: list[Any], model: dict[str, Any], loaded: dict[str, Tensor]) -> None:
@@ -103,8 +101,7 @@ def put(optimizers: list[Any], model: dict[str, Any], loaded: dict[str, Tensor])
 
 
 def _parameters(optimizers: list[Any], model: dict[str, Any]) -> Iterator[tuple[int, Any, Any, Any]]:
-    """All parameters as (a number, optimizer, parameter, its place in the model), in the same order on all
-    data-parallel processes."""
+    """All parameters as (number, optimizer, parameter, place in the model), in one order on all data-parallel processes."""
     places = {id(place.data): place for place in nested_values(model)}
     every = [(o, parameter) for o in optimizers for buffer in o.buffers for parameter in buffer.param_index_map]
     for number, (optimizer, parameter) in enumerate(every):

@@ -91,16 +91,14 @@ class Saving:
 
 
 def _copied(file: Any) -> Any:
-    """Copy a file's tensors where they are on the CPU: the next step would change them during the write. On a GPU,
-    Megatron copies them itself."""
+    """Copy a file's tensors, which the next step will change. Megatron does so itself for those of a GPU."""
     path, name, (data, tensors) = file
     alone = torch.cuda.is_available()
     return path, name, (data, [(item, tensor if alone else tensor.clone()) for item, tensor in tensors])
 
 
 def _write(transforms: Any, file: Any) -> Any:
-    """Write a file. Returns its table of contents, or the exception; and its name with the checksum of its content,
-    which is made while that is in memory."""
+    """Write a file. Returns its table of contents, or the exception; and its name with its checksum."""
     results: queue.SimpleQueue[Any] = queue.SimpleQueue()
     to_do: queue.Queue[int] = queue.Queue()
     to_do.put(0)
@@ -110,18 +108,14 @@ def _write(transforms: Any, file: Any) -> Any:
 
 
 def verify(folder: Path) -> None:
-    """Compare the checkpoint's files with its seal, each on one process: the one that then has it in memory for reading
-    its part.
-
-    Collective. Raises DamagedCheckpoint, on every process.
-    """
+    """Compare the checkpoint's files with its seal, each on the process that will read it. Collective. Raises
+    DamagedCheckpoint, on every process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     of_rank: Callable[[str], int] = lambda name: int(found[1]) % world if (found := PART.match(name)) else 0
     error = ""
     try:
-        folder_checksums.compare_all(
-            folder, [name for name in folder_checksums.expected(folder) if of_rank(name) == rank]
-        )
+        mine = [name for name in folder_checksums.expected(folder) if of_rank(name) == rank]
+        folder_checksums.compare_all(folder, mine)
     except folder_checksums.DamagedCheckpoint as damage:
         error = str(damage)
     errors = [error] * world
@@ -131,8 +125,7 @@ def verify(folder: Path) -> None:
 
 
 def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Load the values of `state` from `folder`, and the numbers of steps; collective. Raises RunError for a torn
-    checkpoint."""
+    """Load the values of `state` from `folder`; collective. Raises RunError for a torn checkpoint."""
     try:
         # processes may ask for different parts at a time, so none can check that together they ask for all
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
@@ -144,9 +137,7 @@ def load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> None:
     """Raise RunError, on every process and before anything is read, when the checkpoint is of another model.
-
-    `everything`: tensors that the checkpoint has beyond `state` are a difference too.
-    """
+    everything: it may have no tensors beyond `state`."""
     saved = {name: list(about.size) for name, about in tensors(folder).items()}
     mine = {}
     for tensor in nested_values(load_preprocess(state)[0]):
@@ -154,13 +145,8 @@ def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> Non
             mine[tensor.key] = (list(tensor.global_shape), tensor.allow_shape_mismatch)
     every: list[Any] = [mine] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    wanted = {name: about for said in every for name, about in said.items()}
-    differences = [f"'{n}' is missing in the checkpoint" for n in wanted if n not in saved]
-    differences += [f"'{n}' is not in the model" for n in saved if n not in wanted and everything]
-    differences += [
-        f"'{n}' is {saved[n]} in the checkpoint and {shape} in the model"
-        for n, (shape, padded) in wanted.items()
-        if n in saved and saved[n] != shape and not (padded and saved[n][1:] == shape[1:])
-    ]
-    if differences:
-        raise RunError(f"'{folder}' is of another model: {state_files.shown(differences)}")
+    wanted = {}
+    for name, (shape, padded) in ((name, about) for said in every for name, about in said.items()):
+        fits = padded and name in saved and saved[name][1:] == shape[1:]
+        wanted[name] = saved[name] if fits else shape
+    state_files.compare(wanted, saved if everything else {n: s for n, s in saved.items() if n in wanted}, folder)

@@ -1,5 +1,4 @@
-"""Conversion of a Hugging Face folder to a Megatron-core distributed checkpoint and back, on one process, a tensor at a
-time on the way out.
+"""Conversion of a Hugging Face folder to a Megatron-core distributed checkpoint and back, on one process.
 
     to_megatron   model.safetensors … ──► Megatron's parameters ──► torch_dist, with config.json and tokenizer beside it
     to_hugging    torch_dist ──► Megatron's parameters ──► model-0000N-of-0000M.safetensors
@@ -10,7 +9,6 @@ their own type.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from relax_hpc.files.publish import to_json, write_file
 from relax_hpc.files.tensor_files import buckets
 from relax_hpc.recipe.tables.trainer import Trainer
 from relax_hpc.trainers import fit, state_files
-from relax_hpc.trainers.build import SMALL_FILES, dtype_of
+from relax_hpc.trainers.build import copy_small_files, dtype_of
 from relax_hpc.trainers.megatron import groups
 from relax_hpc.trainers.megatron.checkpoint import index, moments, state
 from relax_hpc.trainers.megatron.cpu import supported
@@ -40,23 +38,20 @@ MASTER = moments.name_of("param", "")
 
 @supported
 def to_megatron(source: Path, output: Path) -> None:
-    """Write the Hugging Face model in `source` as a distributed checkpoint in `output`, an empty folder. Raises RunError."""
+    """Write the Hugging Face model in `source` as a distributed checkpoint in the empty `output`. Raises RunError."""
     hf = _config(source)
     trainer = _trainer(dtype_of(source), source)
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)
     weights.fill(chunks, source, hf, own)
     state.Saving(output, {"model": state.sharded(chunks, own), "steps": 0}).finish()
-    _copy_small_files(source, output)
+    copy_small_files(source, output)
 
 
 @supported
 def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None) -> None:
-    """Write the weights of the checkpoint `source` into `output`; `model` has config.json and the tokenizer. Raises
-    RunError.
-
-    `dtype`: the type that they are written in; by default the one that they have.
-    """
+    """Write the weights of the checkpoint `source` into `output`, in their own type or `dtype`; `model` has config.json
+    and the tokenizer. Raises RunError."""
     hf, saved = _config(model), index.tensors(source)
     master = any(name.startswith(MASTER) for name in saved)
     kept = next(about for name, about in saved.items() if name.startswith(MASTER) or not master)
@@ -70,7 +65,7 @@ def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None
     loaded = state.load(source, {"model": wanted})["model"]
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"chunk{number}"], strict=False)
-    _copy_small_files(model, output)
+    copy_small_files(model, output)
     held = weights.parts(chunks, own)
     written = getattr(torch, dtype) if dtype else kept.properties.dtype
     _write(weights.export(held, weights.plan_export(held, own), hf, written), output)
@@ -104,10 +99,3 @@ def _config(folder: Path) -> Any:
     hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
     fit.refuse_foreign(hf)
     return hf
-
-
-def _copy_small_files(source: Path, output: Path) -> None:
-    for pattern in SMALL_FILES:
-        for path in source.glob(pattern):
-            if not path.name.endswith(".index.json") and path.name not in ("metadata.json", "state.json"):
-                shutil.copy2(path, output)

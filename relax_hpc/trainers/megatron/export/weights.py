@@ -1,5 +1,4 @@
-"""Weights between a Hugging Face folder, the processes' shards, and the transport: no process of a trainer ever holds
-the whole model.
+"""Weights between a Hugging Face folder, the processes' shards, and the transport; no process holds the whole model.
 
 fill     every process reads its own shards from the safetensors files
 take     every process cuts its own shards from a version's tensors, which are mapped from files, or came by broadcast
@@ -34,8 +33,7 @@ Held = dict[Part, Parameter]
 
 
 def parts(chunks: Iterable[Policy], groups: ProcessGroupCollection) -> Held:
-    """This process's parameters. The last stage's copy of tied weights counts as the first stage's, and a critic's head
-    is left out."""
+    """This process's parameters, without the last stage's copy of tied weights and a critic's head."""
     held: Held = {}
     for chunk in chunks:
         experts = (chunk.config.num_moe_experts or 0) // groups.ep.size()
@@ -170,8 +168,7 @@ def _order(name: str) -> tuple[Any, ...]:
 def export(
     held: Held, entries: list[Entry], model: Any, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Export the model: process 0 yields all of it, tensor by tensor, on the CPU; the others send their shards and
-    yield nothing."""
+    """Export the model: process 0 yields all of it, tensor by tensor, on the CPU; the others send, and yield nothing."""
     rank = dist.get_rank()
     for bucket in split(entries, lambda entry: entry.nbytes, bucket_bytes):
         if rank:
@@ -183,8 +180,7 @@ def export(
 def _joined(
     bucket: list[Entry], arrived: dict[Part, list[Tensor]], model: Any, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Join a bucket's tensors. It is a generator of its own so that nothing of the bucket is left when the next one
-    arrives."""
+    """Join a bucket's tensors; in a generator of its own, so that nothing of it is left when the next one arrives."""
     for entry in bucket:
         for name, tensor in zip(entry.part.names, entry.part.join(arrived.pop(entry.part), model), strict=True):
             yield name, tensor.to("cpu", dtype, copy=True)
