@@ -46,10 +46,8 @@ def begin(commit_dir: Path, step: int) -> Path:
 def commit(
     run: RunDir, folder: Path, step: int, state: dict[str, Any], checksums: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Make `folder` the checkpoint of `step`; one that exists already is kept. Raises FileNotFoundError if fenced.
-
-    checksums: by file name, those that are known already; the other files are read back.
-    """
+    """Make `folder` the checkpoint of `step`; one that exists already is kept. checksums: by file name, known ones; the
+    other files are read back. Raises FileNotFoundError if fenced."""
     write_file(folder / "state.json", to_json({"step": step, **state}))
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -85,9 +83,9 @@ def restore(
 ) -> dict[str, Any] | None:
     """Load the newest checkpoint that is whole with `take`, and return its state; None before the first checkpoint.
 
-    Collective: all processes take the same checkpoint. `agree` is given the damage that this process found, or "", and
-    returns the damage that any process found. A damaged checkpoint is passed to `move_to_quarantine` (its step, the
-    damage) and the next older one is tried. Raises RunError where none is whole.
+    Collective: all processes take the same one. `agree` is given the damage that this process found, or "", and returns
+    what any process found. A damaged checkpoint is passed to `move_to_quarantine` (its step, the damage) and the next
+    older one is tried. Raises RunError where none is whole.
     """
     damage = []
     for step in reversed(run.checkpoint_steps()):
@@ -118,8 +116,7 @@ def _tried(read: Callable[[], T], agree: Callable[[str], str]) -> tuple[T | None
 
 
 def move_to_quarantine(run: RunDir, commit_dir: Path, quarantine: Path, step: int, damage: str) -> None:
-    """Move a damaged checkpoint to `quarantine` by way of the commit directory, so that its step can be checkpointed
-    again; a person may still mend it."""
+    """Move a damaged checkpoint to `quarantine`, by way of the commit directory; a person may still mend it."""
     name = f"checkpoint-{step:08d}.{uuid.uuid4().hex[:6]}.damaged"
     os.rename(run.checkpoint(step), commit_dir / name)
     sync_folder(run.checkpoints)
@@ -131,16 +128,14 @@ def move_to_quarantine(run: RunDir, commit_dir: Path, quarantine: Path, step: in
 
 
 def begin_reading(run: RunDir, optimizer: str) -> None:
-    """Start reading an optimizer's files of the newest checkpoint in threads, for a process that is still importing the
-    code that loads them."""
+    """Start reading an optimizer's files of the newest checkpoint in threads, while the code that loads them is imported."""
     done = run.checkpoint_steps()
     if done:
         read_ahead.begin(list(run.checkpoint(done[-1]).glob(f"{optimizer}-*.safetensors")))
 
 
 def rotate(run: RunDir, commit_dir: Path, keep: int) -> int:
-    """Remove all checkpoints but the newest `keep`; returns the step of the oldest left. Each is first moved away by a
-    rename, so that half a checkpoint is never seen."""
+    """Remove all checkpoints but the newest `keep`, each renamed away first; returns the step of the oldest left."""
     done = run.checkpoint_steps()
     for step in done[:-keep]:
         gone = commit_dir / f"old-{step}"

@@ -1,5 +1,4 @@
-"""Models of transformers as engines and trainers hold them: made without drawing weights that are replaced anyway, and
-with experts named one by one."""
+"""Models of transformers as engines and trainers hold them: with weights that were not drawn, and experts one by one."""
 
 from __future__ import annotations
 
@@ -12,14 +11,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 APART = {"qwen2_moe", "qwen3_moe"}
-"""Model types whose files hold each expert by itself, [out, in] like any linear layer; transformers holds one tensor
-for all experts of a layer."""
+"""Model types whose files hold each expert by itself, where transformers has one tensor for all experts of a layer."""
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
 def unfilled(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a causal model whose weights are whatever was in memory, tied where they should be. The caller must fill all
-    of them."""
+    """Make a causal model whose weights, tied where they should be, are whatever was in memory: fill all of them."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -30,8 +27,7 @@ def unfilled(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def one_by_one(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
-    """Rename a model's weights to the names that its files use; each expert is a view of the tensor that transformers
-    holds for all."""
+    """Rename a model's weights to the names that its files use; each expert is a view of the tensor for all."""
     if model_type not in APART:
         return dict(tensors)
     named: dict[str, Tensor] = {}

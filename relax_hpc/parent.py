@@ -1,5 +1,4 @@
-"""Child processes that must not outlive their parent: the parent calls `start_child`, the child `end_with`. Also a
-multiprocessing context for light children."""
+"""Child processes that must not outlive their parent, which calls `start_child` (they call `end_with`); light ones."""
 
 from __future__ import annotations
 
@@ -22,21 +21,19 @@ _main_module = threading.Lock()
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process as subprocess.Popen does, from a thread that lives as long as this process. The kernel ends the
-    child when the thread that started it ends."""
+    """Start a process as subprocess.Popen does, from a thread that lives as long as this process (see end_with)."""
     return _starter.submit(lambda: subprocess.Popen[bytes](command, **options)).result()
 
 
 def end_with(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, however it does. parent: the id of that
-    thread's process."""
+    """Have the kernel kill this process when the thread that started it, of process `parent`, ends in any way."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this one, is gone")
 
 
 class _LightProcess(SpawnProcess):
-    """A spawned process that does not import its parent's main module (a role's imports torch: seconds and memory)."""
+    """A spawned process that does not import its parent's main module: a role's imports torch."""
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Any:

@@ -21,8 +21,7 @@ from relax_hpc.files.errors import RunError
 MEND = "mend it and go on with `relax-hpc run RUN_DIR --code new`, which takes the edited file into the run"
 """Advice at the end of error messages about a user's code: how its run is continued."""
 ORIGINS = "origins.json"
-"""Name of the file that says where copies of a user's files came from. It lies beside their folder, since nothing else
-may lie in it."""
+"""Name of the file, beside the folder with copies of a user's files, that says where they came from."""
 SAID_CHARACTERS = 1000
 """Characters that are kept of an exception's message."""
 _SHORT = reprlib.Repr()
@@ -34,10 +33,8 @@ class RegistryError(Exception):
 
 
 def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
-    """Find the object called `name`: a built-in, or `MODULE:NAME`, or `FILE.py:NAME`.
-
-    Raises RegistryError naming the built-ins, or the module, file or attribute that is missing.
-    """
+    """Find the object called `name`: a built-in, or `MODULE:NAME`, or `FILE.py:NAME`. Raises RegistryError naming the
+    built-ins, or the module, file or attribute that is missing."""
     if name in builtin:
         return builtin[name]
     where, _, attribute = name.rpartition(":")
@@ -51,10 +48,8 @@ def resolve(kind: str, name: str, builtin: Mapping[str, Any]) -> Any:
 
 
 def check_call(kind: str, name: str, function: Callable[..., Any], *args: str, **options: Any) -> None:
-    """Check, before anything starts, that `function` takes these positional arguments and options.
-
-    `args` are the names of the positional arguments, for the message. Raises RegistryError.
-    """
+    """Check, before anything starts, that `function` takes positional arguments called `args`, and these options. Raises
+    RegistryError."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -70,8 +65,8 @@ def check_call(kind: str, name: str, function: Callable[..., Any], *args: str, *
 
 @contextlib.contextmanager
 def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[None]:
-    """Turn errors of the user's code called `name` into a RunError that says where they arose. Starting the role again
-    would only raise them again. `passed_on`: exceptions that are raised unchanged."""
+    """Turn errors of the user's code called `name` into a RunError that says where they arose, since starting the role
+    again would only raise them again. passed_on: exceptions that are raised unchanged."""
     try:
         yield
     except RunError:
@@ -84,8 +79,7 @@ def users_code(kind: str, name: str, *passed_on: type[Exception]) -> Iterator[No
 
 
 def said(error: BaseException, behind: int) -> str:
-    """Describe an exception of a user's code and where in that code it arose: past the first `behind` frames, which are
-    ours."""
+    """Describe an exception of a user's code and where it arose there, behind the first `behind` frames, which are ours."""
     inside = traceback.extract_tb(error.__traceback__)[behind:]
     at = next((frame for frame in reversed(inside) if frame.filename == inside[0].filename), None)
     where = f" ({at.filename}:{at.lineno}, in {at.name})" if at else ""
@@ -98,8 +92,7 @@ class WrongValue(ValueError):
 
 
 def finite_number(name: str, value: object) -> float:
-    """Check a number that a user's code returned as `name`, and return it. Raises WrongValue unless it is finite in 32
-    bits."""
+    """Return a number that a user's code returned as `name`. Raises WrongValue unless it is finite in 32 bits."""
     if isinstance(value, Real):
         with contextlib.suppress(OverflowError):
             number = float(value)
@@ -109,7 +102,7 @@ def finite_number(name: str, value: object) -> float:
 
 
 def finite_numbers(values: Mapping[Any, object]) -> dict[str, float]:
-    """Check numbers that become columns under their names, and return them. Raises WrongValue."""
+    """Return numbers that become columns under their names. Raises WrongValue."""
     return {_column(name): finite_number(f"'{name}'", value) for name, value in values.items()}
 
 
@@ -121,7 +114,7 @@ def _column(name: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Describe `value` and its type briefly, whatever it is, for a message about what a user's function returned."""
+    """Describe `value` and its type briefly, whatever it is."""
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
 
 

@@ -1,5 +1,4 @@
-"""Files in which a role reports on itself: a heartbeat (it lives, and how far it is), metrics, and a log for a reader
-at three in the morning.
+"""Files in which a role reports on itself: a heartbeat (it lives, and how far it is), metrics, and a log for a person.
 
 One writer a file, so that nothing needs a lock: heartbeats/ROLE.json is replaced, metrics/ROLE.jsonl is appended to.
 Heartbeats are written by the role's own main thread at points of progress: a role that hangs falls silent.
@@ -52,7 +51,7 @@ class Telemetry:
         self._checked: set[Path] = set()
 
     def heartbeat(self, state: str | None = None, *, at_once: bool = False, **progress: Any) -> None:
-        """Say that the role lives, and how far it is; cheap enough to call in any loop. A new state is written at once."""
+        """Say that the role lives, and how far it is; cheap enough for any loop. A new state is written at once."""
         changed = at_once or (state is not None and state != self._last.get("state"))
         self._last |= {k: v for k, v in {"state": state, **progress}.items() if v is not None}
         now = time.monotonic()
@@ -64,16 +63,9 @@ class Telemetry:
         if not changed and self._last == self._said and now - self._last_heartbeat < self._quiet_s:
             return
         self._last_heartbeat, self._said = now, dict(self._last)
-        record = {
-            "role": self.role,
-            "attempt": self.attempt,
-            "pid": os.getpid(),
-            "host": os.uname().nodename,
-            "time": time.time(),
-            **self._last,
-        }
+        who = {"role": self.role, "attempt": self.attempt, "pid": os.getpid(), "host": os.uname().nodename}
         try:
-            replace(self._heartbeat_path, to_json(record), durable=False)
+            replace(self._heartbeat_path, to_json({**who, "time": time.time(), **self._last}), durable=False)
         except OSError as error:  # a full disk must not take a healthy role down; the supervisor sees the silence
             self.log.warning("heartbeat not written: %s", error)
 
@@ -83,8 +75,7 @@ class Telemetry:
         return self._last.get("state")
 
     def metrics(self, kind: str, **values: Any) -> None:
-        """Append one line of metrics, or an event. Numbers that are not finite become null and are named in
-        `non_finite`."""
+        """Append a line of metrics, or an event. Numbers that are not finite become null, and `non_finite` names them."""
         record = {"time": round(time.time(), 3), "attempt": self.attempt, "kind": kind, **values}
         self._append(self._metrics_path, record)
 
@@ -112,8 +103,7 @@ class Telemetry:
 
 
 def _json(record: dict[str, Any]) -> str:
-    """Format `record` as one line of JSON. JSON has no NaN and no infinities: they become null, and `non_finite` names
-    where they were."""
+    """Format `record` as one line of JSON, which has no NaN and no infinities: see Telemetry.metrics."""
     try:
         return json.dumps(record, allow_nan=False)
     except ValueError:
@@ -124,8 +114,7 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def read_heartbeat(run: RunDir, role: str) -> dict[str, Any] | None:
-    """Read a role's last heartbeat. None before the first one, where a loss of power left half of it (the next one
-    replaces it), and where something else has its name."""
+    """Read a role's last heartbeat. None before the first, where a loss of power left half of it, and for anything else."""
     try:
         heartbeat = read_json(run.heartbeats / f"{role}.json")
     except (ValueError, IsADirectoryError):
@@ -134,15 +123,13 @@ def read_heartbeat(run: RunDir, role: str) -> dict[str, Any] | None:
 
 
 def read_metrics(path: Path, offset: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """Read the whole lines of a metrics file from byte `offset` on; returns them and the offset to continue from. A
-    last line that is still incomplete is left for the next call."""
+    """Read the whole lines of a metrics file from byte `offset` on; returns them and the offset to continue from."""
     found = list(iter_metrics(path, offset))
     return [record for record, _ in found], found[-1][1] if found else offset
 
 
 def iter_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """Iterate over the whole lines of a metrics file from byte `offset` on, each with the offset behind it, so that
-    long files are never in memory whole."""
+    """Iterate over the whole lines of a metrics file from byte `offset` on, each with the offset behind it."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):

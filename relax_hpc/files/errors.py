@@ -1,4 +1,4 @@
-"""Errors about a run that a person must know: each names the thing, the value, what was expected, the fix."""
+"""Errors about a run that a person must know of."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import shutil
 
 
 class RunError(Exception):
-    """A problem with a run that a person must know of: the message names the thing, the value, what was expected, the
-    fix."""
+    """A problem that a person must know of: the message names the thing, the value, what was expected, the fix."""
 
 
 class Damaged(RunError):
@@ -21,9 +20,10 @@ class DamagedFile(RunError, ValueError):
     """A published JSON file that no longer is valid JSON."""
 
 
+_NO_ACCESS = "this user may not do that there: ask its owner for access, or choose a directory of your own"
 _FIXES = {
-    errno.EACCES: "this user may not do that there: ask its owner for access, or choose a directory of your own",
-    errno.EPERM: "this user may not do that there: ask its owner for access, or choose a directory of your own",
+    errno.EACCES: _NO_ACCESS,
+    errno.EPERM: _NO_ACCESS,
     errno.EROFS: "it lies on a file system that is mounted read-only: choose another directory",
     errno.ENOSPC: "the disk is full: make room, or choose another directory",
     errno.EDQUOT: "the quota is used up: make room, or choose another directory",
@@ -44,8 +44,7 @@ def explain_os(error: OSError) -> str:
 
 
 def _first_of(error: shutil.Error) -> OSError:
-    """Return the first error of a copied folder. shutil.Error has an entry (source, target, error as text) for each of
-    maybe hundreds of files."""
+    """The first error of a copied folder. shutil.Error has an entry (source, target, error as text) for each file."""
     source, target, said = error.args[0][0]
     number = _ERRNO.match(said)
     if number is None:

@@ -1,7 +1,5 @@
 """The node's own disk: one folder of ours there, safe from other users, filled by one process while the others wait.
-
-Imports the standard library only: it is the first thing that runs on a node, from a shared file system.
-"""
+It is the first thing that runs on a node, from a shared file system: it imports the standard library only."""
 
 from __future__ import annotations
 
@@ -20,12 +18,8 @@ from relax_hpc.files.run_dir import RunDir
 
 
 def node_disk() -> Path:
-    """Return our folder, made if need be: below SLURM_TMPDIR, which some sites give and empty after the job, else below
-    TMPDIR or /tmp.
-
-    Code runs from there, and everybody may write to /tmp. Raises RunError if somebody else made the folder, or may
-    write into it.
-    """
+    """Return our folder, made if need be: below SLURM_TMPDIR (some sites empty it after the job), TMPDIR or /tmp. Code
+    runs from there, so it raises RunError if somebody else made the folder, or may write into it."""
     folder = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir()) / f"relax_hpc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     about = folder.lstat()
@@ -38,8 +32,7 @@ def node_disk() -> Path:
 
 
 def lock_file(run: RunDir, what: str) -> Path:
-    """The lock file `what` of the run's processes on this node. It lies on the node's disk: locks of shared file
-    systems may be off, or outlive a node."""
+    """The lock file `what` of the run on this node's disk: locks of shared file systems may be off, or outlive a node."""
     return node_disk() / f"{what}-{read_json(run.identity)['id']}-{os.uname().nodename}.lock"
 
 

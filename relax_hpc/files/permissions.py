@@ -11,14 +11,12 @@ UMASKS = {"none": 0o077, "read": 0o027}
 
 
 def keep_private(group_access: str) -> None:
-    """Set the umask of this process and its children: new files are readable by the user alone, or by the group too,
-    whatever the shell's umask was."""
+    """Set the umask of this process and its children, so that new files are the user's alone, or the group's to read."""
     os.umask(UMASKS[group_access])
 
 
 def make_private(folder: Path, group_access: str) -> None:
-    """Take from the files in `folder` the modes that `group_access` does not allow: copied files bring their modes
-    along."""
+    """Take from the files in `folder` the modes that `group_access` does not allow: copied ones bring theirs along."""
     taken = UMASKS[group_access]
     for path in (folder, *folder.rglob("*")):
         mode = path.lstat().st_mode

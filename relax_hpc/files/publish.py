@@ -32,8 +32,7 @@ def names(folder: Path) -> list[str]:
 
 
 def is_there(path: Path) -> bool:
-    """Return True if a name exists. Raises OSError where the file system cannot say; some Pythons' Path.exists says no
-    there."""
+    """Return True if a name exists. Raises OSError where the file system cannot say: some Pythons' Path.exists says no."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -42,7 +41,7 @@ def is_there(path: Path) -> bool:
 
 
 def rename_once(source: Path, target: Path, done: Callable[[], bool]) -> None:
-    """Rename; when the file system says that it failed, believe `done()`: the reply to a rename that succeeded can be lost."""
+    """Rename; where the reply is an error, believe `done()`: the reply to a rename that succeeded can be lost."""
     try:
         os.rename(source, target)
     except OSError:
@@ -63,14 +62,10 @@ Data = bytes | Sequence[bytes | memoryview]
 """The content of a file: its bytes, or pieces of them in order."""
 
 PIECES_A_WRITE = os.sysconf("SC_IOV_MAX")
-"""Pieces in one write: some megabytes of a shard's arrays. Large writes make large pages in the cache, which are quick
-to read."""
-
-_begin_writing_back = ctypes.CDLL(None).sync_file_range
-
-_begin_writing_back.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
-
+"""Pieces in one write, some megabytes of arrays: large writes make large pages in the cache, which are quick to read."""
 SYNC_FILE_RANGE_WRITE = 2
+_begin_writing_back = ctypes.CDLL(None).sync_file_range
+_begin_writing_back.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
@@ -85,8 +80,7 @@ def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
 
 
 def _write_all(handle: int, pieces: Sequence[bytes | memoryview], durable: bool) -> None:
-    """Write the pieces one after the other. `durable`: the disk starts on the first ones while the last are still
-    copied."""
+    """Write the pieces in order. durable: the disk starts on the first ones while the last are still copied."""
     rest = [memoryview(piece) for piece in pieces]
     while rest:
         written, done = os.writev(handle, rest[:PIECES_A_WRITE]), 0  # the system may take less than it is given
@@ -101,10 +95,10 @@ def _write_all(handle: int, pieces: Sequence[bytes | memoryview], durable: bool)
 
 
 def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> bool:
-    """Give a finished file its name if nobody has it yet; True when this call did.
+    """Give a finished file its name if nobody has it yet; True when this call did. The temporary name goes either way.
 
-    The temporary name goes either way. A missing temporary raises FileNotFoundError (the caller was fenced). The reply to
-    a link that succeeded can be lost, and the call be answered with an error: two names on the temporary file say that it was ours.
+    Raises FileNotFoundError where that is gone: the caller was fenced. After an error, two names on the temporary file
+    say that the link was made, and only the reply lost.
     """
     try:
         os.link(temporary, final)
@@ -120,8 +114,7 @@ def link_exclusive(temporary: Path, final: Path, *, durable: bool = True) -> boo
 
 
 def publish(final: Path, data: Data, *, commit_dir: Path | None = None, durable: bool = True) -> bool:
-    """Publish `data` under a new name; False if the name is taken. `commit_dir`: the folder of the temporary name, by
-    default that of `final`."""
+    """Publish `data` under a new name; False if it is taken. commit_dir: the temporary name's folder, else `final`'s."""
     temporary = (commit_dir or final.parent) / f".{final.name}.{uuid.uuid4().hex}"
     written = False
     try:

@@ -1,5 +1,4 @@
-"""Files that threads read into memory while Python still imports the code that loads them: at a restart both take
-seconds.
+"""Files that threads read into memory while Python imports the code that loads them: at a restart both take seconds.
 
 begin(paths) ──threads──► memory ──contents(path)──► the loader of a checkpoint, which then owns the memory
 """
@@ -36,8 +35,7 @@ def begin(paths: Collection[Path]) -> None:
 
 
 def contents(path: Path) -> Contents:
-    """The content of `path`, in memory that is the caller's own. A file that was read ahead is handed out once. Raises
-    OSError."""
+    """The content of `path`, in memory that is the caller's own; what was read ahead is handed out once. Raises OSError."""
     begun = _ahead.pop(path, None)
     if begun is None:
         _ahead.clear()  # another checkpoint became the newest meanwhile

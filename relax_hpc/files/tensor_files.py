@@ -57,8 +57,7 @@ def pieces(tensors: Iterable[tuple[str, Tensor]]) -> list[bytes | memoryview]:
 
 
 def views(data: Tensor) -> dict[str, Tensor]:
-    """View the tensors of a safetensors file where they lie in `data`, [bytes] uint8. Raises ValueError if it is no
-    such file, or not whole."""
+    """View the tensors of a safetensors file where they lie in `data`, [bytes] uint8. Raises ValueError if it is none."""
     found = {}
     try:
         (length,) = struct.unpack("<Q", bytes(data[:8].tolist()))

@@ -2,9 +2,8 @@
 
 A folder's modification time changes when a name appears in it; only then is it listed. Two names within one tick of the
 file system's clock can leave that time unchanged. So a folder is listed again until its time has been the same for
-longer than a tick, which is a second where times are whole seconds. All intervals are taken on our own clock: those of
-file servers differ. Clients of NFS and similar file systems may show an old time for a while: every folder is listed
-once in a while whatever its time says, and once a second where that found something.
+longer than a tick (a second where times are whole seconds), on our own clock: those of file servers differ. Clients of
+NFS may show an old time for a while: every folder is listed once in a while, and once a second where that found more.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RECENT_S, COARSE_RECENT_S = 0.1, 1.5
-"""A folder's time may hide a further change until we have known it for this long; the second value holds where times
-are whole seconds."""
+"""A folder's time may hide a further change until we have known it for this long; the second: times in whole seconds."""
 COARSE_PAUSE_S = 0.1
 """Pause between two listings of a folder with times in whole seconds, while its time may hide a change."""
 RELIST_S = 2.0
@@ -35,8 +33,7 @@ class FolderWatch:
     """The published names (those without a leading dot) in a folder."""
 
     def __init__(self, folder: Path, watchers: int = 1) -> None:
-        """watchers: how many processes watch the folder. Each lists it less often, so that all together do so as often
-        as one would."""
+        """watchers: how many processes watch the folder: together they list it as often as one would."""
         self.folder = folder
         self._relist_s = min(RELIST_S * watchers, LONGEST_RELIST_S)
         self._names: frozenset[str] = frozenset()
@@ -78,12 +75,10 @@ class FolderWatch:
 
 
 def backoff(first_s: float = 0.002, last_s: float = 0.02, watchers: int = 1, usual_s: float = 0.0) -> Iterator[float]:
-    """Yield the waits between polls: short at first, so that publish to read takes milliseconds; longer when nothing
-    comes.
+    """Yield the waits between polls: milliseconds at first, never much more than a tenth of the time waited so far.
 
-    watchers: how many processes wait for the same thing. In the end each polls less often, so that all together poll as
-    often as a few, and one of them sees what comes as soon. usual_s: how long the wait took last time; until then there
-    are `LOOKS` polls, however long that is. Nobody sleeps for much more than a tenth of the time waited so far.
+    watchers: how many processes wait for the same thing; in the end they poll as often as a few, and one sees it as
+    soon. usual_s: how long the wait took last time; until then there are `LOOKS` polls, however long that is.
     """
     longest_s = last_s if watchers == 1 else max(last_s, min(SHARED_PAUSE_S * watchers, LONGEST_PAUSE_S))
     wait_s, waited_s = min(max(first_s, usual_s / LOOKS), longest_s), 0.0
