@@ -74,7 +74,8 @@ class TorchEngine:
     seeded = True
 
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
-        self.device = _device(recipe.rollout.device)
+        detected = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(detected if recipe.rollout.device == "auto" else recipe.rollout.device)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         model = unfilled(config, getattr(torch, recipe.trainer.dtype))
@@ -246,7 +247,3 @@ class TorchEngine:
             )
             for i, (length, stopped, going) in enumerate(rows)
         ]
-
-
-def _device(choice: str) -> torch.device:
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if choice == "auto" else choice)

@@ -47,8 +47,7 @@ class NodeCache:
             Path(path).unlink(missing_ok=True)
 
     def copy(self, request_id: str) -> Path | None:
-        """The path of a published shard's copy. None where this node has none, or only one of an earlier file of that
-        name."""
+        """The path of a published shard's copy on this node, if there is one of that very file."""
         if self._folder is None:
             return None
         try:
@@ -58,8 +57,7 @@ class NodeCache:
         return copy if copy.exists() else None
 
     def _path(self, folder: Path, request_id: str) -> Path:
-        """The path of a copy, named by the published file's inode: a request that is generated again, its shard
-        quarantined, has another one."""
+        """The path of a copy, named by the published file's inode: a request that is generated again has another one."""
         return folder / f"{request_id}.{os.stat(self.run.shard(request_id)).st_ino}.h5"
 
     def remove(self, request_id: str) -> None:

@@ -139,8 +139,7 @@ class RunDir:
 
 @contextlib.contextmanager
 def drafted(final: Path) -> Iterator[RunDir]:
-    """Make a new run directory under a hidden name: `final` appears whole when the block ends well, else nothing is
-    left."""
+    """Make a new run directory under a hidden name: `final` appears whole when the block ends well, or not at all."""
     draft = RunDir(final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.new"))
     try:
         draft.create()

@@ -19,8 +19,7 @@ NORM_EPS = 1e-6
 
 
 def learning_rate(config: Trainer, step: int, steps: int) -> float:
-    """The learning rate of step `step` (from 0) of `steps`: it rises linearly over lr_warmup_steps (the first step already
-    moves), then falls to min_learning_rate at `steps`."""
+    """The learning rate of step `step` (from 0) of `steps`: it rises over lr_warmup_steps, then falls to the minimum."""
     peak, floor, rising = config.learning_rate, config.min_learning_rate, config.lr_warmup_steps
     if step < rising:
         return peak * (step + 1) / rising

@@ -18,25 +18,10 @@ from relax_hpc.weights.stored import can_be_had
 from relax_hpc.weights.versions import named
 
 __all__ = [
-    "RENDEZVOUS",
-    "CollectivePublisher",
-    "CollectiveReceiver",
-    "DamagedWeights",
-    "Export",
-    "FilePublisher",
-    "FileReceiver",
-    "GlooRendezvous",
-    "MpiRendezvous",
-    "NcclRendezvous",
-    "Publisher",
-    "Receiver",
-    "Version",
-    "WeightsError",
-    "can_be_had",
-    "make_publisher",
-    "make_receiver",
-    "named",
-]
+    "RENDEZVOUS", "CollectivePublisher", "CollectiveReceiver", "DamagedWeights", "Export", "FilePublisher",
+    "FileReceiver", "GlooRendezvous", "MpiRendezvous", "NcclRendezvous", "Publisher", "Receiver", "Version",
+    "WeightsError", "can_be_had", "make_publisher", "make_receiver", "named",
+]  # fmt: skip
 
 RENDEZVOUS: dict[str, Callable[..., Rendezvous]] = {
     "gloo": GlooRendezvous,

@@ -87,8 +87,7 @@ class Receiver(Protocol):
         ...
 
     def fetch(self, version: Version, progress: Progress = lambda: None) -> AbstractContextManager[Fetched]:
-        """Fetch the tensors of `version`, verified whole before the first one is given. Their memory is used again when
-        the context ends. Raises WeightsError."""
+        """Fetch the tensors of `version`, verified whole; theirs until the context ends. Raises WeightsError."""
         ...
 
     def close(self) -> None: ...

@@ -72,7 +72,8 @@ class FilePublisher:
             if number in pinned and not tensors_path(self._run, version).exists():  # it was broadcast
                 self._write(version, export, progress)
             self._retire(number, pinned)
-        self._answer(asked)
+        for name in asked:
+            self._versions.remove(self._run.weights / "wanted" / name)
         return version
 
     def wanted(self) -> bool:
@@ -102,8 +103,7 @@ class FilePublisher:
         self._name(staged, version)
 
     def _repair(self, published: Version, export: Export, progress: Progress, pinned: bool) -> None:
-        """Write the newest version's tensors, or a pinned one's, again where they are missing or damaged. Damage is
-        looked for once, at the restart that it leads to."""
+        """Write a newest or pinned version again where it is missing or, looked at once after the restart, damaged."""
         newest, there = self._versions.newest(), tensors_path(self._run, published).exists()
         if there and not self._checked:
             try:
@@ -169,10 +169,6 @@ class FilePublisher:
         for path in there:
             if path.name not in needed:
                 self._versions.remove(path)
-
-    def _answer(self, asked: frozenset[str]) -> None:
-        for name in asked:
-            self._versions.remove(self._run.weights / "wanted" / name)
 
 
 @dataclass(frozen=True, slots=True)

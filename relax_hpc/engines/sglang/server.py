@@ -166,8 +166,7 @@ def _words(name: str, value: Any) -> list[str]:
 def comes_up(
     who: str, alive: Callable[[], bool], ready: Callable[[], bool], progress: Progress, began: float, start_s: float
 ) -> bool:
-    """Wait until a process, started at `began` (time.monotonic()), is ready; False where it ended. Raises RunError if it
-    is not ready in time."""
+    """Wait until a process, started at `began` (time.monotonic()), is ready; False where it ended. Raises RunError."""
     limit_s = START_SHARE * start_s
     while alive():
         if ready():

@@ -17,8 +17,7 @@ from relax_hpc.trainers.megatron.head import Policy
 
 
 class Learning:
-    """A model that learns. `reduced` are the chunks for a forward with gradients; `config`, which says how these are
-    summed, belongs to them alone."""
+    """A model that learns. reduced: the chunks for a forward with gradients; `config`, which sums these, is theirs alone."""
 
     def __init__(self, chunks: list[Policy], config: TransformerConfig, recipe: Recipe) -> None:
         self.chunks, self.recipe = chunks, recipe

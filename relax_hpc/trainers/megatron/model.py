@@ -103,12 +103,14 @@ def build(
     stages: int = groups.pp.size()
     rank: int = groups.pp.rank()
     virtual: int | None = config.virtual_pipeline_model_parallel_size
+    tensor = config.tensor_model_parallel_size
+    rows = -(-hf.vocab_size // tensor) * tensor  # rounded up to a multiple of the processes that share the embedding
     rope = hf.rope_parameters
     chunks = [
         kind(
             config=config,
             transformer_layer_spec=block_spec(config, transformer_engine(), stage),
-            vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
+            vocab_size=rows,
             max_sequence_length=hf.max_position_embeddings,
             pre_process=rank == 0 and not stage,
             post_process=rank == stages - 1 and (stage is None or virtual is None or stage == virtual - 1),
@@ -126,8 +128,3 @@ def build(
         chunk.real_vocabulary = hf.vocab_size
         attach(chunk.decoder.layers)
     return chunks
-
-
-def padded_vocabulary(size: int, tensor: int) -> int:
-    """Rows of the embedding: `size`, rounded up to a multiple of the processes that share it."""
-    return -(-size // tensor) * tensor

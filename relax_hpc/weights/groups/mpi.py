@@ -97,8 +97,7 @@ class MpiRendezvous:
         return MpiGroup(process, self.buffers, True, self._timeout_s, lambda: False), connected
 
     def _ports(self, group_id: str, names: frozenset[str]) -> dict[str, str]:
-        """Call a group; returns name -> port of the workers that answer. One answers at once, and names its port when
-        its MPI is there."""
+        """Call a group; returns name -> port of those that answer: at once, and with a port when their MPI is there."""
         assert self._commit_dir is not None
         for old in self._run.weights.glob("group-*"):
             shutil.rmtree(old, ignore_errors=True)

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 SLOTS, SLOT_BYTES = 8, 4 << 20
-"""Number of slots and bytes of each. Together they are no more than a processor's cache: bytes copied into a slot are
-sent from the cache."""
+"""Number of slots and bytes of each. Together they fit a processor's cache: bytes copied into a slot are sent from it."""
 MESSAGE_BYTES = 1 << 16
 SPIN_S = 0.001
 IDLE_POLL_S = 0.002
@@ -41,8 +40,7 @@ SAY = "import os, sys; print({n: os.environ[n] for n in ('PMI_PORT', 'PMI_ID')},
 
 
 def begin() -> tuple[Any, subprocess.Popen[str]]:
-    """Initialize mpi4py's MPI as a job of this process alone; returns it and that job, which must be kept. Raises
-    RuntimeError."""
+    """Initialize MPI as a job of this process alone; returns it and that job, which must be kept. Raises RuntimeError."""
     try:
         import mpi4py
     except ImportError as error:

@@ -28,15 +28,12 @@ SEGMENT_BYTES = 2 << 20
 """Bytes to which smaller neighbors are put together (both sides compute the same), since each message costs a fraction
 of a millisecond. Larger tensors are sent from where they are, and received where they stay."""
 PART_BYTES = 8 << 20
-"""Bytes of tensors that are described together. While one such part is on its way, checksums of the next one are made,
-and its small tensors put together."""
+"""Bytes of tensors that are described together. While one such part is on its way, the next one is prepared."""
 END, OVER, AGAIN = 0, -1, -2
-"""Sent in place of a description's size: the version is whole; the group is given up; the parts of the version before,
-with new bytes."""
+"""Sent in place of a description's size: the version is whole; the group is given up; the parts are those of before."""
 ALIGNMENT = 16
 IDLE_S = 24 * 3600.0
-"""Longest wait in seconds between two versions. A sender that dies is noticed at once, one whose host is lost when a
-new group is formed."""
+"""Longest wait between two versions. A sender that dies is noticed at once, a lost host when a new group is formed."""
 
 Arrived = Callable[[int], None]
 Described = list[tuple[str, str, tuple[int, ...]]]

@@ -108,8 +108,7 @@ def _write(transforms: Any, file: Any) -> Any:
 
 
 def verify(folder: Path) -> None:
-    """Compare the checkpoint's files with its seal, each on the process that will read it. Collective. Raises
-    DamagedCheckpoint, on every process."""
+    """Compare the files with their seal, each on the process that will read it. Raises DamagedCheckpoint on all."""
     rank, world = dist.get_rank(), dist.get_world_size()
     of_rank: Callable[[str], int] = lambda name: int(found[1]) % world if (found := PART.match(name)) else 0
     error = ""
