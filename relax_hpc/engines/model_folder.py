@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from relax_hpc.files.tensor_files import differences
 from relax_hpc.huggingface import one_by_one
-
-SHOWN = 3
-"""Differences that one error names at most."""
 
 
 def context_of(config: PreTrainedConfig) -> int:
@@ -65,22 +62,9 @@ def aliases(model: PreTrainedModel) -> set[str]:
     return weights_of(model).keys() - one_by_one(real, model.config.get_text_config().model_type).keys()
 
 
-def shapes_of(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors}
-
-
 def check_whole(
-    version: int, given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], optional: set[str]
+    version: int, given: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], optional: set[str]
 ) -> None:
     """Raise ValueError unless `given` has the names and shapes of `expected`; `optional` names may be missing."""
-    differences = [f"'{n}' is missing" for n in expected if n not in given and n not in optional]
-    differences += [f"'{n}' is unknown" for n in given if n not in expected]
-    differences += [
-        f"'{n}' is {list(given[n])}, expected {list(shape)}"
-        for n, shape in expected.items()
-        if n in given and given[n] != shape
-    ]
-    if differences:
-        raise ValueError(
-            f"version {version} is of another model: {'; '.join(differences[:SHOWN])} ({len(differences)} differences)"
-        )
+    if wrong := differences(given, expected, optional):
+        raise ValueError(f"version {version} is of another model: {wrong}")

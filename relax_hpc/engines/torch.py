@@ -22,9 +22,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from relax_hpc.engines.base import Abort, Completion, Sampling, Tokens, Weights
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
-from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, shapes_of, weights_of
+from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.stops import StopStrings
+from relax_hpc.files.tensor_files import shapes
 from relax_hpc.huggingface import unfilled
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Progress
@@ -96,7 +97,7 @@ class TorchEngine:
         self, version: int, tensors: Weights, progress: Progress = lambda: None, files: Sequence[Path] = ()
     ) -> None:
         own, given = weights_of(self.model), dict(tensors)
-        check_whole(version, shapes_of(given.items()), shapes_of(own.items()), aliases(self.model))
+        check_whole(version, shapes(given.items()), shapes(own.items()), aliases(self.model))
         with torch.no_grad():
             for name, tensor in given.items():
                 own[name].copy_(tensor)

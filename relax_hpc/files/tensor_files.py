@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,8 @@ DTYPES = {
 }  # fmt: skip
 """Name of a type in safetensors -> the type in torch."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+SHOWN = 3
+"""Differences that one error names at most."""
 T = TypeVar("T")
 
 
@@ -71,6 +73,22 @@ def views(data: Tensor) -> dict[str, Tensor]:
     except (KeyError, TypeError, AttributeError, RuntimeError, IndexError, struct.error) as error:
         raise ValueError(str(error)) from error
     return found
+
+
+def shapes(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Sequence[int]]:
+    return {name: tensor.shape for name, tensor in tensors}
+
+
+def differences(
+    found: Mapping[str, Sequence[int]], model: Mapping[str, Sequence[int]], optional: Collection[str] = ()
+) -> str:
+    """Say how tensors differ from a model's, by names and shapes: "" where they do not. optional: names that may lack."""
+    said = [f"'{n}' is missing" for n in model if n not in found and n not in optional]
+    said += [f"'{n}' is not in the model" for n in found if n not in model]
+    both = [(n, list(found[n]), list(shape)) for n, shape in model.items() if n in found]
+    said += [f"'{n}' is {has}, expected {wanted}" for n, has, wanted in both if has != wanted]
+    more = f"; {len(said) - SHOWN} more" if len(said) > SHOWN else ""
+    return "; ".join(said[:SHOWN]) + more
 
 
 def buckets(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -9,7 +9,7 @@ rng.safetensors          "RANK/cpu" and "RANK/cuda": random states, uint8
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -24,13 +24,12 @@ from relax_hpc.files import folder_checksums, read_ahead, tensor_files
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import write_file
 from relax_hpc.files.run_dir import OPTIMIZERS
+from relax_hpc.files.tensor_files import differences, shapes
 
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
 OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
 PARTS = 4
 """Files of an optimizer, and threads that read and write them: to touch memory for the first time is what costs."""
-SHOWN = 3
-"""Differences that one error names at most."""
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -105,26 +104,14 @@ def _in_memory(path: Path) -> dict[str, Tensor]:
 
 def fill(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
     """Copy `tensors` into `own`. Raises RunError, before anything is copied, when names or shapes differ."""
-    compare(_shapes(own), _shapes(tensors), path)
+    compare(shapes(tensors.items()), shapes(own.items()), path)
     _in_threads(lambda name: own[name].copy_(tensors[name]), own)
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}
-
-
-def compare(model: Mapping[str, list[int]], saved: Mapping[str, list[int]], path: Path) -> None:
+def compare(saved: Mapping[str, Sequence[int]], model: Mapping[str, Sequence[int]], path: Path) -> None:
     """Raise RunError unless the checkpoint at `path` has the tensors of the model, by names and shapes."""
-    differences = [f"'{n}' is missing in the checkpoint" for n in model if n not in saved]
-    differences += [f"'{n}' is not in the model" for n in saved if n not in model]
-    differences += [
-        f"'{n}' is {saved[n]} in the checkpoint and {shape} in the model"
-        for n, shape in model.items()
-        if n in saved and saved[n] != shape
-    ]
-    if differences:
-        more = f"; {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
-        raise RunError(f"'{path}' is of another model: {'; '.join(differences[:SHOWN])}{more}")
+    if wrong := differences(saved, model):
+        raise RunError(f"'{path}' is of another model: {wrong}")
 
 
 def _in_threads(work: Callable[[A], T], items: Iterable[A]) -> list[T]:
@@ -148,7 +135,7 @@ def fill_optimizer(
         state.setdefault(name, {})[kind] = value
     if state:
         moments = {n: s["exp_avg"] for n, s in state.items() if "exp_avg" in s}
-        compare(_shapes(parameters), _shapes(moments), folder / f"{stem}-*.safetensors")
+        compare(shapes(moments.items()), shapes(parameters.items()), folder / f"{stem}-*.safetensors")
     optimizer.state.clear()
     for name, entries in state.items():
         parameter = parameters[name]

@@ -257,7 +257,7 @@ def test_a_version_is_taken_whole_or_not_at_all(setup: Setup) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     broken = {
         f"'{name}' is missing": {n: t for n, t in setup.weights.items() if n != name},
-        "'model.extra' is unknown": setup.weights | {"model.extra": torch.zeros(2)},
+        "'model.extra' is not in the model": setup.weights | {"model.extra": torch.zeros(2)},
         rf"'{name}' is \[3, 32\], expected \[64, 32\]": {
             n: torch.zeros(3, 32) if n == name else t * 2 for n, t in setup.weights.items()
         },

@@ -24,7 +24,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from relax_hpc.engines.base import Abort, Completion, EngineError, EngineRestarted, Sampling, Tokens, Weights
-from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, shapes_of, weights_of
+from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.fleet import Fleet
@@ -33,6 +33,7 @@ from relax_hpc.engines.sglang.server import CONTEXT_MARGIN, Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.engines.stops import straddling
 from relax_hpc.files.errors import RunError
+from relax_hpc.files.tensor_files import shapes
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Progress
 
@@ -62,7 +63,7 @@ class SglangEngine:
         _check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, model_dir)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        self._expected = shapes_of(weights_of(model).items())
+        self._expected = shapes(weights_of(model).items())
         self._aliases = aliases(model)
         self._heads = _own_heads(model, self._aliases)
         self._left_out = self._aliases - set(self._heads.values())
@@ -112,7 +113,7 @@ class SglangEngine:
     def _send(self, version: int, tensors: Weights) -> None:
         """Broadcast a version to an outside server that shares no folder with us."""
         given = dict(self._with_heads(tensors))
-        check_whole(version, shapes_of(given.items()), self._expected, self._aliases)
+        check_whole(version, shapes(given.items()), self._expected, self._aliases)
         self.version = -1
         try:
             if self._group is None:

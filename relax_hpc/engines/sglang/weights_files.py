@@ -13,12 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from relax_hpc.engines.model_folder import shapes_of
-from relax_hpc.files.tensor_files import buckets
+from relax_hpc.files.tensor_files import buckets, shapes
 
 BUCKET_BYTES = 1 << 30
 """The most bytes of a file, if no tensor has more: while it is written, they are in memory twice."""
@@ -30,7 +28,7 @@ class WeightsFiles:
 
     def __init__(self, parent: Path | None = None) -> None:
         self._parent, self._files = parent, list[int]()
-        self.shapes: dict[str, torch.Size] = {}
+        self.shapes: dict[str, Sequence[int]] = {}
         """Shapes of all tensors that were written or linked, by name."""
 
     def __enter__(self) -> WeightsFiles:
@@ -49,7 +47,7 @@ class WeightsFiles:
         """Link files that hold exactly these tensors. Returns False where one is gone: its version was retired."""
         if not all(file.exists() for file in files):
             return False
-        self.shapes = shapes_of(tensors)
+        self.shapes = shapes(tensors)
         for number, file in enumerate(files):
             self._path(number).symlink_to(file.resolve())
         return True

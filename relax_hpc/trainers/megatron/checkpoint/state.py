@@ -148,4 +148,4 @@ def compare(folder: Path, state: dict[str, Any], everything: bool = True) -> Non
     for name, (shape, padded) in ((name, about) for said in every for name, about in said.items()):
         fits = padded and name in saved and saved[name][1:] == shape[1:]
         wanted[name] = saved[name] if fits else shape
-    state_files.compare(wanted, saved if everything else {n: s for n, s in saved.items() if n in wanted}, folder)
+    state_files.compare(saved if everything else {n: s for n, s in saved.items() if n in wanted}, wanted, folder)
