@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
-from relax_hpc.engines.base import Abort, Completion, Sampling
+from relax_hpc.engines.base import Abort, Completion, Sampling, Tokens, Weights
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.stops import StopStrings
+from relax_hpc.files.tensor_files import shapes
 from relax_hpc.huggingface import unfilled
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish
+from relax_hpc.records import Finish, Progress
 
 
 @dataclass
@@ -52,17 +52,11 @@ class PlainEngine:
         self.model: PreTrainedModel = self._empty()
 
     def load(
-        self,
-        version: int,
-        tensors: Iterable[tuple[str, Tensor]],
-        progress: Callable[[], None] = lambda: None,
-        files: Sequence[Path] = (),
+        self, version: int, tensors: Weights, progress: Progress = lambda: None, files: Sequence[Path] = ()
     ) -> None:
         """Look at all of it first: a version of another model changes nothing."""
         own, given = weights_of(self.model), dict(tensors)
-        check_whole(
-            version, {n: t.shape for n, t in given.items()}, {n: t.shape for n, t in own.items()}, aliases(self.model)
-        )
+        check_whole(version, shapes(given.items()), shapes(own.items()), aliases(self.model))
         for name, tensor in given.items():
             own[name].copy_(tensor)
         self.version = version
@@ -70,12 +64,12 @@ class PlainEngine:
     @torch.inference_mode()
     def generate(
         self,
-        prompts: Sequence[NDArray[np.int32]],
+        prompts: Sequence[Tokens],
         samples_per_prompt: int,
         sampling: Sampling,
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
-        begun: Sequence[NDArray[np.int32]] = (),
+        begun: Sequence[Tokens] = (),
     ) -> list[Completion]:
         rooms = room_for(prompts, self.context, sampling.max_new_tokens, begun)
         rows = [[_Row() for _ in range(samples_per_prompt)] for _ in prompts]

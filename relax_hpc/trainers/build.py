@@ -81,7 +81,6 @@ def check_beside(recipe: Recipe, folder: Path) -> None:
     """Raise RunError where a model that is to be held beside the run's, in `folder`, has another vocabulary."""
     for key, path in recipe.models_beside.items():
         _check_files(key, path)
-        _check_content(key, path)
         own, other = (
             AutoTokenizer.from_pretrained(where, local_files_only=True).get_vocab() for where in (folder, path)
         )
@@ -129,7 +128,7 @@ def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
 
 
 def _check_files(key: str, path: Path) -> None:
-    """Raise RunError where `path`, the value of `key`, is no directory of a model."""
+    """Raise RunError where `path`, the value of `key`, is no directory of a model, or one that was not copied whole."""
     if not path.is_dir():
         raise RunError(f"{key} = '{path}' is not a directory: give one that `from_pretrained` loads")
     if not (path / "config.json").is_file():
@@ -140,10 +139,6 @@ def _check_files(key: str, path: Path) -> None:
         )
     if not any((path / name).is_file() for name in WEIGHT_FILES):
         raise RunError(f"{key} = '{path}' has no safetensors weights: one of {list(WEIGHT_FILES)} is expected")
-
-
-def _check_content(key: str, path: Path) -> None:
-    """Raise RunError for a damaged JSON file, and for weights that are cut short: a copy or download that did not end."""
     again = "it is damaged, or was not copied to its end: copy or download it again"
     for file in sorted(path.glob("*.json")):
         try:
@@ -171,7 +166,6 @@ def copy_small_files(source: Path, folder: Path) -> None:
 def _take_over(path: Path, folder: Path) -> None:
     """Take config and tokenizer of the model at `path`. Raises RunError for one that cannot be trained here."""
     _check_files("model.path", path)
-    _check_content("model.path", path)
     copy_small_files(path, folder)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
