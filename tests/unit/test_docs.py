@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ COMMAND = re.compile(r"\brelax-hpc ((?:[^`|;#\n\\]|\\\n|\\.)*)")
 OPTION = re.compile(r"(?<=\s)(--?[a-z][a-z-]*)")
 SET = re.compile(r"(?:--set|-s)[ =]['\"]?([a-z_][a-z_0-9.]*)=")
 KEY = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?: = [^`]*)?`")
+TOML = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FREE = re.compile(r"(options|config|environment|args|router)\.[\w-]+$|^[a-z_]+$")
+"""Keys of tables whose names are the user's or another program's; a key alone, shown without its table."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -100,6 +104,8 @@ def test_commands_and_keys_that_a_page_shows_exist(page: Path) -> None:
         is_file = re.search(r"\.(json|jsonl|py|toml|md|html|h5|sbatch|safetensors)$", key)
         if key.split(".")[0] in first and not is_file and re.sub(r"\.\d+\b", "", key) not in known:
             wrong.append(key)
+    for block in TOML.findall(text):
+        wrong += [key for key in dotted(tomllib.loads(block)) if key not in known and not FREE.search(key)]
     assert not wrong
 
 
@@ -122,6 +128,14 @@ def unknown(shown: str) -> list[str]:
         command = inner
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
     return [f"{name} {option}" for option in OPTION.findall(f" {' '.join(words)}") if option not in {*known, "--help"}]
+
+
+def dotted(value: Any, before: str = "") -> Iterator[str]:
+    """Dotted names of all keys in parsed TOML."""
+    for one in value if isinstance(value, list) else [value]:
+        for name, inner in one.items() if isinstance(one, dict) else []:
+            yield before + name
+            yield from dotted(inner, f"{before}{name}.")
 
 
 def key_names(table: type[Table], before: str = "") -> Iterator[str]:
