@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from relax_hpc.files.run_dir import RunDir
-from relax_hpc.weights.groups.protocol import Arrived, BufferPool, Group, GroupError
-from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, call, leave_out
+from relax_hpc.weights.groups.protocol import Arrived, Group, GroupError
+from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, Rendezvous, leave_out
 
 POLL_S = 0.02
 NAME_BYTES = 256
@@ -48,19 +47,14 @@ class SocketGroup(Group):
             each.close()
 
 
-class SocketRendezvous:
-    """See relax_hpc.weights.collective.Rendezvous. commit_dir: the trainer's folder; a worker has none."""
-
-    def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None) -> None:
-        self._run, self._timeout_s, self._commit_dir = run, timeout_s, commit_dir
-        self.buffers = BufferPool()
+class SocketRendezvous(Rendezvous):
+    """Forms groups that are connected by sockets of this machine."""
 
     def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
         """Name the group in the run directory; those who connect and say their name in time are in it."""
-        assert self._commit_dir is not None
         group_id, here = uuid.uuid4().hex, dict[str, socket.socket]()
         with _as_group_errors(), _listening(_path(group_id)) as door:
-            if not call(self._run, self._commit_dir, group_id, names).local:
+            if not self.call(group_id, names).local:
                 raise GroupError("sockets reach this machine only")
             deadline = time.monotonic() + CHECK_IN_S
             while here.keys() != names and (left := deadline - time.monotonic()) > 0:

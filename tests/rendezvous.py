@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from relax_hpc import weights
-from relax_hpc.weights.collective import Rendezvous
+from relax_hpc.weights.groups.rendezvous import Rendezvous
 
 RENDEZVOUS: dict[str, Callable[..., Rendezvous]] = {
     **weights.RENDEZVOUS,

@@ -9,11 +9,12 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.weights import CollectiveWeights, MpiWeights
 from relax_hpc.weights.base import DamagedWeights, Export, Publisher, Receiver, Version, WeightsError
-from relax_hpc.weights.collective import CollectivePublisher, CollectiveReceiver, Rendezvous
+from relax_hpc.weights.collective import CollectivePublisher, CollectiveReceiver
 from relax_hpc.weights.file import FilePublisher, FileReceiver
 from relax_hpc.weights.groups.gloo import GlooRendezvous
 from relax_hpc.weights.groups.mpi import MpiRendezvous
 from relax_hpc.weights.groups.nccl import NcclRendezvous
+from relax_hpc.weights.groups.rendezvous import Rendezvous
 from relax_hpc.weights.stored import can_be_had
 from relax_hpc.weights.versions import named
 

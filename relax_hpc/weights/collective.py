@@ -15,9 +15,8 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import FolderWatch
@@ -25,8 +24,8 @@ from relax_hpc.records import Progress
 from relax_hpc.weights.base import Export, Fetched, Version
 from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.file import FilePublisher, FileReceiver
-from relax_hpc.weights.groups.protocol import BufferPool, Group, GroupError, Incoming, Outgoing, Received
-from relax_hpc.weights.groups.rendezvous import Called, announce, called, members_folder
+from relax_hpc.weights.groups.protocol import Group, GroupError, Incoming, Outgoing, Received
+from relax_hpc.weights.groups.rendezvous import Called, Rendezvous, announce, called, members_folder
 from relax_hpc.weights.parts import BUCKET_BYTES
 from relax_hpc.weights.versions import Manifest, expected, tensors_path
 
@@ -37,23 +36,6 @@ GRACE_S = 1.0
 ANNOUNCE_EVERY_S = 1.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 """Pauses in seconds between two tries to form a group of the same members: each try costs all of them something."""
-
-
-class Rendezvous(Protocol):
-    """Forms groups of processes for one kind of transport."""
-
-    @property
-    def buffers(self) -> BufferPool:
-        """Memory for its groups to send from, or to receive into."""
-        ...
-
-    def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
-        """Form a group, on the trainer's side, of those of `names` that answer, and name them. Raises GroupError."""
-        ...
-
-    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
-        """Join a group, on a worker's side. Raises GroupError when left out, or when `given_up` returns True."""
-        ...
 
 
 class CollectivePublisher(FilePublisher):

@@ -15,15 +15,13 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed
 from torch import Tensor
 
-from relax_hpc.files.run_dir import RunDir
-from relax_hpc.weights.groups.protocol import Arrived, BufferPool, Group, GroupError, pieces
-from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, call, leave_out
+from relax_hpc.weights.groups.protocol import Arrived, Group, GroupError, pieces
+from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, Rendezvous, leave_out
 
 POLL_S = 0.02
 IN_FLIGHT, MESSAGE_BYTES = 8, 4 << 20
@@ -78,22 +76,17 @@ class GlooGroup(Group):
         del self._group
 
 
-class GlooRendezvous:
-    """See relax_hpc.weights.collective.Rendezvous. `commit_dir`: the trainer's folder; a worker has none."""
-
-    def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None) -> None:
-        self._run, self._timeout_s, self._commit_dir = run, timeout_s, commit_dir
-        self.buffers = BufferPool()
+class GlooRendezvous(Rendezvous):
+    """Forms gloo groups, through a file of torch's store."""
 
     @_as_group_errors()
     def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
-        assert self._commit_dir is not None
         group_id = uuid.uuid4().hex
         store = self._store(group_id)
         for old in self._run.weights.glob("group-*"):
             if old.name != f"group-{group_id}":
                 old.unlink(missing_ok=True)
-        group = call(self._run, self._commit_dir, group_id, names)
+        group = self.call(group_id, names)
         here: frozenset[str] = frozenset()
         deadline = time.monotonic() + CHECK_IN_S
         while here != names and time.monotonic() < deadline:

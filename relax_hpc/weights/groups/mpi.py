@@ -25,7 +25,7 @@ from relax_hpc.files.publish import read_json, replace, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights.groups.backend_process import START_S, BackendProcess
 from relax_hpc.weights.groups.protocol import IDLE_S, Arrived, Group, GroupError
-from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, call, leave_out
+from relax_hpc.weights.groups.rendezvous import CHECK_IN_S, Called, Rendezvous, leave_out
 from relax_hpc.weights.groups.shared_buffers import SharedBufferPool
 
 POLL_S = 0.02
@@ -77,16 +77,17 @@ class MpiGroup(Group):
         give_back(self.child)
 
 
-class MpiRendezvous:
-    """See relax_hpc.weights.collective.Rendezvous. `commit_dir`: the trainer's folder; a worker has none."""
+class MpiRendezvous(Rendezvous):
+    """Forms groups of children that speak MPI."""
+
+    buffers: SharedBufferPool
 
     def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None) -> None:
-        self._run, self._timeout_s, self._commit_dir = run, timeout_s, commit_dir
+        super().__init__(run, timeout_s, commit_dir)
         self.buffers = SharedBufferPool()
         give_back(take_process())  # that there is an MPI is found now, and the first group is quick
 
     def form(self, names: frozenset[str]) -> tuple[MpiGroup, frozenset[str]]:
-        assert self._commit_dir is not None
         process, group_id = _process(), uuid.uuid4().hex
         try:
             ports = self._ports(group_id, names)
@@ -98,11 +99,10 @@ class MpiRendezvous:
 
     def _ports(self, group_id: str, names: frozenset[str]) -> dict[str, str]:
         """Call a group; returns name -> port of those that answer: at once, and with a port when their MPI is there."""
-        assert self._commit_dir is not None
         for old in self._run.weights.glob("group-*"):
             shutil.rmtree(old, ignore_errors=True)
         (answers := self._answers(group_id)).mkdir()
-        call(self._run, self._commit_dir, group_id, names)
+        self.call(group_id, names)
         here: dict[str, str] = {}
         began = time.monotonic()
         while (waited_s := time.monotonic() - began) < self._timeout_s + CHECK_IN_S:

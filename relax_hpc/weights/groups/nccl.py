@@ -49,7 +49,7 @@ class NcclGroup(Group):
 
 
 class NcclRendezvous(GlooRendezvous):
-    """See relax_hpc.weights.collective.Rendezvous. backend: the children's backend of torch.distributed."""
+    """Forms NCCL groups beside gloo ones. backend: the children's backend of torch.distributed."""
 
     def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None, backend: str = "nccl") -> None:
         """Raises RunError when there is no GPU here."""

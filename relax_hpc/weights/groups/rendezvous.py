@@ -10,13 +10,15 @@ lives, it announces its name again.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from relax_hpc.files.publish import read_json, replace, to_json
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.weights.groups.protocol import BufferPool, Group
 
 CHECK_IN_S = 5.0
 """Seconds for a worker to answer, which a thread of its own does; attribute caches of NFS may take three of them."""
@@ -30,6 +32,34 @@ class Called:
     names: tuple[str, ...]
     local: bool
     """True where all members are on one host."""
+
+
+class Rendezvous(ABC):
+    """Forms groups of processes for one kind of transport. commit_dir: the trainer's folder; a worker has none."""
+
+    buffers: BufferPool
+    """Memory for its groups to send from, or to receive into."""
+
+    def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None) -> None:
+        self._run, self._timeout_s, self._commit_dir = run, timeout_s, commit_dir
+        self.buffers = BufferPool()
+
+    @abstractmethod
+    def form(self, names: frozenset[str]) -> tuple[Group, frozenset[str]]:
+        """Form a group, on the trainer's side, of those of `names` that answer, and name them. Raises GroupError."""
+
+    @abstractmethod
+    def join(self, group: Called, name: str, given_up: Callable[[], bool]) -> Group:
+        """Join a group, on a worker's side. Raises GroupError when left out, or when `given_up` returns True."""
+
+    def call(self, group_id: str, names: frozenset[str]) -> Called:
+        """Name a group. Raises FileNotFoundError if fenced."""
+        assert self._commit_dir is not None
+        hosts = {str((read_json(members_folder(self._run) / name) or {}).get("host", "")) for name in names}
+        group = Called(group_id, tuple(sorted(names)), hosts <= {os.uname().nodename})
+        path = self._run.weights / "group.json"
+        replace(path, to_json(asdict(group)), commit_dir=self._commit_dir, durable=False)
+        return group
 
 
 def members_folder(run: RunDir) -> Path:
@@ -47,14 +77,6 @@ def announce(run: RunDir, name: str) -> None:
 def leave_out(run: RunDir, names: Iterable[str]) -> None:
     for name in names:
         (members_folder(run) / name).unlink(missing_ok=True)
-
-
-def call(run: RunDir, commit_dir: Path, group_id: str, names: frozenset[str]) -> Called:
-    """Name a group, on the trainer's side. Raises FileNotFoundError if fenced."""
-    hosts = {str((read_json(members_folder(run) / name) or {}).get("host", "")) for name in names}
-    group = Called(group_id, tuple(sorted(names)), hosts <= {os.uname().nodename})
-    replace(run.weights / "group.json", to_json(asdict(group)), commit_dir=commit_dir, durable=False)
-    return group
 
 
 def called(run: RunDir) -> Called | None:
