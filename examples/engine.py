@@ -134,5 +134,4 @@ class PlainEngine:
 
     def _empty(self) -> PreTrainedModel:
         """The model, to be filled by `load`."""
-        model: PreTrainedModel = unfilled(self.config, self.dtype).eval().requires_grad_(False)
-        return model
+        return unfilled(self.config, self.dtype, torch.device("cpu"))

@@ -15,15 +15,17 @@ APART = {"qwen2_moe", "qwen3_moe"}
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 
 
-def unfilled(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a causal model whose weights, tied where they should be, are whatever was in memory: fill all of them."""
+def unfilled(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """Make a frozen causal model whose weights, tied where they should be, are whatever was in memory: fill all of them."""
+    from torch.nn import Module
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with no_init_weights():  # seconds for a billion parameters, minutes for more
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    return model
+    frozen: PreTrainedModel = Module.to(model, device).eval().requires_grad_(False)
+    return frozen
 
 
 def one_by_one(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:

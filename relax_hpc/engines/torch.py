@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc.engines.base import Abort, Completion, Sampling, Tokens, Weights
 from relax_hpc.engines.kv_cache import InPlaceCache, use_grouped_attention
@@ -79,8 +79,7 @@ class TorchEngine:
         self.device = torch.device(detected if recipe.rollout.device == "auto" else recipe.rollout.device)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        model = unfilled(config, getattr(torch, recipe.trainer.dtype))
-        self.model: PreTrainedModel = torch.nn.Module.to(model, self.device).eval().requires_grad_(False)
+        self.model = unfilled(config, getattr(torch, recipe.trainer.dtype), self.device)
         use_grouped_attention(self.model)
         self.context = context_of(config)
         self.layers: int = config.get_text_config().num_hidden_layers

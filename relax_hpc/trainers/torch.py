@@ -259,8 +259,7 @@ class TorchScoring(_Models):
     def take(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
         if name not in self.models:
             config = AutoConfig.from_pretrained(self._model_dir, local_files_only=True)
-            model = unfilled(config, torch.float32)
-            self.models[name] = torch.nn.Module.to(model, self.device).eval().requires_grad_(False)
+            self.models[name] = unfilled(config, torch.float32, self.device)
         state_files.fill(tensors_of(self.models[name]), tensors, where)
 
     def logprobs(self, name: str, rollouts: Rollouts, progress: Progress = lambda: None) -> NDArray[np.float32]:
