@@ -2,25 +2,10 @@
 
 [[source]] ──► PromptSources ──(index ──► Prompt)──► rollout
                     ▲
-PromptCursor ───────┴──(which index next)──► requests
+PromptCursor ───────┴──(which index next)──► requests, or examples to learn
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
+from relax_hpc.data.cursor import PromptCursor, PromptRef
 from relax_hpc.data.sources import PromptSources
 
-if TYPE_CHECKING:
-    from relax_hpc.data.cursor import PromptCursor, PromptRef
-
 __all__ = ["PromptCursor", "PromptRef", "PromptSources"]
-
-
-def __getattr__(name: str) -> Any:
-    # The cursor needs torch, through torchdata; rewards use this package and run in processes that do without.
-    if name not in ("PromptCursor", "PromptRef"):
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    from relax_hpc.data import cursor
-
-    return getattr(cursor, name)

@@ -8,16 +8,13 @@ source, so resuming costs the same wherever the stream stands.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from relax_hpc.data.shuffle import order
 from relax_hpc.data.sources import PromptSources, next_source
@@ -40,19 +37,21 @@ class PromptCursor:
     """
 
     def __init__(self, sources: PromptSources, seed: int, stream: str = "train") -> None:
-        self._sampler = _Stream(sources, seed, stream)
-        with warnings.catch_warnings():  # torchdata 0.11 calls what later torch deprecates; a log need not say so
-            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
-            # A generator of its own: the loader would draw from torch's, and the run would depend on how often.
-            self._loader: StatefulDataLoader[PromptRef] = StatefulDataLoader(
-                _Names(), sampler=self._sampler, batch_size=None, generator=torch.Generator()
-            )
-        self._refs = iter(self._loader)
+        self._sources, self._name = sources, (seed, stream)
+        self.taken = [0] * len(sources.sizes)
+        """Prompts given so far, by source."""
+        self._drawn = [0] * len(sources.sizes)
+        """Prompts drawn so far by source, skipped ones included: the position in the source's shuffled epochs."""
+        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        self._weights: Sequence[float] | None = None
+        """Weights of the sources for the next prompts; None means those of the recipe."""
+        self._due = [0.0] * len(sources.sizes)
+        """With weights that change: how many prompts each source is behind its share."""
 
     @property
     def position(self) -> int:
         """Prompts taken since the beginning."""
-        return sum(self._sampler.taken)
+        return sum(self.taken)
 
     def take(self, count: int, weights: Sequence[float] | None = None) -> list[PromptRef]:
         """Draw the next `count` prompts. weights: of the sources, for a curriculum; None means those of the recipe,
@@ -60,41 +59,8 @@ class PromptCursor:
 
         Raises RunError where a source holds all of its prompts out.
         """
-        self._sampler.weights = weights
-        return [next(self._refs) for _ in range(count)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, JSON-like; `load_state_dict` continues from it, given the same sources and seed."""
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken. Raises RunError for the state of another seed or of other sources."""
-        self._loader.load_state_dict(state)
-        self._refs = iter(self._loader)
-
-
-class _Names(Dataset[PromptRef]):
-    """The loader's data set: returns each reference itself, since workers tokenize the prompts."""
-
-    def __getitem__(self, ref: PromptRef) -> PromptRef:
-        return ref
-
-
-class _Stream(Sampler[PromptRef]):
-    """The stream as torchdata's stateful sampler: an iterator with counters."""
-
-    def __init__(self, sources: PromptSources, seed: int, stream: str) -> None:
-        self._sources, self._name = sources, (seed, stream)
-        self.taken = [0] * len(sources.sizes)
-        """Prompts given so far, by source."""
-        self._drawn = [0] * len(sources.sizes)
-        """Prompts drawn so far by source, skipped ones included: the position in the source's shuffled epochs."""
-        self._orders: dict[int, tuple[int, NDArray[np.int64]]] = {}
-        self.weights: Sequence[float] | None = None
-        """Weights of the sources for the next prompts; None means those of the recipe."""
-        self._due = [0.0] * len(sources.sizes)
-        """With weights that change: how many prompts each source is behind its share."""
+        self._weights = weights
+        return list(islice(self, count))
 
     def __iter__(self) -> Iterator[PromptRef]:
         return self
@@ -108,21 +74,23 @@ class _Stream(Sampler[PromptRef]):
     def _next_source(self) -> int:
         """Choose the next prompt's source. With fixed weights all prompts since the beginning count; with weights that
         change, how far each source is behind the shares of their time."""
-        if self.weights is None:
+        if self._weights is None:
             return next_source(self.taken, self._sources.weights, range(len(self.taken)))
-        total = sum(self.weights)
-        self._due = [due + weight / total for due, weight in zip(self._due, self.weights, strict=True)]
+        total = sum(self._weights)
+        self._due = [due + weight / total for due, weight in zip(self._due, self._weights, strict=True)]
         source = max(range(len(self._due)), key=lambda i: (self._due[i], -i))
         self._due[source] -= 1
         return source
 
     def state_dict(self) -> dict[str, Any]:
+        """The state, JSON-like; `load_state_dict` continues from it, given the same sources and seed."""
         return {
             "name": list(self._name), "sizes": self._sources.sizes, "taken": [*self.taken], "drawn": [*self._drawn],
             "due": [*self._due],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the state was taken. Raises RunError for the state of another seed or of other sources."""
         for key, now, fix in (
             ("name", list(self._name), "the run's seed and the stream's name cannot change"),
             ("sizes", self._sources.sizes, "the prompt files were changed since; give the run the ones it began with"),
@@ -130,7 +98,7 @@ class _Stream(Sampler[PromptRef]):
             if state[key] != now:
                 raise RunError(f"the prompt cursor was saved with {key} = {state[key]}, now it is {now}: {fix}")
         self.taken, self._drawn = [*state["taken"]], [*state["drawn"]]
-        self._due = [*state.get("due", self._due)]
+        self._due = [*state["due"]]
 
     def _draw(self, source: int) -> PromptRef:
         size = self._sources.sizes[source]

@@ -112,8 +112,6 @@ FORMATS: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".parquet": P
 class FileItems:
     """Items of a [[source]] with `prompts = FILE`: columns mapped to prompt and answer, all others are metadata."""
 
-    procedural = False
-
     def __init__(self, source: FilePrompts) -> None:
         path = source.prompts
         if path.suffix not in FORMATS:

@@ -19,9 +19,6 @@ class Item:
 class Items(Protocol):
     """A map-style source of prompts; the same index is the same item in every process."""
 
-    procedural: bool
-    """True where items are made, not read: there is no file to check before a run."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Item:

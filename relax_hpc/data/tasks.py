@@ -37,8 +37,6 @@ def load_task(source: TaskPrompts) -> Any:
 class TaskItems:
     """Items of a [[source]] with `task = NAME`. An item's metadata is the task's entry, for its verifier."""
 
-    procedural = True
-
     def __init__(self, source: TaskPrompts) -> None:
         self._source = source
         self._task = load_task(source)

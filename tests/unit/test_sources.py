@@ -86,7 +86,9 @@ def test_a_row_whose_roles_the_chat_template_refuses_is_named(tmp_path: Path) ->
         {"prompt": [{"role": role, "content": "1"}, {"role": "user", "content": "1"}]} for role in ("user", "system")
     ]
     sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), chat=True, answer_key="")
-    sources._tokenizer.chat_template = (
+    sources._sources[
+        0
+    ]._tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
     )
     said = fault(sources)
@@ -167,18 +169,18 @@ def test_an_example_is_a_prompt_and_its_answer_ended_as_the_model_ends_it(tmp_pa
     talk = write_jsonl(tmp_path / "talk.jsonl", [{"prompt": [user, bot, user, bot], "answer": "?"}])
     said = file_sources(talk, chat=True, answer_key="")
     for each in (sources, said):
-        each._tokenizer.add_special_tokens({"eos_token": "@"})
+        each._sources[0]._tokenizer.add_special_tokens({"eos_token": "@"})
 
     def example(of: PromptSources, index: int) -> tuple[str, str]:
         prompt, answer = of.example(0, index)
-        return prompt.text, of._tokenizer.decode(answer.tolist()).replace(" ", "")
+        return prompt.text, of._sources[0]._tokenizer.decode(answer.tolist()).replace(" ", "")
 
     assert example(sources, 0) == ("1+1=", "2@")
     assert example(sources, 1) == ("<user>a\n<assistant>", "42@"), "a template that does not say how a message ends"
     assert example(said, 0) == ("<user>a\n<assistant>b\n<user>a\n<assistant>", "b@")
-    sources._tokenizer.chat_template = ENDS_MESSAGES
+    sources._sources[0]._tokenizer.chat_template = ENDS_MESSAGES
     assert example(sources, 1) == ("<user>a|<assistant>", "~42|"), "what it puts before an answer is learned too"
-    sources._tokenizer.chat_template = ENDS_MESSAGES.replace("<assistant>{% endif %}", "<think>{% endif %}")
+    sources._sources[0]._tokenizer.chat_template = ENDS_MESSAGES.replace("<assistant>{% endif %}", "<think>{% endif %}")
     assert example(sources, 1) == ("<user>a|<think>", "42@"), "it does not go on with its own generation prompt"
 
 
@@ -189,7 +191,7 @@ def test_answers_that_cannot_be_learned_are_found_before_the_run(tmp_path: Path)
         ([*ROWS, {"prompt": "12345678", "answer": "12345678"}], {}, [":6", "8 tokens", "answer 9", "context of 16"]),
     ):
         sources = file_sources(write_jsonl(tmp_path / "p.jsonl", rows), context=16, **keys)
-        sources._tokenizer.add_special_tokens({"eos_token": "@"})
+        sources._sources[0]._tokenizer.add_special_tokens({"eos_token": "@"})
         sources.check()
         with pytest.raises(RunError) as caught:
             sources.check(answers=True)

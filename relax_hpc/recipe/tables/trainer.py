@@ -28,6 +28,11 @@ class Trainer(Table):
     nodes: PositiveInt = Key(1, "Nodes that share the processes evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key("auto", "Device of the model; `auto` takes a GPU where there is one.")
+    data_workers: int = Key(
+        0,
+        "Processes with which each trainer process reads and tokenizes what it learns ahead of the steps (`sft`, [sft_warm_start]); 0: between them.",
+        ge=0,
+    )
     prompts_per_step: PositiveInt = Key(32, "Prompts (groups) a training step consumes.")
     updates_per_step: PositiveInt = Key(
         1, "Optimizer steps that a training step makes, each on its share of the groups; with 1 all are in one."

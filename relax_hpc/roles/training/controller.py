@@ -62,8 +62,7 @@ class Controller:
         quarantine = Quarantine(run, commit_dir, self.process.telemetry.metrics)
         self.scheduler: BatchScheduler | SftBatches | Replay
         if recipe.supervised:
-            cursor = PromptCursor(role.sources, recipe.run.seed)
-            self.scheduler = SftBatches(cursor, recipe.trainer.prompts_per_step, ledger, self.incarnation)
+            self.scheduler = SftBatches(role.examples, ledger, self.incarnation)
         elif role.shards == run:
             filters = make_filters(recipe.algorithm.filters)
             planner = self.new_planner()

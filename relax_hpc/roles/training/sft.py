@@ -1,9 +1,9 @@
 """Supervised fine-tuning on the sources' own answers: as an algorithm of its own, and as a warm start before step 0.
 
-cursor ──► ledger entry s: (source, index, epoch) of each prompt ──► prompts and answers, tokenized ──► one optimizer step
+ExampleLoader ──► prompts and answers, tokenized ──► ledger entry s: their (source, index, epoch) ──► one optimizer step
 
-Nothing is requested, generated or waited for: the entry names prompts and every rank looks them up, so what a step
-learns depends on the recipe's seed and the cursor's position alone.
+Nothing is requested, generated or waited for: every rank loads the same examples, and the entry names them, so what a
+step learns depends on the recipe's seed and the loader's position alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from relax_hpc.data import PromptCursor, PromptSources
+from relax_hpc.data import PromptSources
+from relax_hpc.data.examples import Example, ExampleLoader, StepExamples
+from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.roles.common.process import RoleProcess, Stop
@@ -31,59 +33,58 @@ SEED_OFFSET = 0x5EED
 
 
 class SftBatches(WithoutRequests):
-    """Stands in for the batch scheduler in supervised fine-tuning: the prompts of each step come from the cursor."""
+    """Stands in for the batch scheduler in supervised fine-tuning: the examples of each step come from the loader."""
 
-    def __init__(self, cursor: PromptCursor, prompts_per_step: int, ledger: Ledger, incarnation: int) -> None:
-        self._cursor, self._count, self._ledger, self._incarnation = cursor, prompts_per_step, ledger, incarnation
-        self._entry: Entry | None = None
-        """The next step's entry: drawn once, however often it is asked for (while the disk is full, again and
-        again)."""
-        self._committed = False
+    def __init__(self, examples: StepExamples, ledger: Ledger, incarnation: int) -> None:
+        self._examples, self._ledger, self._incarnation = examples, ledger, incarnation
+        self._committed: Entry | None = None
         self.live = False
         """True from the ledger's end on; before it, steps are replayed."""
 
     def begin(self, state: dict[str, Any] | None) -> None:
-        """Go on from a checkpoint's state, or from nothing."""
-        if state is not None:
-            self._cursor.load_state_dict(state["cursor"])
+        """Nothing to do: every rank goes on with the examples from a checkpoint's state, this one too."""
 
     def next_entry(self, step: int, version: int, lineage: int) -> Entry:
         """Return the ledger entry of `step`: the one that is there, or a new one."""
-        if self._entry is None or self._entry.step != step:
-            learned = tuple((ref.source, ref.index, ref.epoch) for ref in self._cursor.take(self._count))
-            self._entry = Entry(step, self._incarnation, lineage, take=(), learned=learned)
-            self._committed = False
-        if not self._committed:
+        if self._committed is None or self._committed.step != step:
+            learned = tuple(map(_name, self._examples.of(step)))
             found = None if self.live else self._ledger.find(step)
-            self._entry = found or self._ledger.commit(self._entry)
-            self.live, self._committed = found is None, True
-        return self._entry
+            entry = Entry(step, self._incarnation, lineage, take=(), learned=learned)
+            self._committed, self.live = found or self._ledger.commit(entry), found is None
+        return self._committed
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for the checkpoint: the prompt cursor."""
-        return {"cursor": self._cursor.state_dict()}
+        """Return the state for the checkpoint: the loader's."""
+        return {"examples": self._examples.loader.state_dict()}
 
 
-def read(entry: Entry, sources: PromptSources) -> Rollouts:
-    """Read the examples that `entry` learns, as samples whose every token is in the loss. Raises RunError for an answer
-    that cannot be learned."""
-    examples = [sources.example(source, index) for source, index, _ in entry.learned]
-    rollouts = as_rollouts([prompt.tokens for prompt, _ in examples], [answer for _, answer in examples])
-    return replace(rollouts, ids=entry.sft_examples)
+def read(entry: Entry, examples: StepExamples) -> Rollouts:
+    """Return the examples that `entry` names, as samples whose every token is in the loss."""
+    found = examples.of(entry.step)
+    if (names := tuple(map(_name, found))) != entry.learned:
+        raise RunError(
+            f"step {entry.step}: the ledger names the prompts {entry.learned[:3]} …, and those that come next are {names[:3]} …: "
+            "the prompt files were changed since; give the run the ones it began with"
+        )
+    return replace(as_rollouts([e.prompt for e in found], [e.answer for e in found]), ids=entry.sft_examples)
+
+
+def _name(example: Example) -> tuple[int, int, int]:
+    return example.ref.source, example.ref.index, example.ref.epoch
 
 
 def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, process: RoleProcess) -> None:
     """Make `recipe.sft_warm_start.steps` supervised steps; every rank draws the same batches. Raises Stop when asked to stop."""
     phase = recipe.sft_warm_start
     assert phase is not None
-    cursor = PromptCursor(sources, recipe.run.seed + SEED_OFFSET)
+    loader = ExampleLoader(sources, recipe.run.seed + SEED_OFFSET, recipe.trainer.data_workers)
     smooth: float | None = None
     for step in range(phase.steps):
         if process.stopping or process.run.stop.exists():
             raise Stop
-        examples = [sources.example(ref.source, ref.index) for ref in cursor.take(phase.batch_size)]
+        examples = loader.take(phase.batch_size)
         rate = phase.learning_rate * min(1.0, (step + 1) / RAMP_STEPS)
-        loss = trainer.supervised_step([p.tokens for p, _ in examples], [a for _, a in examples], rate)
+        loss = trainer.supervised_step([e.prompt for e in examples], [e.answer for e in examples], rate)
         smooth = loss if smooth is None else (1 - SMOOTHING) * smooth + SMOOTHING * loss
         process.telemetry.heartbeat(
             "warming up", warm_start_step=step + 1, warm_start_steps=phase.steps, warm_start_loss=loss

@@ -21,6 +21,7 @@ from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.data import PromptSources
+from relax_hpc.data.examples import ExampleLoader, StepExamples
 from relax_hpc.engines.model_folder import context_of
 from relax_hpc.files.errors import RunError
 from relax_hpc.records import Rollouts
@@ -80,6 +81,9 @@ class TrainerRole(TrainerState):
         # The context that the rows were checked with, so that the rows dropped are those counted.
         tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.sources = PromptSources.of(recipe, tokenizer, context_of(config))
+        if recipe.supervised:
+            loader = ExampleLoader(self.sources, recipe.run.seed, recipe.trainer.data_workers)
+            self.examples = StepExamples(loader, recipe.trainer.prompts_per_step)
         self.controller = Controller(self) if self.rank == 0 else None
 
     def train(self) -> Exit:
@@ -188,6 +192,8 @@ class TrainerRole(TrainerState):
         state = checkpoint.restore(self.run, self.trainer.load, agree, self.move_to_quarantine)
         if state is not None:
             self.step = self.saved_step = state["step"]
+            if self.recipe.supervised:
+                self.examples.loader.load_state_dict(state["examples"])
         else:
             if self.recipe.sft_warm_start is not None:
                 sft.warm_up(self.recipe, self.trainer, self.sources, self.process)
@@ -227,7 +233,7 @@ class TrainerRole(TrainerState):
         """Load the samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every
         token."""
         if self.recipe.supervised:
-            return Batch(sft.read(entry, self.sources), 0, [])
+            return Batch(sft.read(entry, self.examples), 0, [])
         recipe = self.recipe
         routed = recipe.rollout.routed_experts and recipe.trainer.backend == "megatron"
         oldest = entry.step - self.bound if recipe.async_.on_stale == "mask" else None

@@ -1,0 +1,219 @@
+"""One source of prompts, looked up by index; a row of it is read, rendered and tokenized when it is asked for.
+
+item (file row or procedural) ──► text (chat template) ──► tokens, within the source's limits ──► Prompt
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_hpc.data.files import FileItems
+from relax_hpc.data.items import Item, Items
+from relax_hpc.data.render import ContentError, render, render_answer
+from relax_hpc.data.tasks import TaskItems
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.tables.source import AnyPrompts, FilePrompts
+from relax_hpc.records import Prompt
+
+MOST_FAULTS = 20
+"""Broken rows that one error names at most."""
+CHECKED_AT_ONCE = 512
+"""Rows that `check` tokenizes in one call."""
+_KEPT, _TOO_LONG, _NO_ANSWER = 1, 2, 3
+"""Outcome for a row of a source that drops some: kept, too long, or without an answer."""
+
+
+class Source:
+    """A source of prompts. An index names the same prompt in every process.
+
+    `number`: its place among the recipe's sources; `key`: that of its table. `learns`: its answers are trained on, so
+    they need room in the `context` too. The constructor reads no prompt.
+    """
+
+    def __init__(
+        self, number: int, key: str, recipe: AnyPrompts, tokenizer: Any, context: int, *, learns: bool = False
+    ) -> None:
+        self.number, self.key, self._learns = number, key, learns
+        self._tokenizer, self._context = tokenizer, context
+        self._file = recipe if isinstance(recipe, FilePrompts) else None
+        self._items: Items = FileItems(recipe) if isinstance(recipe, FilePrompts) else TaskItems(recipe)
+        self._cuts = self._file.max_prompt_tokens if self._file and self._file.too_long == "truncate" else None
+        """Tokens to which a longer prompt is cut, at its beginning; None where nothing is cut."""
+        own_limit = self._file.max_prompt_tokens if self._file else None
+        self._longest = min(context - 1, own_limit or context)
+        """The most tokens that a prompt may have."""
+        self._status = np.zeros(len(self._items), np.int8)
+        """Outcome of each row, where it may be dropped; 0 where not known yet."""
+        self._number_cut = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt with its tokens. Raises RunError where it cannot be used (too long, a broken row, media)."""
+        item = self._items[index]
+        text, tokens = self._tokens(index, item)
+        tokens = self._cut(tokens)
+        self._check_length(index, len(tokens))
+        return Prompt(self.number, index, text, np.asarray(tokens, np.int32), item.answer, item.metadata)
+
+    def example(self, index: int) -> tuple[Prompt, NDArray[np.int32]]:
+        """The prompt, and the source's own answer as tokens with the one that ends it. Raises RunError where there is
+        no answer, or no room for it."""
+        prompt = self.prompt(index)
+        answer = self._answers([index])[0]
+        self._check_room(index, len(prompt.tokens), len(answer))
+        return prompt, np.asarray(answer, np.int32)
+
+    def text(self, index: int) -> str:
+        """The prompt's text, not tokenized."""
+        return self._render(index, self._items[index])[0]
+
+    def is_dropped(self, index: int) -> bool:
+        """Return True if this row is left out: it is too long, or lacks an answer. Raises RunError for a broken row.
+
+        Found once, then remembered; it depends on the row, the tokenizer and the recipe alone.
+        """
+        if self._file is None or not self._file.drops:
+            return False
+        if not self._status[index]:
+            self._status[index] = self._look(index, self._file)
+        return bool(self._status[index] != _KEPT)
+
+    def _look(self, index: int, file: FilePrompts) -> int:
+        item = self._items[index]
+        has_answer = bool(item.answer and item.answer.strip())
+        if file.missing_answer == "drop" and not has_answer:
+            return _NO_ANSWER
+        if file.too_long != "drop":
+            return _KEPT
+        length = len(self._tokens(index, item)[1])
+        if length > self._longest:
+            return _TOO_LONG
+        if self._learns and has_answer and length + len(self._answers([index])[0]) > self._context:
+            return _TOO_LONG
+        return _KEPT
+
+    def faults(self, *, answers: bool) -> list[str]:
+        """Check every row of a file, or the first item of a task; return what is wrong with up to MOST_FAULTS of them.
+
+        answers: check those too, because they will be trained on.
+        """
+        rows, found, self._number_cut = 1 if self._file is None else len(self), list[str](), 0
+        for begin in range(0, rows, CHECKED_AT_ONCE):
+            found += self._faults(range(begin, min(begin + CHECKED_AT_ONCE, rows)), answers)
+            if len(found) >= MOST_FAULTS:
+                break
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """Count, after `faults`, the rows, those left out ("too_long", "no_answer") and those cut ("cut"); empty for a
+        source that leaves none out.
+
+        Raises RunError where no row is left.
+        """
+        if self._file is None or not self._file.counted:
+            return {}
+        too_long, no_answer = (int((self._status == outcome).sum()) for outcome in (_TOO_LONG, _NO_ANSWER))
+        if too_long + no_answer == len(self):
+            raise RunError(
+                f"{self.key}.prompts = '{self._file.prompts}': all {len(self)} rows are left out ({too_long} too long, "
+                f"{no_answer} without an answer): change its too_long, max_prompt_tokens, missing_answer or answer_key"
+            )
+        return {"rows": len(self), "too_long": too_long, "no_answer": no_answer, "cut": self._number_cut}
+
+    def _faults(self, rows: range, answers: bool) -> list[str]:
+        """Find the faults of these rows; rows are looked at one by one only where there is a fault."""
+        try:
+            self._check(rows, answers)
+        except RunError as error:
+            if len(rows) == 1:
+                return [str(error)]
+            found = (fault for row in rows for fault in self._faults(range(row, row + 1), answers))
+            return list(itertools.islice(found, MOST_FAULTS)) or [str(error)]
+        return []
+
+    def _check(self, every: range, answers: bool) -> None:
+        rows = [row for row in every if not self.is_dropped(row)]
+        rendered = [self._render(index, self._items[index]) for index in rows]
+        lengths: dict[int, int] = {}
+        for is_chat in (False, True):
+            chosen = [(row, text) for row, (text, chat) in zip(rows, rendered, strict=True) if chat == is_chat]
+            if not chosen:
+                continue
+            encoded = self._tokenizer([text for _, text in chosen], add_special_tokens=not is_chat)["input_ids"]
+            for (row, _), tokens in zip(chosen, encoded, strict=True):
+                lengths[row] = len(self._cut(tokens))
+                self._check_length(row, lengths[row])
+                self._number_cut += lengths[row] < len(tokens)
+        if answers and rows:
+            for row, tokens in zip(rows, self._answers(rows), strict=True):
+                self._check_room(row, lengths[row], len(tokens))
+
+    def _render(self, index: int, item: Item) -> tuple[str, bool]:
+        try:
+            return render(item.content, self._tokenizer)
+        except ContentError as error:
+            raise RunError(f"{self._where(index)}: {error}") from None
+
+    def _tokens(self, index: int, item: Item) -> tuple[str, list[int]]:
+        """Render and tokenize the prompt; returns its text and all of its tokens."""
+        text, is_chat = self._render(index, item)
+        return text, self._tokenizer.encode(text, add_special_tokens=not is_chat)
+
+    def _cut(self, tokens: list[int]) -> list[int]:
+        return tokens if self._cuts is None else tokens[-self._cuts :]
+
+    def _answers(self, rows: Sequence[int]) -> list[list[int]]:
+        """Tokenize the answers of these rows, each ended as the model ends its own."""
+        texts: list[str] = []
+        ended: list[bool] = []
+        for index in rows:
+            item = self._items[index]
+            if not item.answer or not item.answer.strip():
+                raise RunError(
+                    f"{self._where(index)}: there is no answer to learn: give one ({self.key}.answer_key names its "
+                    f"column), or take the row out ({self.key}.missing_answer = 'drop' leaves all such rows out)"
+                )
+            try:
+                text, done = render_answer(item.content, item.answer, self._tokenizer)
+            except ContentError as error:
+                raise RunError(f"{self._where(index)}: {error}") from None
+            texts.append(text)
+            ended.append(done)
+        encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        end = self._tokenizer.eos_token_id
+        if end is None and not all(ended):
+            raise RunError(
+                "the model's tokenizer has no end-of-sequence token, so nothing would end an answer: add one"
+            )
+        return [tokens if done else [*tokens, end] for tokens, done in zip(encoded, ended, strict=True)]
+
+    def _check_room(self, index: int, prompt: int, answer: int) -> None:
+        if prompt + answer > self._context:
+            raise RunError(
+                f"{self._where(index)}: the prompt has {prompt} tokens and its answer {answer} with the one that ends it, more "
+                f"than the model's context of {self._context} together: shorten it or take it out"
+            )
+
+    def _check_length(self, index: int, length: int) -> None:
+        if 0 < length <= self._longest:
+            return
+        why = (
+            f"which leaves room for an answer in the model's context of {self._context}"
+            if self._longest == self._context - 1
+            else "its source's max_prompt_tokens"
+        )
+        key = f"{self.key}.too_long" if self._file else "the task's config"
+        raise RunError(
+            f"{self._where(index)}: the prompt has {length} tokens; it needs at least 1 and at most "
+            f"{self._longest}, {why}: shorten it or take it out ({key} does it for all)"
+        )
+
+    def _where(self, index: int) -> str:
+        return f"{self.key.replace('.', ' ')}, prompt {index} ({self._items.where(index)})"
