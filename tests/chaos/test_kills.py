@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 import relax_hpc as package
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptCursor, PromptSources
+from relax_hpc.data.examples import ExampleLoader, StepExamples
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
@@ -132,7 +133,8 @@ def test_killed_anywhere_with_weights_by_broadcast_the_final_weights_have_the_sa
 
 def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs_no_workers(tmp_path):
     steps = 12
-    killed = monkey(tmp_path, "killed", steps, 5, ["trainer-0"], lambda: None, "algorithm={name='sft'}")
+    sets = ("algorithm={name='sft'}", "trainer.data_workers=1")
+    killed = monkey(tmp_path, "killed", steps, 5, ["trainer-0"], lambda: None, *sets)
     killed.drive(2, steps)
     run = killed.run
     assert audited(run).trained == steps * 8 and gradient_fraction(run) >= ENOUGH_GRADIENTS
@@ -142,10 +144,11 @@ def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs
     trainer.begin_training()
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), recipe.model.context)
     cursor, ledger = PromptCursor(sources, recipe.run.seed), Ledger(run)
+    examples = StepExamples(ExampleLoader(sources, recipe.run.seed), 8)
     for step in range(steps):
         entry = ledger.find(step)
         assert entry.learned == tuple((ref.source, ref.index, ref.epoch) for ref in cursor.take(8))
-        trainer.step(read(entry, sources), algorithm, step)
+        trainer.step(read(entry, examples), algorithm, step)
     kept = load_file(run.checkpoint(steps) / "model.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in trainer.export())
 
