@@ -52,6 +52,14 @@ class ExampleLoader:
                 prefetch_factor=AHEAD if workers else None, generator=torch.Generator(),
             )  # fmt: skip
         self._examples: Iterator[Example | str] | None = None
+        self._step, self._of_step = -1, list[Example]()
+
+    def of(self, step: int, count: int) -> list[Example]:
+        """Return the next `count` examples as those of `step`: the same again where they are asked for again (while the
+        disk is full)."""
+        if self._step != step:
+            self._step, self._of_step = step, self.take(count)
+        return self._of_step
 
     def take(self, count: int) -> list[Example]:
         """Return the next `count` examples. Raises RunError for one that cannot be learned."""
@@ -73,22 +81,6 @@ class ExampleLoader:
         """Continue where the state was taken. Raises RunError for the state of another seed or of other sources."""
         self._loader.load_state_dict(state)
         self._examples = iter(self._loader)
-
-
-class StepExamples:
-    """The examples of each step, loaded once however often they are asked for (while the disk is full, again and
-    again).
-    """
-
-    def __init__(self, loader: ExampleLoader, per_step: int) -> None:
-        self.loader, self._per_step = loader, per_step
-        self._step, self._examples = -1, list[Example]()
-
-    def of(self, step: int) -> list[Example]:
-        """Return the examples of `step`; steps are asked for in order."""
-        if self._step != step:
-            self._step, self._examples = step, self.loader.take(self._per_step)
-        return self._examples
 
 
 class _Examples(Dataset[Example | str]):

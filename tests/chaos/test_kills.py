@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import relax_hpc as package
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.data import PromptCursor, PromptSources
-from relax_hpc.data.examples import ExampleLoader, StepExamples
+from relax_hpc.data.examples import ExampleLoader
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
@@ -144,7 +144,7 @@ def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs
     trainer.begin_training()
     sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), recipe.model.context)
     cursor, ledger = PromptCursor(sources, recipe.run.seed), Ledger(run)
-    examples = StepExamples(ExampleLoader(sources, recipe.run.seed), 8)
+    examples = ExampleLoader(sources, recipe.run.seed)
     for step in range(steps):
         entry = ledger.find(step)
         assert entry.learned == tuple((ref.source, ref.index, ref.epoch) for ref in cursor.take(8))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.data import PromptCursor, PromptSources
-from relax_hpc.data.examples import Example, ExampleLoader, StepExamples
+from relax_hpc.data.examples import Example, ExampleLoader
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.tables.source import FileSource
 from tests.unit.tokenizers_for_tests import char_tokenizer
@@ -73,6 +73,6 @@ def test_the_state_of_another_seed_is_refused(sources: PromptSources) -> None:
 
 
 def test_a_step_is_loaded_once(sources: PromptSources) -> None:
-    steps = StepExamples(ExampleLoader(sources, 3), 4)
-    assert said(steps.of(0)) == said(steps.of(0)) == said(ExampleLoader(sources, 3).take(4))
-    assert said(steps.of(1)) == said(ExampleLoader(sources, 3).take(8))[4:]
+    steps = ExampleLoader(sources, 3)
+    assert said(steps.of(0, 4)) == said(steps.of(0, 4)) == said(ExampleLoader(sources, 3).take(4))
+    assert said(steps.of(1, 4)) == said(ExampleLoader(sources, 3).take(8))[4:]

@@ -62,7 +62,7 @@ class Controller:
         quarantine = Quarantine(run, commit_dir, self.process.telemetry.metrics)
         self.scheduler: BatchScheduler | SftBatches | Replay
         if recipe.supervised:
-            self.scheduler = SftBatches(role.examples, ledger, self.incarnation)
+            self.scheduler = SftBatches(role.examples, recipe.trainer.prompts_per_step, ledger, self.incarnation)
         elif role.shards == run:
             filters = make_filters(recipe.algorithm.filters)
             planner = self.new_planner()

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from relax_hpc.data import PromptSources
-from relax_hpc.data.examples import Example, ExampleLoader, StepExamples
+from relax_hpc.data.examples import Example, ExampleLoader
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
@@ -35,8 +35,8 @@ SEED_OFFSET = 0x5EED
 class SftBatches(WithoutRequests):
     """Stands in for the batch scheduler in supervised fine-tuning: the examples of each step come from the loader."""
 
-    def __init__(self, examples: StepExamples, ledger: Ledger, incarnation: int) -> None:
-        self._examples, self._ledger, self._incarnation = examples, ledger, incarnation
+    def __init__(self, examples: ExampleLoader, prompts_per_step: int, ledger: Ledger, incarnation: int) -> None:
+        self._examples, self._count, self._ledger, self._incarnation = examples, prompts_per_step, ledger, incarnation
         self._committed: Entry | None = None
         self.live = False
         """True from the ledger's end on; before it, steps are replayed."""
@@ -47,7 +47,7 @@ class SftBatches(WithoutRequests):
     def next_entry(self, step: int, version: int, lineage: int) -> Entry:
         """Return the ledger entry of `step`: the one that is there, or a new one."""
         if self._committed is None or self._committed.step != step:
-            learned = tuple(map(_name, self._examples.of(step)))
+            learned = tuple(map(_name, self._examples.of(step, self._count)))
             found = None if self.live else self._ledger.find(step)
             entry = Entry(step, self._incarnation, lineage, take=(), learned=learned)
             self._committed, self.live = found or self._ledger.commit(entry), found is None
@@ -55,12 +55,12 @@ class SftBatches(WithoutRequests):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for the checkpoint: the loader's."""
-        return {"examples": self._examples.loader.state_dict()}
+        return {"examples": self._examples.state_dict()}
 
 
-def read(entry: Entry, examples: StepExamples) -> Rollouts:
+def read(entry: Entry, examples: ExampleLoader) -> Rollouts:
     """Return the examples that `entry` names, as samples whose every token is in the loss."""
-    found = examples.of(entry.step)
+    found = examples.of(entry.step, len(entry.learned))
     if (names := tuple(map(_name, found))) != entry.learned:
         raise RunError(
             f"step {entry.step}: the ledger names the prompts {entry.learned[:3]} …, and those that come next are {names[:3]} …: "

@@ -8,7 +8,7 @@ import torch
 
 from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.data import PromptSources
-from relax_hpc.data.examples import StepExamples
+from relax_hpc.data.examples import ExampleLoader
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import CRITIC_KEY
@@ -24,8 +24,8 @@ class TrainerState:
 
     trainer: Trainer
     sources: PromptSources
-    examples: StepExamples
-    """What supervised fine-tuning learns, by step; of no other algorithm."""
+    examples: ExampleLoader
+    """What supervised fine-tuning learns; no other algorithm has one."""
     context: int
     """The model's longest sequence, in tokens."""
 

@@ -21,7 +21,7 @@ from relax_hpc import checkpoint
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.data import PromptSources
-from relax_hpc.data.examples import ExampleLoader, StepExamples
+from relax_hpc.data.examples import ExampleLoader
 from relax_hpc.engines.model_folder import context_of
 from relax_hpc.files.errors import RunError
 from relax_hpc.records import Rollouts
@@ -82,8 +82,7 @@ class TrainerRole(TrainerState):
         tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.sources = PromptSources.of(recipe, tokenizer, context_of(config))
         if recipe.supervised:
-            loader = ExampleLoader(self.sources, recipe.run.seed, recipe.trainer.data_workers)
-            self.examples = StepExamples(loader, recipe.trainer.prompts_per_step)
+            self.examples = ExampleLoader(self.sources, recipe.run.seed, recipe.trainer.data_workers)
         self.controller = Controller(self) if self.rank == 0 else None
 
     def train(self) -> Exit:
@@ -193,7 +192,7 @@ class TrainerRole(TrainerState):
         if state is not None:
             self.step = self.saved_step = state["step"]
             if self.recipe.supervised:
-                self.examples.loader.load_state_dict(state["examples"])
+                self.examples.load_state_dict(state["examples"])
         else:
             if self.recipe.sft_warm_start is not None:
                 sft.warm_up(self.recipe, self.trainer, self.sources, self.process)
