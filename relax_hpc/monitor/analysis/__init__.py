@@ -23,7 +23,7 @@ import numpy as np
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir, open_existing
-from relax_hpc.monitor.analysis.statuses import STATUSES, GroupStatuses, RequestStatus, read_entries
+from relax_hpc.monitor.analysis.statuses import STATUSES, GroupStatuses, RequestStatus, collected, read_entries
 from relax_hpc.monitor.analysis.tables import Decoder, arrow_table, arrow_type, choose_columns, sample_columns, verdicts
 from relax_hpc.telemetry import read_metrics
 
@@ -106,14 +106,8 @@ class RunView:
         decoder = self.decoder if {"prompt", "completion"} & set(names) else None
         statuses = self.statuses(broken)
         for shard in self.iter_shards(broken=broken):
-            try:
-                columns = sample_columns(shard, statuses.of(shard.path), names, decoder)
-            except RunError as error:
-                if broken is None:
-                    raise
-                broken.append(error)
-                continue
-            yield arrow_table(columns)
+            with collected(broken):
+                yield arrow_table(sample_columns(shard, statuses.of(shard.path), names, decoder))
 
     def iter_shards(self, paths: Sequence[Path] | None = None, broken: list[RunError] | None = None) -> Iterator[Shard]:
         """Every shard (or those at `paths`), opened in turn and closed when the next one is asked for.

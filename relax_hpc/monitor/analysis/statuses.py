@@ -6,7 +6,8 @@ ledger entries ──► request: taken at a step | dropped | not decided
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -90,13 +91,19 @@ def read_entries(run: RunDir, broken: list[RunError] | None = None) -> list[Entr
     """All ledger entries, by step. Raises RunError naming an entry that cannot be read, unless `broken` is given, which collects them."""
     entries: list[Entry] = []
     for path in sorted(path for path in run.ledger.glob("*/*.json") if path.stem.isdigit()):
-        try:
+        with collected(broken):
             entry = read_entry(path)
-        except RunError as error:
-            if broken is None:
-                raise
-            broken.append(error)
-            continue
-        if entry is not None:
-            entries.append(entry)
+            if entry is not None:
+                entries.append(entry)
     return entries
+
+
+@contextmanager
+def collected(broken: list[RunError] | None) -> Iterator[None]:
+    """Add a RunError to `broken` and go on behind the block; raise it where there is no such list."""
+    try:
+        yield
+    except RunError as error:
+        if broken is None:
+            raise
+        broken.append(error)

@@ -225,7 +225,7 @@ def attribute_cache(folder: Path) -> Check:
     if not kind.startswith("nfs"):
         found = "none that is known of" if networked else "of this machine alone"
         return ok("attribute cache", f"{kind}: {found}")
-    options = _mount_of(folder)[2]
+    options = _mount_of(folder)[1]
     if "noac" in options:
         return ok("attribute cache", "noac: none")
     said = (option.partition("=") for option in options)
@@ -252,12 +252,12 @@ def access(root: Path, run: Path | None) -> list[Check]:
 
 def kind_of(path: Path) -> tuple[str, bool]:
     """(type of the file system that `path` lies on, True if it looks like one that other machines mount too)."""
-    kind = _mount_of(path)[1]
+    kind = _mount_of(path)[0]
     return kind, kind.removeprefix("fuse.").startswith(NETWORKED)
 
 
-def _mount_of(path: Path) -> tuple[str, str, list[str]]:
-    """(mount point, type, options) of the file system of `path`."""
+def _mount_of(path: Path) -> tuple[str, list[str]]:
+    """(type, options) of the file system of `path`."""
     real, best, kind, options = path.resolve(), "", "unknown", list[str]()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -265,4 +265,4 @@ def _mount_of(path: Path) -> tuple[str, str, list[str]]:
             mount = left.split()[4].replace("\\040", " ")
             if real.is_relative_to(mount) and len(mount) >= len(best):
                 best, kind, options = mount, right.split()[0], right.split()[-1].split(",")
-    return best, kind, options
+    return kind, options
