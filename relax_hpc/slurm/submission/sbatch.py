@@ -72,15 +72,13 @@ class _Busy(Exception):
     """Raised when the controller did not answer: it is not known whether it took the job."""
 
 
-def write_scripts(run: RunDir, plan: Plan) -> dict[Kind, Path]:
+def write_scripts(run: RunDir, plan: Plan) -> None:
     """Write the scripts of all kinds of jobs into RUN/slurm; elastic jobs may be sent at any time."""
     (run.slurm / "jobs").mkdir(parents=True, exist_ok=True)
-    (run.logs / "slurm").mkdir(
-        parents=True, exist_ok=True
-    )  # Slurm makes no directory for output: the job would just fail
+    # Slurm makes no directory for output: the job would just fail.
+    (run.logs / "slurm").mkdir(parents=True, exist_ok=True)
     for kind in KINDS:
         replace(script(run, kind), render(plan, kind).encode())
-    return {kind: script(run, kind) for kind in KINDS}
 
 
 def script(run: RunDir, kind: Kind) -> Path:

@@ -84,7 +84,6 @@ def _head(plan: Plan, kind: Kind, by_hand: ByHand | None) -> list[str]:
         ]
     if kind == "leader":
         lines += [f"# Trainer processes are started by: {shlex.join(trainer_step(plan))} …"]
-    if kind == "leader":
         for name, role in plan.sidecars.items():
             who = f"The {name}'s processes are" if role.together else f"A {name} is"
             lines += [f"# {who} started by: {shlex.join(sidecar_step(plan, name))} …"]

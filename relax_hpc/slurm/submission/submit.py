@@ -23,7 +23,7 @@ from relax_hpc.slurm.client import cancel, look
 from relax_hpc.slurm.plan import KINDS, Kind, Plan, make_plan
 from relax_hpc.slurm.submission.sbatch import forget_end, jobs, script, submit_script, write_scripts
 from relax_hpc.slurm.submission.scripts import render
-from relax_hpc.slurm.submission.unstartable import hopeless_once_looked_at
+from relax_hpc.slurm.submission.unstartable import hopeless
 from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.supervise.lease import refuse_if_held
 
@@ -77,7 +77,7 @@ def _send(run: RunDir, plan: Plan) -> list[RunJob]:
             begun = sent[0] if kind == "rollout" and plan.slurm.rollout_after_leader else None
             sent.append(submit_script(run, kind, after=after, begun=begun))
         # Jobs that Slurm took and will never start: the others would burn nodes waiting for them.
-        if why := hopeless_once_looked_at(sent):
+        if why := hopeless(sent):
             told = "; ".join(
                 f"job {job} ({kind}): {why[job]}" for job, kind in zip(sent, _kinds(plan), strict=True) if job in why
             )

@@ -54,13 +54,10 @@ _TOGETHER = "the jobs of a run need to run at the same time (slurm.shape = 'sing
 
 
 def hopeless(ids: Iterable[str]) -> dict[str, str]:
-    """Job -> why no waiting starts it, with the recipe's key that mends it; empty where Slurm cannot be asked."""
-    wanted = list(ids)
-    return _hopeless(_rows(wanted), wanted)
+    """Job -> why no waiting starts it, with the recipe's key that mends it; empty where Slurm cannot be asked.
 
-
-def hopeless_once_looked_at(ids: Iterable[str]) -> dict[str, str]:
-    """As `hopeless`, for jobs sent a moment ago: waits a few seconds until the scheduler has looked at all of them."""
+    Waits a few seconds until the scheduler has looked at all of them: they may have been sent a moment ago.
+    """
     wanted = list(ids)
     for _ in range(LOOKS_AFTER_SENDING):
         rows = _rows(wanted)
@@ -81,8 +78,8 @@ def _rows(ids: list[str]) -> list[tuple[str, str, str]]:
 
 
 def _hopeless(rows: list[tuple[str, str, str]], ours: list[str]) -> dict[str, str]:
-    waiting = {job: reason for job, state, reason in rows if state in WAITING and _fix(reason, ours)}
-    return {job: f"{reason}: {reason_in_words(reason)}; change {_fix(reason, ours)}" for job, reason in waiting.items()}
+    waiting = [(job, reason, _fix(reason, ours)) for job, state, reason in rows if state in WAITING]
+    return {job: f"{reason}: {reason_in_words(reason)}; change {fix}" for job, reason, fix in waiting if fix}
 
 
 def _fix(reason: str, ours: list[str]) -> str:
