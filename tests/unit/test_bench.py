@@ -104,6 +104,11 @@ def test_each_table_of_the_page_is_what_its_result_says_or_says_that_it_was_type
         assert (tables.RESULTS / f"{name}.json").is_file() or re.search(r"^Typed by hand, 20\d\d-\d\d-\d\d", body, re.M)
 
 
+def test_the_comparison_quotes_ratios_of_the_page() -> None:
+    quoted = re.findall(r"\d\.\d\d \(\d\.\d\d–\d\.\d\d\)", tables.PAGE.with_name("comparison.md").read_text())
+    assert quoted and not [ratio for ratio in quoted if ratio not in tables.PAGE.read_text().replace("**", "")]
+
+
 def test_all_sh_runs_every_benchmark_that_the_page_has() -> None:
     script = (common.ROOT / "tools/bench/all.sh").read_text()
     runs = re.findall(r'^    "([\w-]+)(.*)"$', script, re.M)
