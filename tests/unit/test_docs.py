@@ -32,6 +32,7 @@ COMMAND = re.compile(r"\brelax-hpc ((?:[^`|;#\n\\]|\\\n|\\.)*)")
 OPTION = re.compile(r"(?<=\s)(--?[a-z][a-z-]*)")
 SET = re.compile(r"(?:--set|-s)[ =]['\"]?([a-z_][a-z_0-9.]*)=")
 KEY = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?: = [^`]*)?`")
+FILE = re.compile(r"(?<![\w/.-])((?:[\w.-]+/)+[\w.-]+\.(?:py|sh)|test_\w+\.py)\b")
 TOML = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FREE = re.compile(r"(options|config|environment|args|router)\.[\w-]+$|^[a-z_]+$")
 """Keys of tables whose names are the user's or another program's; a key alone, shown without its table."""
@@ -107,6 +108,14 @@ def test_commands_and_keys_that_a_page_shows_exist(page: Path) -> None:
     for block in TOML.findall(text):
         wrong += [key for key in dotted(tomllib.loads(block)) if key not in known and not FREE.search(key)]
     assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_python_and_shell_files_that_a_page_names_exist(page: Path) -> None:
+    folders = [REPOSITORY / name for name in ("relax_hpc", "tools", "tests", "examples")]
+    there = [path.as_posix() for folder in folders for path in folder.rglob("*.*")]
+    named = set(FILE.findall(page.read_text())) - {"tools/bench/NAME.py"}
+    assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)]
 
 
 def test_a_wrong_option_is_found() -> None:
