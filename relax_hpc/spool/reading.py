@@ -9,12 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import tenacity
+
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.node_cache import NodeCache
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard import DamagedShard, Shard
 
 T = TypeVar("T")
+TRIES, PAUSE_S = 4, 0.25
+"""Readings of a file that the file system fails to give, and seconds before the second one; then it counts as damaged."""
 
 
 class Shards(NodeCache):
@@ -52,6 +56,14 @@ class Shards(NodeCache):
 
         return self._first_good(request, opened)
 
+    def damage(self, request: str) -> str:
+        """Say why a request's shard cannot be read whole here; empty if it can."""
+        try:
+            self.opened(request).close()
+        except RunError as error:
+            return str(error)
+        return ""
+
     def _first_good(self, request: str, read: Callable[[Path], T]) -> T:
         copy = self.copy(request)
         if copy is not None:
@@ -60,4 +72,16 @@ class Shards(NodeCache):
             except RunError as error:
                 logging.getLogger("node_cache").warning("the published file is read instead: %s", error)
                 copy.unlink(missing_ok=True)
-        return read(self.run.shard(request))
+        attempts = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(_is_trouble),
+            wait=tenacity.wait_exponential(PAUSE_S),
+            stop=tenacity.stop_after_attempt(TRIES),
+            reraise=True,
+        )
+        return attempts(read, self.run.shard(request))
+
+
+def _is_trouble(error: BaseException) -> bool:
+    """Return True for damage that is an error of the file system, such as a stale handle: it may pass."""
+    cause = error.__cause__
+    return isinstance(error, DamagedShard) and isinstance(cause, OSError) and cause.errno is not None

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from relax_hpc.files.errors import RunError
+from relax_hpc.files.errors import Damaged, RunError
 from relax_hpc.roles.common.process import Exit, RoleProcess, is_full
 
 T = TypeVar("T")
@@ -76,35 +76,40 @@ def told(command: T | None, world: int) -> T:
     return found
 
 
+def gathered(value: T, world: int) -> list[T]:
+    """Return the values of all ranks, in order, on every rank; collective."""
+    values = [value] * world
+    if world > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def everywhere(flag: bool, world: int) -> bool:
     """Return True if the flag is set on every rank; collective."""
-    flags = [flag] * world
-    if world > 1:
-        dist.all_gather_object(flags, flag)
-    return all(flags)
+    return all(gathered(flag, world))
 
 
 def together(work: Callable[[], T], world: int) -> T:
-    """Return `work()` of this rank. A RunError on any rank is raised on every rank, so that all end the same way."""
-    found, error = list[T](), ""
+    """Return `work()` of this rank. A RunError on any rank is raised on every rank, so that all end the same way: as
+    Damaged, if that is what one of them met.
+    """
+    found, error, damaged = list[T](), "", False
     try:
         found.append(work())
     except RunError as mine:
         if world == 1:
             raise
-        error = str(mine)
+        error, damaged = str(mine), isinstance(mine, Damaged)
     said = first_said(error, world)
     if said:
-        raise RunError(said)
+        raise (Damaged if any(gathered(damaged, world)) else RunError)(said)
     return found[0]
 
 
 def first_said(error: str, world: int) -> str:
     """Return the first rank's error that is not empty, on every rank; empty if no rank has one."""
-    errors = [error] * world
-    if world > 1:
-        dist.all_gather_object(errors, error)
-    return next((f"rank {rank}: {said}" if world > 1 else said for rank, said in enumerate(errors) if said), "")
+    errors = enumerate(gathered(error, world))
+    return next((f"rank {rank}: {said}" if world > 1 else said for rank, said in errors if said), "")
 
 
 @contextlib.contextmanager

@@ -46,12 +46,12 @@ from relax_hpc.roles.common.ranks import (
     first_said,
     meet,
     room_for_all,
-    together,
     told,
 )
 from relax_hpc.roles.scoring.pending_columns import PendingColumns, described, opened, put, whole
 from relax_hpc.roles.training.columns import Columns, columns_of
-from relax_hpc.roles.training.load_batch import take
+from relax_hpc.roles.training.load_batch import load, take
+from relax_hpc.roles.training.quarantine import Quarantine
 from relax_hpc.spool.column import encode
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.reading import Shards
@@ -276,7 +276,8 @@ class Critic:
         assert entry is not None
         oldest = entry.step - self.bound if self.recipe.async_.on_stale == "mask" else None
         read = partial(take, entry, self.run, self.shard_reader, self.columns.names, oldest=oldest)
-        rollouts = together(read, self.world).rollouts
+        quarantine = Quarantine(self.run, self.commit_dir, self.process.telemetry.metrics)
+        rollouts = load(read, entry, self.shard_reader, quarantine, self.rank, self.world).rollouts
         metrics = self.trainer.learn(rollouts, self.algorithm, entry.step, lambda: self.heartbeat("learning"))
         self.version += 1
         self.learned += 1

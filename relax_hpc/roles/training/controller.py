@@ -22,7 +22,6 @@ from relax_hpc.roles.training.batch_scheduler import BatchScheduler, Replay
 from relax_hpc.roles.training.columns import Columns
 from relax_hpc.roles.training.evaluation import Evaluations
 from relax_hpc.roles.training.failures import Failures
-from relax_hpc.roles.training.quarantine import Quarantine
 from relax_hpc.roles.training.retention import Retention, newest_step
 from relax_hpc.roles.training.sft import SftBatches
 from relax_hpc.roles.training.skipped_steps import SkippedSteps
@@ -59,7 +58,6 @@ class Controller:
         """The critic's directory, if it has processes of its own."""
         self.retention = Retention(run, recipe, commit_dir, ledger, role.context, self.critic)
         columns = Columns(run, role.columns, commit_dir, self.process.telemetry.metrics)
-        quarantine = Quarantine(run, commit_dir, self.process.telemetry.metrics)
         self.scheduler: BatchScheduler | SftBatches | Replay
         if recipe.supervised:
             self.scheduler = SftBatches(role.examples, recipe.trainer.prompts_per_step, ledger, self.incarnation)
@@ -77,7 +75,7 @@ class Controller:
                 self.incarnation,
                 self.process.when_room,
                 columns,
-                quarantine,
+                role.quarantine,
                 recipe.algorithm.sample_reuse,
                 recipe.curriculum.solved_at if recipe.curriculum else None,
                 recipe.rollout.max_failed_fraction,
@@ -86,7 +84,7 @@ class Controller:
             self.scheduler = Replay(role.shards, ledger, role.shard_reader, columns)
         self.publisher = make_publisher(recipe, run, commit_dir, self.incarnation)
         evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
-        self.evaluations = Evaluations(run, recipe, queue, evaluated, quarantine)
+        self.evaluations = Evaluations(run, recipe, queue, evaluated, role.quarantine)
         self.failures = Failures(role.shard_reader, self.process.log)
         self.skipped_steps = SkippedSteps(recipe.trainer.max_skipped_steps, self.process.log)
         deadline = self.process.arguments.deadline

@@ -1,23 +1,62 @@
 """Load a step's batch: the samples that its ledger entry lets into the loss, from shards and columns. Trainer and
 critic both use it.
+
+    every rank: take ──a shard is damaged on one──► repaired from a rank that reads it whole ──► take once more
+                                                  └─whole on none──► Damaged, on every rank: the run stops
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_hpc.files.errors import Damaged
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.records import Rollouts, mask_old
+from relax_hpc.roles.common.ranks import gathered, together
 from relax_hpc.roles.training.columns import read_columns
-from relax_hpc.roles.training.quarantine import decided
+from relax_hpc.roles.training.quarantine import Quarantine, decided
 from relax_hpc.roles.training.step_metrics import Batch
 from relax_hpc.spool.ledger import Entry
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import Shard, concatenate
+
+
+def load(
+    read: Callable[[], Batch], entry: Entry, shard_reader: Shards, quarantine: Quarantine, rank: int, world: int
+) -> Batch:
+    """Return what `read`, this rank's `take` of `entry`, returns; collective. Raises Damaged or RunError, on every
+    rank."""
+    while True:
+        try:
+            return together(read, world)
+        except Damaged:
+            if not repair(entry, shard_reader, quarantine, rank, world):
+                raise
+
+
+def repair(entry: Entry, shard_reader: Shards, quarantine: Quarantine, rank: int, world: int) -> bool:
+    """Put back each shard of a step that one rank finds damaged and another reads whole, as from a copy in its node's
+    memory; collective. Return True if there was one, RunError if that is in vain.
+    """
+    requests = sorted({taken.request for taken in entry.take} | {name.rpartition("/")[0] for name in entry.reused})
+    everyone = gathered({request: shard_reader.damage(request) for request in requests}, world)
+
+    def put_back() -> bool:
+        found = False
+        for request in requests if shard_reader.run == quarantine.run else ():
+            said = [f"rank {other}: {damage[request]}" for other, damage in enumerate(everyone) if damage[request]]
+            whole = [other for other, damage in enumerate(everyone) if not damage[request]]
+            if said and whole:
+                found = True
+                if rank == whole[0]:
+                    quarantine.replace(request, shard_reader, said[0])
+        return found
+
+    return together(put_back, world)
 
 
 def take(

@@ -15,6 +15,7 @@ from relax_hpc.recipe.schema import CRITIC_KEY
 from relax_hpc.roles.common import gpus
 from relax_hpc.roles.common.process import RoleProcess
 from relax_hpc.roles.common.ranks import everywhere, meet
+from relax_hpc.roles.training.quarantine import Quarantine
 from relax_hpc.spool.reading import Shards
 from relax_hpc.trainers.base import Trainer
 
@@ -38,6 +39,7 @@ class TrainerState:
         """Seconds that leaving and taking shared devices took since the step before, without generation."""
         self.rank, self.world = arguments.rank, arguments.world
         self.commit_dir = Path(arguments.incarnation)
+        self.quarantine = Quarantine(self.run, self.commit_dir, process.telemetry.metrics)
         process.telemetry.heartbeat("starting", step=0, steps=recipe.run.steps)
         about = read_json(process.run.identity)
         self.debug: str | None = about["debug"]

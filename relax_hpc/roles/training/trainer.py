@@ -26,10 +26,10 @@ from relax_hpc.engines.model_folder import context_of
 from relax_hpc.files.errors import RunError
 from relax_hpc.records import Rollouts
 from relax_hpc.roles.common.process import Exit, RoleProcess, is_full
-from relax_hpc.roles.common.ranks import first_said, room_for_all, together
+from relax_hpc.roles.common.ranks import first_said, room_for_all
 from relax_hpc.roles.training import sft
 from relax_hpc.roles.training.controller import Command, Controller
-from relax_hpc.roles.training.load_batch import take
+from relax_hpc.roles.training.load_batch import load, take
 from relax_hpc.roles.training.shared_devices import SharedDevices
 from relax_hpc.roles.training.state import TrainerState
 from relax_hpc.roles.training.step_metrics import Batch, Clock
@@ -104,7 +104,8 @@ class TrainerRole(TrainerState):
                 continue
             assert command.entry is not None
             clock = Clock()
-            batch = together(partial(self.take, command.entry), self.world)
+            read = partial(self.take, command.entry)
+            batch = load(read, command.entry, self.shard_reader, self.quarantine, self.rank, self.world)
             clock.lap("read_s")
             metrics = {} if self.debug == "rollout-only" else self.update(batch.rollouts)
             self.step += 1
