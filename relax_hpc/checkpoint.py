@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from relax_hpc.files import folder_checksums, read_ahead
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import sync_folder, to_json, write_file
+from relax_hpc.files.publish import open_handle, sync_folder, to_json, write_file
 from relax_hpc.files.run_dir import RunDir
 
 T = TypeVar("T")
@@ -50,8 +50,8 @@ def commit(
     other files are read back. Raises FileNotFoundError if fenced."""
     write_file(folder / "state.json", to_json({"step": step, **state}))
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        with open_handle(path, os.O_RDONLY) as handle:
+            os.fsync(handle)
     folder_checksums.write(folder, checksums)
     final = run.checkpoint(step)
     if (final / "DONE").exists():

@@ -1,4 +1,5 @@
-"""A file system that fails, without one: calls of `os` and `io` below a folder are counted, and one of them goes wrong."""
+"""A file system that fails, without one: calls of `os` and `io` below a folder are counted, and one of them goes wrong. What C++ code
+reads and writes by itself (torch, a file opened by `open`) is not among them."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ import pytest
 CHANGES = ("mkdir", "rename", "link", "unlink", "rmdir", "replace")
 """Calls that a server carries out twice where the reply to the first is lost: the second answer is another one."""
 CALLS = ("open", "mkdir", "rename", "link", "unlink", "rmdir", "stat", "listdir", "scandir", "utime", "replace")
+HANDLE_CALLS = ("read", "pread", "preadv", "writev", "fsync")
+"""Calls on an open file, which is known by the path that the system knows it by."""
 
 
 class Faults:
@@ -44,6 +47,8 @@ class Faults:
     def wrap(self, call: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, *arguments: Any, **options: Any) -> Any:
             text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else ""
+            if call in HANDLE_CALLS and not self.quiet:
+                text = os.readlink(f"/proc/self/fd/{path if isinstance(path, int) else path.fileno()}")
             if self.quiet or not str(text).startswith(self.root):
                 return real(path, *arguments, **options)
             self.count += 1
@@ -58,7 +63,8 @@ class Faults:
                 return real(path, *arguments, **options)
             if how == "lost" and call not in ("open", "scandir"):  # those give handles: no answer is no handle
                 real(path, *arguments, **options)
-            raise OSError(self.error, os.strerror(self.error), str(text))
+            name = () if call in HANDLE_CALLS else (str(text),)  # a handle's errors name no file
+            raise OSError(self.error, os.strerror(self.error), *name)
 
         return wrapped
 
@@ -66,7 +72,7 @@ class Faults:
 def inject(monkeypatch: pytest.MonkeyPatch, root: Path) -> Faults:
     """Put a `Faults` below `root` in place."""
     faults = Faults(root)
-    for call in CALLS:
+    for call in (*CALLS, *HANDLE_CALLS):
         monkeypatch.setattr(os, call, faults.wrap(call, getattr(os, call)))
     monkeypatch.setattr(io, "open", faults.wrap("open", io.open))
     return faults

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,23 @@ def rename_once(source: Path, target: Path, done: Callable[[], bool]) -> None:
             raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Make names that appeared in `folder` survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
+@contextlib.contextmanager
+def open_handle(path: Path, flags: int) -> Iterator[int]:
+    """Open a file or folder. Errors of calls on the handle name `path`, which the system does not."""
+    handle = os.open(path, flags, 0o644)
     try:
-        os.fsync(handle)
+        yield handle
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         os.close(handle)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names that appeared in `folder` survive a power failure."""
+    with open_handle(folder, os.O_RDONLY) as handle:
+        os.fsync(handle)
 
 
 Data = bytes | Sequence[bytes | memoryview]
@@ -70,13 +80,10 @@ _begin_writing_back.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ct
 
 def write_file(path: Path, data: Data, *, durable: bool = True) -> None:
     """Create `path`, which must not exist, with `data`."""
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
+    with open_handle(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as handle:
         _write_all(handle, [data] if isinstance(data, bytes) else data, durable)
         if durable:
             os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_all(handle: int, pieces: Sequence[bytes | memoryview], durable: bool) -> None:
@@ -172,14 +179,11 @@ def read_json(path: Path) -> Any:
 
 def _read_small(path: Path) -> bytes:
     """Read all of a small file, mostly in three calls to the file system; path.read_bytes() needs eight."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with open_handle(path, os.O_RDONLY) as handle:
         parts = [os.read(handle, SMALL_BYTES)]
         while len(parts[-1]) == SMALL_BYTES:
             parts.append(os.read(handle, SMALL_BYTES))
         return b"".join(parts)
-    finally:
-        os.close(handle)
 
 
 def to_json(value: Any) -> bytes:

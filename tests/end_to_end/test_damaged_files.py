@@ -84,3 +84,14 @@ def test_a_disk_that_is_full_before_the_run_is_there(tmp_path):
     body = [sys.executable, "-m", "tests.end_to_end.full_at_creation", str(tmp_path)]
     done = subprocess.run([*namespace, *body], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_the_roles_cannot_begin_with_ends_the_run_at_the_second_time(run):
+    """A damaged tokenizer, which the library that reads it refuses in words of its own."""
+    tokenizer = run.model / "tokenizer.json"
+    before = len(list(run.logs.glob("trainer-0.*.log")))
+    os.truncate(tokenizer, 100)
+    error = refused("run", run.root, "--set", "run.steps=6")
+    assert "cannot begin: twice the same error" in error and str(run.logs) in error
+    assert outcome(run)["fatal"] is True
+    assert len(list(run.logs.glob("trainer-0.*.log"))) <= before + 2, "and not as often as supervision.max_restarts"

@@ -175,23 +175,48 @@ def test_a_rollout_job_goes_on_whatever_call_fails(
 
 
 TRAINER = """
-case "$*" in *trainer*) ;; *) exit 0;; esac
-for i in $(seq 3000); do [ "$(wc -l <{sent})" -ge 3 ] && break; sleep 0.01; done
+case "$*" in *trainer*) ;; *) exec sleep 60;; esac
+for i in $(seq 3000); do [ "$(wc -l <{sent})" -ge {jobs} ] && break; sleep 0.01; done
 mkdir -p {root}/checkpoints/step-00000001; touch {root}/checkpoints/step-00000001/DONE
 echo '{{"role": "trainer-0", "attempt": 0, "state": "done", "step": 1, "time": 1, "pid": 1, "host": "n"}}' >{root}/heartbeats/trainer-0.json
 """
 
 
+def led_before(run: RunDir) -> None:
+    """The job's first start, which a lost node ended: its lease is there."""
+    path = acquire(run).folder / "holder.json"
+    replace(path, to_json({**read_json(path), "host": "lost"}))
+
+
+@pytest.mark.parametrize(
+    ("sets", "starts", "wanted", "every"),
+    [
+        (["slurm.shape=split"], 1, ["elastic", "leader", "rollout"], 5),
+        (["slurm.shape=het"], 1, ["elastic", "leader"], 9),
+        (["slurm.shape=split", "slurm.restart=requeue"], 2, ["elastic", "rollout"], 9),
+    ],
+    ids=["split", "het", "requeued"],
+)
 def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
-    tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    quick: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sets: list[str],
+    starts: int,
+    wanted: list[str],
+    every: int,
 ) -> None:
     def scenario(root: Path, faults: Faults) -> None:
         sent = tmp_path / f"{root.name}.sent"
         with faults.spared():
-            run = prepared(root, tmp_path)
+            run = prepared(root, tmp_path, *sets)
             set_desired_size(run, 1, 2, None, "me")
+            monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+            if starts > 1:
+                led_before(run)
+                monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         sent.touch()
-        program(quick, "srun", TRAINER.format(sent=sent, root=run.root))
+        program(quick, "srun", TRAINER.format(sent=sent, root=run.root, jobs=len(wanted)))
         count = f"echo $((10 + $(wc -l <{sent})))"
         program(quick, "sbatch", f"exec 9>{sent}.lock", "flock 9", f'echo "$*" >>{sent}', count)
         program(quick, "squeue", *(f"echo '{job}|RUNNING|None'" for job in (7, 11, 12, 13, 14, 15)))
@@ -203,12 +228,12 @@ def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
         assert ended.value.code == 0
         with faults.spared():
             kinds = sorted(line.rpartition("/")[2].strip() for line in sent.read_text().splitlines())
-            assert kinds == ["elastic.sbatch", "leader.sbatch", "rollout.sbatch"], "each is sent once"
+            assert kinds == [f"{kind}.sbatch" for kind in wanted], "each is sent once"
             assert [leader["job"] for leader in read_leaders(run)] == ["7"]
             assert (outcome_of(run) or {})["outcome"] == "done"
             assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
 
-    assert each_call(tmp_path, scenario, every=3) > 80
+    assert each_call(tmp_path, scenario, every) > 80
 
 
 @pytest.mark.parametrize("terminal", [True, False])
