@@ -51,9 +51,8 @@ class Quarantine:
             written.validate()
         with contextlib.suppress(FileExistsError):  # trainer and critic may do the same at the same moment
             os.link(self.run.shard(request), quarantine)
-        os.rename(
-            ours, self.run.shard(request)
-        )  # at no time is there no shard: nothing could be generated in its place
+        # At no time is there no shard: nothing could be generated in its place.
+        os.rename(ours, self.run.shard(request))
         sync_folder(self.run.shard(request).parent)
         self._say_why(quarantine, request, damage)
 
