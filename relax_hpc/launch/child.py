@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -18,7 +16,7 @@ from relax_hpc.recipe import dump_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.source import FilePrompts
 from relax_hpc.supervise.fork_server import PREPARE, ForkedProcess, ForkServer
-from relax_hpc.supervise.processes import PIPE_BYTES, how_it_ended
+from relax_hpc.supervise.processes import how_it_ended
 
 LOADING = "copying the code, loading torch and transformers (some seconds; more the first time)"
 LOOK_S = 0.2
@@ -42,21 +40,15 @@ def prepare(
     tell: called with what is being done, each time that this changes.
     """
     log = run.logs / "prepare.log"
-    reading, writing = os.pipe()
+    child = fork_server.spawn([PREPARE, str(run.root), what, *([str(fork_of.root)] if fork_of else [])], log)
     try:
-        words = [PREPARE, str(run.root), what, *([str(fork_of.root)] if fork_of else [])]
-        child = fork_server.spawn(words, log, writing)
-        os.close(writing)
-        try:
-            code = _wait(child, run, tell)
-        except BaseException:
-            child.kill()
-            raise
-        if code == 0:
-            return
-        said = os.read(reading, PIPE_BYTES) if select.select([reading], [], [], 0)[0] else b""
-    finally:
-        os.close(reading)
+        code = _wait(child, run, tell)
+    except BaseException:
+        child.kill()
+        raise
+    if code == 0:
+        return
+    said = child.final_message
     ours, text = json.loads(said) if said else (False, f"{how_it_ended(code)}\n{log.read_text(errors='replace')}")
     if ours:
         raise RunError(text)

@@ -30,17 +30,16 @@ from relax_hpc.slurm.client import end_of_job, own_job
 from relax_hpc.slurm.elastic import Elastic
 from relax_hpc.slurm.job_registry import JobRegistry
 from relax_hpc.slurm.node_agent import BASE
-from relax_hpc.slurm.node_agents import NodeAgents
-from relax_hpc.slurm.plan import make_plan
-from relax_hpc.slurm.rollout_jobs import LOOK_S, Base, BaseJobs, BaseSteps, NoBase, RolloutJobs
-from relax_hpc.slurm.sidecars import SidecarSteps
+from relax_hpc.slurm.plan import Plan, make_plan
+from relax_hpc.slurm.rollout_jobs import LOOK_S, BaseJobs, BaseSteps, RolloutJobs
+from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.slurm.srun import rollout_step, sidecar_step, step_command, trainer_step
+from relax_hpc.slurm.steps import RoleStep, sidecar_steps, trainer_steps
 from relax_hpc.slurm.submission.sbatch import exclude, record_own
 from relax_hpc.slurm.submission.unstartable import Vigil
-from relax_hpc.slurm.trainer_steps import StepTrainers
 from relax_hpc.supervise.io_retry import IoRetry, at_first
 from relax_hpc.supervise.lease import RENEW_S, Lease, acquire
-from relax_hpc.supervise.rollout_workers import GRACE_S, Together
+from relax_hpc.supervise.restarts import GRACE_S, Workers
 from relax_hpc.supervise.supervisor import Supervisor, sweep
 from relax_hpc.telemetry import Telemetry
 
@@ -151,26 +150,28 @@ def supervise(
         return supervisor.supervise()
 
 
-def groups(run: RunDir, recipe: Recipe, telemetry: Telemetry) -> tuple[StepTrainers, Together]:
-    """Make the trainer steps and all that works beside them; start nothing."""
+def groups(run: RunDir, recipe: Recipe, telemetry: Telemetry) -> tuple[RoleStep, list[Workers]]:
+    """Make the trainer step and all that works beside it; start nothing."""
     plan = make_plan(recipe)
     python = step_command(plan)
-    trainers = StepTrainers(run, recipe, [*trainer_step(plan), *python], end_of_job(_own_job()))
-    jobs = JobRegistry(run)
-    base: Base
-    if not plan.generates:
-        base = NoBase()
-    elif plan.slurm.shape == "split":
+    trainers = trainer_steps(run, recipe, [*trainer_step(plan), *python], end_of_job(_own_job()))
+    beside: list[Workers] = [rollout_jobs(run, recipe, plan, telemetry)] if plan.generates else []
+    for name in plan.sidecars:
+        beside += sidecar_steps(run, recipe, name, [*sidecar_step(plan, name), *python], telemetry.metrics)
+    return trainers, beside
+
+
+def rollout_jobs(run: RunDir, recipe: Recipe, plan: Plan, telemetry: Telemetry) -> RolloutJobs:
+    """Make the rollout nodes, base and elastic."""
+    jobs, io = JobRegistry(run), IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
+    base: BaseJobs | BaseSteps
+    if plan.slurm.shape == "split":
         base = BaseJobs(run, recipe, telemetry, jobs)
     else:
-        base = BaseSteps(run, recipe, [*rollout_step(plan), *python], telemetry, leader=_own_job())
-    elastic = Elastic(run, recipe, telemetry, jobs)
-    crew_io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
-    rollout_jobs = RolloutJobs(NodeAgents(run, recipe, telemetry), base, elastic, jobs, plan.slurm.ask_every_s, crew_io)
-    sidecars = [
-        SidecarSteps(run, recipe, n, [*sidecar_step(plan, n), *python], telemetry.metrics) for n in plan.sidecars
-    ]
-    return trainers, Together(rollout_jobs, *sidecars)
+        python = [*rollout_step(plan), *step_command(plan)]
+        base = BaseSteps(run, recipe, python, telemetry, leader=_own_job())
+    nodes, elastic = RolloutNodes(run, recipe, telemetry), Elastic(run, recipe, telemetry, jobs)
+    return RolloutJobs(nodes, base, elastic, jobs, plan.slurm.ask_every_s, io)
 
 
 @contextlib.contextmanager
@@ -219,7 +220,7 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     base = BaseSteps(run, recipe, python, telemetry, f"job{job}" if elastic else BASE, 1 if elastic else None)
     io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
     io(lambda: record_own(run, job, "elastic" if elastic else "rollout"))
-    node_agents = io(lambda: NodeAgents(run, recipe, telemetry))
+    nodes = io(lambda: RolloutNodes(run, recipe, telemetry))
     log = f"node-agent-{f'job{job}' if elastic else BASE}"
     print(
         f"rollout nodes of '{run.root}': their node agents log to {run.logs}/{log}-*.log, workers to rollout-*.log there",
@@ -228,7 +229,7 @@ def roll_out(run: RunDir, elastic: bool) -> int:
     vigil, in_vain = Vigil(run, recipe), ""
     while not (base.left or base.failure or in_vain or asked()):
         time.sleep(LOOK_S)
-        io(lambda: base.look_after(node_agents.read()))
+        io(lambda: base.look_after(nodes.read()))
         in_vain = io(vigil.in_vain)
     if not (base.failure or in_vain):
         print("asked to leave, by Slurm or the leader" if asked() else "its node agents have left", flush=True)

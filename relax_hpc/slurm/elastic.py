@@ -20,8 +20,7 @@ from relax_hpc.recipe.tables.slurm import Autoscale
 from relax_hpc.slurm.client import ALIVE, WAITING, ask, cancel, number
 from relax_hpc.slurm.job_registry import JobRegistry
 from relax_hpc.slurm.submission.refusals import Refusals
-from relax_hpc.slurm.submission.sbatch import submit_script
-from relax_hpc.supervise.processes import RestartPolicy
+from relax_hpc.supervise.restarts import RestartPolicy
 from relax_hpc.telemetry import Telemetry, read_metrics
 
 SOON_S = 300.0
@@ -75,7 +74,7 @@ class Elastic:
         self._draining: set[str] = set()
         self._gone: set[str] | None = None
         """Jobs that had ended at our last look; None before the first: what ended before it is no loss of ours."""
-        self._restart_policy = RestartPolicy(recipe.supervision)
+        self._restarts = RestartPolicy(recipe.supervision)
         self._refusals = Refusals(telemetry, "elastic job")
         self._first_seen: dict[str, float] = {}
         """Job -> when we first saw it, by our own clock."""
@@ -93,7 +92,7 @@ class Elastic:
         if desired is None:  # jobs that a person sent by hand stay
             return [job for job in states if job not in alive]
         missing = desired.rollout - self._base - len(staying)
-        if missing > 0 and self._refusals.due and time.monotonic() > self._restart_policy.not_before:
+        if missing > 0 and self._refusals.due and self._restarts.due:
             self._send(missing, desired.partition)
         if missing < 0:
             # Jobs that wait in the queue leave first, then the youngest.
@@ -106,18 +105,13 @@ class Elastic:
         new, self._gone = gone - (gone if self._gone is None else self._gone), gone
         for job in sorted(new, key=number):
             self._telemetry.metrics("lost", role=f"elastic job {job}", reason="its job is gone")
-            self._restart_policy.failed(
-                "gone", None if time.monotonic() - self._first_seen[job] < SOON_S else number(job)
-            )
+            self._restarts.failed(None if time.monotonic() - self._first_seen[job] < SOON_S else number(job))
 
     def _send(self, count: int, partition: str | None) -> None:
         for _ in range(count):
-            try:
-                job = submit_script(self._run, "elastic", options=[f"--partition={partition}"] if partition else [])
-            except RunError as error:
-                self._refusals.note(error)
+            job = self._refusals.send(self._run, "elastic", *([f"--partition={partition}"] if partition else []))
+            if not job:
                 return
-            self._refusals.forget()
             self._telemetry.metrics("scale", role="elastic job", job=job, reason="fewer rollout nodes than desired")
 
     def _drain(self, leaving: list[str], states: dict[str, str | None]) -> None:

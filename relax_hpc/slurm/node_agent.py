@@ -31,7 +31,8 @@ from relax_hpc.slurm.submission.sbatch import end_jobs, jobs
 from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.supervise.io_retry import IoRetry, at_first
 from relax_hpc.supervise.lease import Holder
-from relax_hpc.supervise.rollout_workers import GRACE_S, LocalWorkers, clear_node
+from relax_hpc.supervise.restarts import GRACE_S, Together
+from relax_hpc.supervise.rollout_workers import clear_node, workers_here
 from relax_hpc.supervise.supervisor import ENDED, outcome_of
 from relax_hpc.telemetry import Telemetry, set_up_logging
 
@@ -51,17 +52,11 @@ class NodeAgent:
         self.run, self.about, self.recipe = run, about, load_recipe(run.recipe)
         keep_private(self.recipe.run.group_access)
         self.telemetry = Telemetry(run, f"node-agent-{about['step']}-{about['index']}", attempt=0)
-        self.workers = LocalWorkers(
-            run,
-            self.recipe,
-            ForkServer(run),
-            names,
-            uuid.uuid4().hex[:8],
-            self.gone,
-            self.telemetry.metrics,
-        )
-        self.workers.failure = gpus.check_node(self.recipe, len(names))
-        self.workers.fatal = bool(self.workers.failure)
+        tag, say = uuid.uuid4().hex[:8], self.telemetry.metrics
+        self.workers = workers_here(run, self.recipe, ForkServer(run), names, tag, self.gone, say)
+        self.together = Together(self.workers)
+        self._unfit = gpus.check_node(self.recipe, len(names))
+        """Why this node cannot have these workers; empty where it can."""
         self._place = run.slurm / "places" / f"{about['group']}-{about['index']}.json"
         """Names the node agent that was started last for this node of the group."""
         self._state, self._looked_at, self._asked_at = "starting", float("-inf"), float("-inf")
@@ -91,19 +86,25 @@ class NodeAgent:
             signal.signal(number, self._leave)
         io = IoRetry(self.run, self.recipe.supervision.io_wait_s, self.telemetry.metrics)
         io(self._take_place)
-        while not self.leaving and not self.workers.failure:
+        while not self.leaving and not self.failure[0]:
             io(self._tick)
             time.sleep(POLL_S)
-        self.workers.ask_to_stop()
+        self.together.ask_to_stop()
         deadline = time.monotonic() + GRACE_S
-        while any(handle.running for handle in self.workers.handles) and time.monotonic() < deadline:
+        while any(worker.group.running for worker in self.workers) and time.monotonic() < deadline:
             self.say()  # a node agent that is leaving is not silent
             time.sleep(POLL_S)
         self.say()
-        self.workers.end(grace_s=0)
+        self.together.end(grace_s=0)
         if not self.replaced:  # else another node agent on this node may be using it
             io(lambda: clear_node(self.run, self.recipe))
         self.say(ended=True)
+
+    @property
+    def failure(self) -> tuple[str, bool]:
+        """Why this node's workers cannot go on, empty while they can; and True if a person must do something first."""
+        failed = self.together.failed
+        return (failed.failure, failed.fatal) if failed else (self._unfit, bool(self._unfit))
 
     def _tick(self) -> None:
         """Look after the workers, and every LOOK_S at the run.
@@ -111,10 +112,9 @@ class NodeAgent:
         Safe to call again where the file system failed in the middle.
         """
         if time.monotonic() - self._looked_at < LOOK_S:
-            self.workers.look_after()
+            self.together.look_after()
             self.say()
             return
-        self.workers.look_for_silence()
         self.left = {w: lost for w, lost in self.left.items() if is_there(self.run.claimed_requests / w)}
         self._state = self.state()
         if self.over() or self._is_replaced():
@@ -177,21 +177,16 @@ class NodeAgent:
 
     def state(self) -> str:
         """The state of the worker that is furthest on: "starting", "syncing" (it takes the weights) or "active"."""
-        heartbeats = [handle.heartbeat() or {} for handle in self.workers.handles]
+        heartbeats = [heartbeat for worker in self.workers for heartbeat in worker.group.heartbeats()]
         self._requests = max(self._requests, sum(heartbeat.get("requests", 0) for heartbeat in heartbeats))
         states = {heartbeat.get("state", "starting") for heartbeat in heartbeats}
         return "active" if states - {"starting", "syncing"} else "syncing" if "syncing" in states else "starting"
 
     def say(self, ended: bool = False) -> None:
         """Write the heartbeat; at once when something changed."""
-        in_use = self.workers.in_use()
-        state = "gone" if ended else "draining" if self.leaving else self._state
-        about: dict[str, Any] = {
-            "claim_dirs": in_use,
-            "left": dict(self.left),
-            "failure": self.workers.failure,
-            "fatal": self.workers.fatal,
-        }
+        in_use = {worker.claim_dir: worker.group.name for worker in self.workers if worker.claim_dir}
+        state, (failure, fatal) = "gone" if ended else "draining" if self.leaving else self._state, self.failure
+        about: dict[str, Any] = {"claim_dirs": in_use, "left": dict(self.left), "failure": failure, "fatal": fatal}
         self.telemetry.heartbeat(state, at_once=about != self._said, requests=self._requests, **self.about, **about)
         self._said = about
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm.client import ALIVE, look
 from relax_hpc.slurm.elastic import Elastic
 from relax_hpc.slurm.job_registry import JobRegistry
 from relax_hpc.slurm.node_agent import BASE
-from relax_hpc.slurm.node_agents import NodeAgents
+from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.slurm.srun import ROLLOUT_COMPONENT, with_options
+from relax_hpc.slurm.steps import Step, node_of_task
 from relax_hpc.slurm.submission.refusals import Refusals
-from relax_hpc.slurm.submission.sbatch import exclude, submit_script
-from relax_hpc.slurm.trainer_steps import Step, node_of_task
+from relax_hpc.slurm.submission.sbatch import exclude
 from relax_hpc.supervise.io_retry import IoRetry
-from relax_hpc.supervise.processes import RestartPolicy, next_attempt
+from relax_hpc.supervise.restarts import RestartPolicy
 from relax_hpc.telemetry import Telemetry
 
 LOOK_S = 0.5
@@ -32,36 +32,22 @@ BY_HAND_S = 60.0
 """How long a person who sends both scripts by hand has for the second one."""
 
 
-class Base(Protocol):
-    """The rollout nodes that the recipe asks for."""
-
-    failure: str
-    suspect: str
-
-    def look_after(self, node_agents: NodeAgents) -> None:
-        """Look after the node agents; called often, so it must be quick."""
-
-    def gave_up(self, host: str, reason: str) -> None:
-        """Note that workers were lost too often on a node."""
-
-    def keep_jobs(self) -> None:
-        """Look after the jobs; called now and then in a thread, since Slurm may take its time to answer."""
-
-    def ask_to_stop(self) -> None: ...
-
-    def end(self, grace_s: float) -> None: ...
-
-
 class RolloutJobs:
     """All rollout nodes of a run, base and elastic."""
 
     def __init__(
-        self, node_agents: NodeAgents, base: Base, elastic: Elastic, jobs: JobRegistry, ask_every_s: float, io: IoRetry
+        self,
+        nodes: RolloutNodes,
+        base: BaseSteps | BaseJobs,
+        elastic: Elastic,
+        jobs: JobRegistry,
+        ask_every_s: float,
+        io: IoRetry,
     ) -> None:
-        """ask_every_s: seconds between two questions to Slurm about `jobs`, which `base` and `elastic` read; io: for
-        the thread that asks.
+        """base: the nodes that the recipe asks for. ask_every_s: seconds between two questions to Slurm about `jobs`, which
+        `base` and `elastic` read in a thread, since Slurm may take its time to answer; io: for that thread.
         """
-        self._node_agents, self._base, self._elastic, self._jobs = node_agents, base, elastic, jobs
+        self._nodes, self._base, self._elastic, self._jobs = nodes, base, elastic, jobs
         self._ask_every_s, self._io = ask_every_s, io
         self._slurm = ThreadPoolExecutor(1, thread_name_prefix="slurm")
         self._keeping: Future[None] | None = None
@@ -73,9 +59,9 @@ class RolloutJobs:
         if self._asked or time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
-        self._node_agents.look()
-        self._base.look_after(self._node_agents)
-        for heartbeat in self._node_agents.failed():
+        self._nodes.look()
+        self._base.look_after(self._nodes)
+        for heartbeat in self._nodes.failed():
             self._failed(heartbeat)
         self.failure, self.suspect = self.failure or self._base.failure, self.suspect or self._base.suspect
         if (self._keeping is None or self._keeping.done()) and time.monotonic() - self._kept_at > self._ask_every_s:
@@ -94,9 +80,7 @@ class RolloutJobs:
         self._jobs.look()
         self._base.keep_jobs()
         for job in self._elastic.keep():
-            self._node_agents.job_ended(job)
-
-    def look_for_silence(self) -> None: ...
+            self._nodes.job_ended(job)
 
     def ask_to_stop(self) -> None:
         self._asked = True
@@ -107,7 +91,19 @@ class RolloutJobs:
         self._io.end()
         self._slurm.shutdown(wait=False, cancel_futures=True)
         self._base.end(grace_s)
-        self._node_agents.look()
+        self._nodes.look()
+
+
+@dataclass(slots=True)
+class Node:
+    """A node of this job's, over all steps that its node agents ran in."""
+
+    restarts: RestartPolicy
+    step: Step | None = None
+    """The step of its node agent; None where the next one is to be started."""
+    host: str = ""
+    left: bool = False
+    """True once its node agent left in order."""
 
 
 class BaseSteps:
@@ -128,65 +124,59 @@ class BaseSteps:
         leader: our own job where it leads the run: its node agents have no reason to leave before it asks them to.
         """
         self._run, self._recipe, self._python, self._telemetry = run, recipe, python, telemetry
-        self._group, self._leader = group, leader
-        self._steps: dict[int, Step] = {}
-        """Node of the group -> the step that its node agent runs in."""
-        self._noted = set[int]()
-        """Nodes whose loss is recorded and whose next step is not started yet: the file system refused its log."""
+        self._group, self._leader, self._limits = group, leader, recipe.supervision
+        self.nodes = [Node(RestartPolicy(recipe.supervision)) for _ in range(nodes or recipe.rollout.nodes)]
         self._left_at: dict[Step, float] = {}
         """Step -> when its first node agent was seen to have left."""
-        self._left = set[int]()
-        """Nodes whose node agent left in order.
-
-        One that was restarted on its node makes the step of all nodes end with an exit code of failure.
-        """
-        self._restart_policy = {i: RestartPolicy(recipe.supervision) for i in range(nodes or recipe.rollout.nodes)}
+        self._started = False
         self.failure = self.suspect = ""
 
     def gave_up(self, host: str, reason: str) -> None:
         """End this job, since only a job on other nodes can help; its successor avoids the node."""
         self.failure, self.suspect = self.failure or f"{host}: {reason}", host
 
-    def look_after(self, node_agents: NodeAgents) -> None:
-        if not self._steps:
-            step = self._start([], None)
-            self._steps = dict.fromkeys(self._restart_policy, step)
-        for index in self._steps:
-            self._look_after_node(index, node_agents)
+    def look_after(self, nodes: RolloutNodes) -> None:
+        if not self._started:
+            step = self._start([], "%t")
+            self._started = True
+            for node in self.nodes:
+                node.step = step
+        for index, node in enumerate(self.nodes):
+            if node.step is not None:
+                self._look_after_node(index, node, node.step, nodes)
+            if node.step is None and node.restarts.due and not self.failure:
+                where = [f"--nodelist={node.host}"] if node.host else []
+                node.step = self._start(["--overlap", "--nodes=1", "--ntasks=1", *where], str(index))
 
     @property
     def left(self) -> bool:
-        """True when all node agents ended in order: the run is over, or they gave up."""
-        return bool(self._steps) and self._left == self._steps.keys()
+        """True when all node agents ended in order: the run is over, or they gave up.
 
-    def _look_after_node(self, index: int, node_agents: NodeAgents) -> None:
-        step, restart_policy = self._steps[index], self._restart_policy[index]
-        name, heartbeat = node_agents.of(step.id, index) or ("", None)
-        if heartbeat is None and step.running and time.monotonic() - step.started_at > self._recipe.supervision.start_s:
+        Where one was restarted on its node, the step of all nodes ends with an exit code of failure.
+        """
+        return all(node.left for node in self.nodes)
+
+    def _look_after_node(self, index: int, node: Node, step: Step, nodes: RolloutNodes) -> None:
+        name, heartbeat = nodes.of(step.id, index)
+        if not heartbeat and step.running and time.monotonic() - step.started_at > self._limits.start_s:
             self._never_began(index, step)
             return
-        left = step.code == 0 or node_agents.left(name)
+        left = step.code == 0 or nodes.left(name)
         if left and not self._must_stay(step):
-            self._left.add(index)
+            node.left = True
             return
-        silent = heartbeat is not None and name not in node_agents.alive()
-        if (step.running and not silent) or time.monotonic() < restart_policy.not_before:
+        if step.running and not left and (not heartbeat or name in nodes.alive()):
             return
-        host, limit_s = heartbeat["host"] if heartbeat else "", self._recipe.supervision.node_agent_silent_s
-        reason = f"no heartbeat for {limit_s:.0f} s" if step.running else step.words()
+        node.host = str(heartbeat.get("host", node.host))
+        reason = f"no heartbeat for {self._limits.node_agent_silent_s:.0f} s" if step.running else step.error()
         reason = "its node agent left, and the run goes on" if left else reason
-        who = f"rollout node {index}" + (f" ({host})" if host else "")
-        if index not in self._noted:
-            self._telemetry.metrics("lost", role=who, reason=reason)
-            # Only this node's share: the run may go on well without it.
-            if not restart_policy.failed(reason, step.started_at if heartbeat and heartbeat.get("requests") else None):
-                self.failure, self.suspect = restart_policy.exhausted(who, reason, "", step.log), host
-                return
-            self._noted.add(index)
-        self._steps[index] = self._start(
-            ["--overlap", "--nodes=1", "--ntasks=1", *([f"--nodelist={host}"] if host else [])], index
-        )
-        self._noted.discard(index)
+        who = f"rollout node {index}" + (f" ({node.host})" if node.host else "")
+        self._telemetry.metrics("lost", role=who, reason=reason)
+        # Only this node's share: the run may go on well without it.
+        if node.restarts.failed(step.started_at if heartbeat.get("requests") else None):
+            node.step = None
+        else:
+            self.failure, self.suspect = node.restarts.exhausted(who, reason, "", step.srun_log), node.host
 
     def _must_stay(self, step: Step) -> bool:
         """Return True if the run goes on although node agents of a step have left.
@@ -194,21 +184,17 @@ class BaseSteps:
         A trainer that was told to end with them needs some time to say so; longer than that, and the run goes on.
         """
         left_s = time.monotonic() - self._left_at.setdefault(step, time.monotonic())
-        return self._leader is not None and left_s > self._recipe.supervision.node_agent_silent_s
+        return self._leader is not None and left_s > self._limits.node_agent_silent_s
 
-    def _start(self, options: list[str], index: int | None) -> Step:
-        step = Step(self._run, "srun-node-agents")
-        command = node_agent_command(self._run, self._recipe, self._group, step.id)
-        if index is not None:
-            command += ["--index", str(index)]
-        attempt = next_attempt(self._run, "srun-node-agents")
-        which = "%t" if index is None else str(index)
+    def _start(self, options: list[str], which: str) -> Step:
+        """Start node agents by an srun with further options. which: the node's index; "%t" for those of all nodes."""
+        srun, workers = with_options(options, self._python), self._recipe.rollout.workers // self._recipe.rollout.nodes
+        output = f"node-agent-{self._group}-{which}"
+        step = Step(self._run, self._limits, "node-agents", ["srun-node-agents"], srun, output)
         step.start(
-            with_options(options, self._python),
-            command,
-            f"node-agent-{self._group}-{which}.{attempt:04d}.log",
-            f"srun-node-agents.{attempt:04d}.log",
-        )
+            "relax_hpc.slurm.node_agent", str(self._run.root), "--group", self._group, "--step", step.id,
+            "--workers", str(workers), *([] if which == "%t" else ["--index", which]),
+        )  # fmt: skip
         return step
 
     def _never_began(self, index: int, step: Step) -> None:
@@ -218,8 +204,8 @@ class BaseSteps:
         host = node_of_task(ROLLOUT_COMPONENT, index)
         self.failure, self.suspect = (
             f"rollout node {index}{f' ({host})' if host else ''}: its node agent has not begun {time.monotonic() - step.started_at:.0f} s after srun was "
-            f"to start it (supervision.start_s = {self._recipe.supervision.start_s:.0f}); srun said: {step.words() or 'nothing'}; its "
-            f"log: {step.log}",
+            f"to start it (supervision.start_s = {self._limits.start_s:.0f}); srun said: {step.error() or 'nothing'}; its "
+            f"log: {step.srun_log}",
             host,
         )
 
@@ -233,37 +219,16 @@ class BaseSteps:
                 f"the rollout component of this job ended ({', '.join(seen.ended)}): this one ends too, what follows begins with both"
             )
 
+    def _steps(self) -> set[Step]:
+        return {node.step for node in self.nodes if node.step is not None}
+
     def ask_to_stop(self) -> None:
-        for step in set(self._steps.values()):
+        for step in self._steps():
             step.ask_to_stop()
 
     def end(self, grace_s: float) -> None:
-        for step in set(self._steps.values()):
-            step.end(2 * grace_s)  # node agents first wait for their workers
-
-
-def node_agent_command(run: RunDir, recipe: Recipe, group: str, step: str) -> list[str]:
-    """Arguments after `python` that start the node agent of a node."""
-    per_node = recipe.rollout.workers // recipe.rollout.nodes
-    return [
-        "-P", "-m", "relax_hpc.slurm.node_agent", str(run.root), "--group", group, "--step", step, "--workers", str(per_node),
-    ]  # fmt: skip
-
-
-class NoBase:
-    """No rollout nodes: nothing is generated in this run."""
-
-    failure = suspect = ""
-
-    def look_after(self, node_agents: NodeAgents) -> None: ...
-
-    def gave_up(self, host: str, reason: str) -> None: ...
-
-    def keep_jobs(self) -> None: ...
-
-    def ask_to_stop(self) -> None: ...
-
-    def end(self, grace_s: float) -> None: ...
+        for step in self._steps():
+            step.stop(2 * grace_s)  # node agents first wait for their workers
 
 
 class BaseJobs:
@@ -271,7 +236,7 @@ class BaseJobs:
 
     def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry, jobs: JobRegistry) -> None:
         self._run, self._telemetry, self._jobs = run, telemetry, jobs
-        self._restart_policy = RestartPolicy(recipe.supervision)
+        self._restarts = RestartPolicy(recipe.supervision)
         self._refusals = Refusals(telemetry, "rollout job")
         self._began = time.monotonic()
         self._newest = self._worked = ""
@@ -286,12 +251,12 @@ class BaseJobs:
         """Record the node as one to avoid: the rollout job ends by itself, and the next one avoids the node."""
         exclude(self._run, host, reason)
 
-    def look_after(self, node_agents: NodeAgents) -> None:
+    def look_after(self, nodes: RolloutNodes) -> None:
         for job in self._gone:
-            node_agents.job_ended(job)
-        if node_agents.worked(self._newest):
+            nodes.job_ended(job)
+        if nodes.worked(self._newest):
             self._worked = self._newest
-        self._generating = bool(node_agents.alive())
+        self._generating = bool(nodes.alive())
 
     def keep_jobs(self) -> None:
         states = self._jobs.states("rollout")
@@ -306,26 +271,24 @@ class BaseJobs:
         if ids and ids[-1] != self._lost:
             self._lost = ids[-1]
             self._count_loss(f"job {self._lost}: {states[self._lost]}", len(ids))
-        if not self.failure and time.monotonic() >= self._restart_policy.not_before and self._refusals.due:
+        if not self.failure and self._restarts.due and self._refusals.due:
             self._send()
 
     def _count_loss(self, last: str, jobs: int) -> None:
         self._telemetry.metrics("lost", role="rollout job", reason=last)
-        if not self._restart_policy.failed(last, jobs if self._worked == self._lost else None):
+        if not self._restarts.failed(jobs if self._worked == self._lost else None):
             log = self._run.logs / "slurm"
-            self.failure = self._restart_policy.exhausted("the rollout job", last, f"see {log}", log)
+            self.failure = self._restarts.exhausted("the rollout job", last, f"see {log}", log)
 
     def _send(self) -> None:
-        try:
-            self._newest = submit_script(self._run, "rollout")
-        except RunError as error:  # sbatch may not work on compute nodes; existing node agents go on
-            self._refusals.note(error)
-            # Refusals end nothing while anybody generates; if nobody does, the trainer's nodes would idle to their time limit.
-            if self._refusals.count > self._restart_policy.limits.max_restarts and not self._generating:
-                self.failure = f"there is no rollout job, and Slurm refused one {self._refusals.count} times: {error}"
-            return
-        self._refusals.forget()
-        self._telemetry.metrics("restart", role="rollout job", job=self._newest)
+        if job := self._refusals.send(self._run, "rollout"):
+            self._newest = job
+            self._telemetry.metrics("restart", role="rollout job", job=job)
+        # sbatch may not work on compute nodes; existing node agents go on. Refusals end nothing while anybody generates;
+        # if nobody does, the trainer's nodes would idle to their time limit.
+        elif self._refusals.count > self._restarts.limits.max_restarts and not self._generating:
+            refused = f"Slurm refused one {self._refusals.count} times: {self._refusals.reason}"
+            self.failure = f"there is no rollout job, and {refused}"
 
     def ask_to_stop(self) -> None:
         """Do nothing: the node agents see the run's outcome, or wait for the next leader."""

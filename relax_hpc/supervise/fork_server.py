@@ -9,6 +9,11 @@ share these imports and their memory. The fork server has one thread, touches no
 forks. The first child of a new run prepares the run (launch/prepare.py); the run's copy of the code is made after that.
 The fork server ends with the process that started it. Roles whose fork server is gone leave as they do when their
 supervisor is gone.
+
+multiprocessing's own fork server was tried. It carries environment, session, log and imports, but its `start` waits until
+the server has imported torch, seconds in which nobody renews the lease (test_nobody_waits_for_one_that_is_not_spawned).
+When it is killed, its children live on and are reported as ended with code 255
+(test_its_end_is_told_truly_and_it_ends_with_the_fork_server).
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from typing import Any, NoReturn
 
 from relax_hpc.files.run_dir import RunDir
 
-MESSAGE_BYTES = 1 << 16
+MESSAGE_BYTES = PIPE_BYTES = 1 << 16
 DIED = -signal.SIGKILL
 PREPARE = "prepare"
 KEPT_ARRAY_BYTES = 64 << 20
@@ -63,41 +68,32 @@ class ForkServer:
         self,
         arguments: Sequence[str],
         log: Path,
-        final_message: int | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> ForkedProcess:
         """Fork a role with these arguments of relax_hpc.roles, or PREPARE with those of relax_hpc.launch.prepare.
 
-        log: takes what the role prints; final_message: a file descriptor for the reason it gives when it fails.
+        log: takes what the role prints.
         """
-        if self._socket is None:
-            self._start(log)
-        assert self._socket is not None
-        child, code = ForkedProcess(self), _snapshot(self._run)
+        code = _snapshot(self._run)
         request = {"arguments": arguments, "environment": dict(environment), "code": str(code) if code else None}
         with log.open("ab") as file:
+            if self._socket is None:
+                self._start(log)
+            assert self._socket is not None
+            reading, writing = os.pipe()
+            child = ForkedProcess(self, reading)
             # From here on nothing fails: a lost fork server is noticed when its child is looked at.
             self._not_spawned.append(child)
-            descriptors = [file.fileno()] if final_message is None else [file.fileno(), final_message]
             with contextlib.suppress(OSError):
-                socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+                socket.send_fds(self._socket, [json.dumps(request).encode()], [file.fileno(), writing])
+            os.close(writing)
         return child
 
     def _start(self, log: Path) -> None:
-        environment = role_environment(self._run)
-        with log.open("ab") as file:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
             command = [sys.executable, "-P", "-m", "relax_hpc.supervise.fork_server", str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,
-                pass_fds=(theirs.fileno(),),
-            )
-        theirs.close()
+            self._process = start_logged(command, log, role_environment(self._run), theirs.fileno())
         self._socket = ours
 
     def listen(self, timeout_s: float = 0.0) -> None:
@@ -144,8 +140,11 @@ class ForkServer:
 class ForkedProcess:
     """A forked role as its supervisor sees it, with the methods of subprocess.Popen that supervisors use."""
 
-    def __init__(self, fork_server: ForkServer) -> None:
-        self._fork_server = fork_server
+    def __init__(self, fork_server: ForkServer, reading: int) -> None:
+        """reading: the reading end of the pipe for the child's final message."""
+        self._fork_server, self._reading = fork_server, reading
+        self.final_message = ""
+        """The reason it gave for failing: the disk with its heartbeat and log may be full. Known once it ended."""
         self.pid = 0
         self.handle = -1
         """A pidfd, -1 before the fork: it means this process even after the kernel gave its number to another."""
@@ -195,6 +194,9 @@ class ForkedProcess:
 
     def ended(self, code: int) -> None:
         self.returncode = code
+        if select.select([self._reading], [], [], 0)[0]:  # else a child of its own still holds the other end
+            self.final_message = os.read(self._reading, PIPE_BYTES).decode(errors="replace")
+        os.close(self._reading)
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
@@ -220,7 +222,7 @@ class _Server:
                     return
                 self._spawn(json.loads(data), *descriptors)
 
-    def _spawn(self, request: dict[str, Any], log: int, final_message: int | None = None) -> None:
+    def _spawn(self, request: dict[str, Any], log: int, final_message: int) -> None:
         pid = os.fork()
         if pid == 0:
             self._socket.close()
@@ -228,8 +230,7 @@ class _Server:
                 os.close(handle)
             _live(request, log, final_message)
         os.close(log)
-        if final_message is not None:
-            os.close(final_message)
+        os.close(final_message)
         handle = os.pidfd_open(pid)
         self._children[handle] = pid
         socket.send_fds(self._socket, [json.dumps({"pid": pid}).encode()], [handle])
@@ -241,7 +242,7 @@ class _Server:
         self._socket.send(json.dumps({"pid": pid, "code": code}).encode())
 
 
-def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoReturn:
+def _live(request: dict[str, Any], log: int, final_message: int) -> NoReturn:
     """Run the child from the fork to its end: set up its session, log and code, then call the role."""
     import setproctitle
 
@@ -259,7 +260,6 @@ def _live(request: dict[str, Any], log: int, final_message: int | None) -> NoRet
     setproctitle.setproctitle(f"relax_hpc {' '.join([what, *rest])}")
     try:
         if what == PREPARE:
-            assert final_message is not None
             prepare.main(final_message, *rest)
         else:
             roles.main([what, *rest, "--supervisor", str(os.getppid()), "--final-message", str(final_message)])
@@ -287,6 +287,17 @@ def _snapshot(run: RunDir) -> Path | None:
     """The run's copy of the code; None where relax_hpc is installed and its version says it all."""
     code = run.snapshot / "code"
     return code if code.is_dir() else None
+
+
+def start_logged(
+    command: Sequence[str], log: Path, environment: Mapping[str, str], *kept: int
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, with its output appended to `log`. kept: file descriptors that it gets."""
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment, pass_fds=kept,
+            start_new_session=True,
+        )  # fmt: skip
 
 
 def role_environment(run: RunDir) -> dict[str, str]:

@@ -13,7 +13,10 @@ BLIND_S = 5.0
 
 
 class HeartbeatMonitor:
-    """Remembers when each watched value (a heartbeat, a lease's time) was last seen to change."""
+    """Remembers when each watched value (a heartbeat, a lease's time) was last seen to change.
+
+    A key that is left out of a look is forgotten.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[Hashable, tuple[Hashable, float]] = {}
@@ -30,10 +33,13 @@ class HeartbeatMonitor:
             passed_s if passed_s > max(BLIND_S, 3 * every_s) else 0.0
         )  # the pause is ours, or the file system's
         self._looked_at = now
-        silent = {}
+        seen = dict[Hashable, tuple[Hashable, float]]()
         for key, word in said.items():
-            before, since = self._seen.get(key, (None, now))
-            since = now if word != before or key not in self._seen else since + stood_still_s
-            self._seen[key] = (word, since)
-            silent[key] = now - since
-        return silent
+            before, since = self._seen.get(key, (word, now - stood_still_s))
+            seen[key] = (word, since + stood_still_s if word == before else now)
+        self._seen = seen
+        return {key: now - seen[key][1] for key in said}
+
+    def last(self, key: Hashable) -> Hashable:
+        """The value at the last look; None before the first."""
+        return self._seen.get(key, (None,))[0]

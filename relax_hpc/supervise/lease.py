@@ -49,9 +49,8 @@ _HELD = re.compile(r"\d{6}")
 _LEASE = re.compile(rf"\d{{6}}(\.\w+\{OVER})?")
 _INCARNATION = re.compile(r"i\d{6}(\.\w+)?")
 _DRAFT = re.compile(r"\.\w{32}")
-_renewals: dict[Path, tuple[int, float]] = {}
-"""Leases of other hosts that this process has looked at: lease -> (its time in ns, our clock when that last changed).
-"""
+_renewals: dict[Path, HeartbeatMonitor] = {}
+"""Leases of other hosts that this process has looked at, each with the monitor of its time."""
 _given_up = set[str]()
 """Leases that this process began to take when the file system failed; a further attempt takes them over."""
 
@@ -290,13 +289,13 @@ def _is_renewed(path: Path, limit_s: float, asked: Callable[[], bool] = lambda: 
     """Return True if the lease is renewed, or `asked` says to look no longer, before it has stayed the same for `limit_s`
     seconds of our own clock, earlier looks included.
     """
+    monitor = _renewals.setdefault(path, HeartbeatMonitor())
     while True:
-        renewed, now = _renewed_at(path), time.monotonic()
-        before, since = _renewals.get(path, (renewed, now))
-        _renewals[path] = (renewed, since if renewed == before else now)
-        if renewed != before or asked():
+        before, renewed = monitor.last(path), _renewed_at(path)
+        silent_s = monitor.look({path: renewed})[path]
+        if before not in (None, renewed) or asked():
             return True
-        if now - since >= limit_s:
+        if silent_s >= limit_s:
             return False
         time.sleep(LOOK_S)
 

@@ -15,9 +15,9 @@ from relax_hpc.monitor.status import Status
 from relax_hpc.spool.queue import Queue
 from relax_hpc.supervise.io_retry import IoRetry
 from relax_hpc.supervise.lease import acquire
-from relax_hpc.supervise.rollout_workers import LocalWorkers, Together, clear_node, sidecars_here
+from relax_hpc.supervise.processes import LocalProcesses
+from relax_hpc.supervise.rollout_workers import clear_node, sidecars_here, workers_here
 from relax_hpc.supervise.supervisor import Supervisor, sweep
-from relax_hpc.supervise.trainer_group import LocalTrainers
 from relax_hpc.telemetry import Telemetry
 
 
@@ -33,11 +33,12 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
         train_only = io(lambda: read_json(run.identity))["debug"] == "train-only"
         wanted = recipe.rollout.workers if recipe.generates and not train_only else 0
         names, tag, say = [f"rollout-{i}" for i in range(wanted)], f"{lease.number:06d}", telemetry.metrics
-        workers = io(lambda: LocalWorkers(run, recipe, fork_server, names, tag, queue.give_back, say))
-        together = Together(workers, *io(lambda: sidecars_here(run, recipe, fork_server, say)))
-        trainers = io(lambda: LocalTrainers(run, recipe, fork_server))
+        workers = io(lambda: workers_here(run, recipe, fork_server, names, tag, queue.give_back, say))
+        sidecars = io(lambda: sidecars_here(run, recipe, fork_server, say))
+        ranks = [f"trainer-{i}" for i in range(recipe.trainer.processes)]
+        trainers = io(lambda: LocalProcesses(run, recipe.supervision, "trainer", "trainer", ranks, fork_server))
         with fork_server, live(run, console) as look:
-            supervisor = Supervisor(run, recipe, lease, trainers, together, telemetry, look)
+            supervisor = Supervisor(run, recipe, lease, trainers, [*workers, *sidecars], telemetry, look)
             outcome = supervisor.supervise()
     finally:
         io(lease.release)

@@ -1,16 +1,20 @@
-"""Process handles and the restart policy: start a process, tell whether it is alive or silent, end it, start it again."""
+"""Process groups: processes of one role that start, are judged and end together, whatever starts them.
+
+    start ──► poll: None, … None, Ended ──► stop ──► forget ──► start: the next attempt
+
+LocalProcesses are children of this machine's fork server, a slurm.steps.Step is one srun of several tasks.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import select
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,157 +22,184 @@ from typing import Any
 from relax_hpc.files.publish import names
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Supervision
+from relax_hpc.roles.common.process import Exit
 from relax_hpc.supervise.fork_server import ForkedProcess, ForkServer
 from relax_hpc.supervise.heartbeat_monitor import HeartbeatMonitor
 from relax_hpc.telemetry import read_heartbeat
 
-LONGEST_BACKOFF_S = 60.0
 LOOKS_SHARE = 40
-"""Workers' heartbeats are read this many times within the silence limit: each look reads one file a worker."""
-PIPE_BYTES = 1 << 16
+"""Heartbeats are read this many times within the silence limit: each look reads one file a process."""
+Process = subprocess.Popen[bytes] | ForkedProcess
+OUTCOMES: Mapping[int | None, str] = {Exit.DONE: "done", Exit.STOPPED: "stopped"}
 
 
-@dataclass(slots=True, eq=False)
-class ProcessHandle:
-    """One process of a role, over all its attempts."""
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process group ended."""
 
-    run: RunDir
-    fork_server: ForkServer
-    role: str
-    name: str
-    attempt: int = 0
-    process: ForkedProcess | None = None
-    claim_dir: str = ""
-    _heartbeat_monitor: HeartbeatMonitor = field(default_factory=HeartbeatMonitor)
-    _final_message: int = -1
-    """Reading end of a pipe for the role's last words when it fails: the disk with its heartbeat and log may be full.
-    """
+    outcome: str | None
+    """ "done", "stopped" or "failed" (a restart would fail the same way); None where the group was lost."""
+    reason: str = ""
+    host: str = ""
+    """The host on which a lost group failed first; empty where unknown."""
 
-    def start(self, arguments: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Start the process, with a log of its own for this attempt."""
-        reading, writing = os.pipe()
-        command = [
-            self.role, str(self.run.root), "--name", self.name, "--attempt", str(self.attempt), *arguments,
-        ]  # fmt: skip
+
+class ProcessGroup(ABC):
+    """Processes of one role that start and end together: a worker alone, the ranks of a trainer, the tasks of an srun."""
+
+    stop_signal = signal.SIGTERM
+
+    def __init__(self, run: RunDir, limits: Supervision, name: str, processes: Sequence[str]) -> None:
+        """name: of the group, in messages; processes: names of its processes, as in heartbeats and logs."""
+        self.run, self.limits, self.name, self.names = run, limits, name, list(processes)
+        self.attempt = max(next_attempt(run, process) for process in processes)
+        """Number of this attempt, or of the next one after `forget`."""
+        self.processes: list[Process] = []
+        self.started_at = self._looked_at = float("-inf")
+        self._monitor = HeartbeatMonitor()
+
+    def start(self, *arguments: str) -> None:
+        """Start all processes. Raises OSError when the file system refuses; none is left then."""
+        self._monitor = HeartbeatMonitor()
         try:
-            self.process = self.fork_server.spawn(command, self.log, writing, environment)
+            self._spawn(arguments)
         except OSError:
-            os.close(reading)
+            self.stop(0)
+            self.forget()
             raise
-        finally:
-            os.close(writing)
-        self._close_pipe()
-        self._final_message = reading
-        self._heartbeat_monitor = HeartbeatMonitor()
+        self.started_at = time.monotonic()
+
+    @abstractmethod
+    def _spawn(self, arguments: Sequence[str]) -> None: ...
+
+    def poll(self) -> Ended | None:
+        """How the group ended, though some of its processes may still run, silent ones too; None while it works."""
+        return self._ending() or self._silent()
+
+    @abstractmethod
+    def _ending(self) -> Ended | None:
+        """How the group ended, by the ends of its processes."""
+
+    @abstractmethod
+    def error(self) -> str:
+        """The reason the processes gave for failing, or where their log is."""
 
     @property
-    def log(self) -> Path:
-        return self.run.logs / f"{self.name}.{self.attempt:04d}.log"
+    def started(self) -> bool:
+        return bool(self.processes)
 
     @property
     def running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return any(process.poll() is None for process in self.processes)
 
-    def heartbeat(self) -> dict[str, Any] | None:
-        """The heartbeat of this attempt; None before its first."""
-        heartbeat = read_heartbeat(self.run, self.name)
-        return heartbeat if heartbeat is not None and heartbeat["attempt"] == self.attempt else None
+    def log(self, rank: int = 0) -> Path:
+        """The log of a process."""
+        return self.run.logs / f"{self.names[rank]}.{self.attempt:04d}.log"
 
-    def silent_for(self, limits: Supervision) -> float | None:
-        """Seconds without a heartbeat if the process runs and the recipe's limit is exceeded; else None."""
-        if not self.running:
+    def heartbeats(self) -> list[dict[str, Any]]:
+        """The heartbeat of each process in this attempt; an empty one before its first."""
+        return [self._ours(read_heartbeat(self.run, name)) for name in self.names]
+
+    def _ours(self, heartbeat: dict[str, Any] | None) -> dict[str, Any]:
+        return heartbeat if heartbeat is not None and heartbeat["attempt"] == self.attempt else {}
+
+    def _silent(self) -> Ended | None:
+        """The end of a group with a process that was silent for too long; heartbeats are read now and then."""
+        every_s = self.limits.hang_s / LOOKS_SHARE
+        if time.monotonic() - self._looked_at < every_s or not self.running:
             return None
-        heartbeat = read_heartbeat(self.run, self.name)
+        self._looked_at = time.monotonic()
+        heard = {name: read_heartbeat(self.run, name) for name in self.names}
         # A namesake on a node that was cut off may write there too: while it does, nothing can be said of ours.
-        said = (heartbeat["attempt"], heartbeat["time"]) if heartbeat is not None else None
-        silent_s = self._heartbeat_monitor.look({self.name: said}, limits.hang_s / LOOKS_SHARE)[self.name]
-        limit_s = silence_limit(
-            heartbeat if heartbeat is not None and heartbeat["attempt"] == self.attempt else None, limits
-        )
-        return silent_s if silent_s > limit_s else None
+        said = {name: (h["attempt"], h["time"]) if h is not None else None for name, h in heard.items()}
+        for rank, (name, silent_s) in enumerate(self._monitor.look(said, every_s).items()):
+            beginning = self._ours(heard[name]).get("state") in (None, "starting")
+            if silent_s > (self.limits.start_s if beginning else self.limits.hang_s) and self._of(rank).poll() is None:
+                who, host = self._where(rank)
+                return Ended(None, f"{who}: no heartbeat for {silent_s:.0f} s", host)
+        return None
 
-    def signal(self, number: signal.Signals) -> None:
-        if self.running and self.process is not None:
-            self.process.send_signal(number)
+    def _where(self, rank: int) -> tuple[str, str]:
+        """What messages call a process, and its host; no host where it is this machine."""
+        return self.names[rank], ""
+
+    def _of(self, rank: int) -> Process:
+        """The process of a rank; an srun is that of all."""
+        return self.processes[rank % len(self.processes)]
+
+    def ask_to_stop(self) -> None:
+        """Ask the processes to leave in order."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(self.stop_signal)
+
+    def stop(self, grace_s: float) -> None:
+        """End what is left of the group, each process at the latest after `grace_s` seconds."""
+        for process in self.processes:
+            end(process, (signal.SIGTERM, grace_s))
+
+    def forget(self) -> None:
+        """Make ready for the next attempt, once all processes ended."""
+        if self.processes:
+            self.processes = []
+            self.attempt += 1
+
+
+class LocalProcesses(ProcessGroup):
+    """Processes on this machine, children of its fork server."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        limits: Supervision,
+        role: str,
+        name: str,
+        processes: Sequence[str],
+        fork_server: ForkServer,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(run, limits, name, processes)
+        self._role, self._fork_server, self._environment = role, fork_server, environment
+
+    def _spawn(self, arguments: Sequence[str]) -> None:
+        for rank, name in enumerate(self.names):
+            command = [
+                self._role, str(self.run.root), "--name", name, "--attempt", str(self.attempt),
+                "--rank", str(rank), "--world", str(len(self.names)), *arguments,
+            ]  # fmt: skip
+            self.processes.append(self._fork_server.spawn(command, self.log(rank), self._environment))
+
+    def _ending(self) -> Ended | None:
+        codes = [process.poll() for process in self.processes]
+        if Exit.FATAL in codes:  # any rank may say so: the others wait for it, or are lost with it
+            rank = codes.index(Exit.FATAL)
+            return Ended("failed", f"{self.names[rank]}: {self._said(rank) or f'see {self.log(rank)}'}")
+        if all(code is None for code in codes):
+            return None
+        if codes[0] is None and all(code is None or code in OUTCOMES for code in codes):
+            return None  # the other ranks leave a moment before rank 0
+        ended = {name: how_it_ended(code) for name, code in zip(self.names, codes, strict=True) if code is not None}
+        alone = ended.get(self.name)
+        return Ended(OUTCOMES.get(codes[0]), alone or ", ".join(f"{name}: {how}" for name, how in ended.items()))
 
     def error(self) -> str:
-        """The reason the process itself gave for failing; where its log is when it gave none."""
-        said = ""
-        if self._final_message >= 0 and select.select([self._final_message], [], [], 0)[0]:
-            said = os.read(self._final_message, PIPE_BYTES).decode(errors="replace")
-            self._close_pipe()
-        return said or f"see {self.log}"
+        return next(filter(None, map(self._said, range(len(self.processes)))), f"see {self.log()}")
 
-    def _close_pipe(self) -> None:
-        if self._final_message >= 0:
-            os.close(self._final_message)
-            self._final_message = -1
+    def _said(self, rank: int) -> str:
+        return str(getattr(self.processes[rank], "final_message", ""))
 
-    def end(self, grace_s: float) -> None:
-        """Ask the process to stop; kill it when it has not ended within `grace_s`."""
-        if self.process is None:
-            return
-        if self.process.poll() is None and grace_s > 0:
-            self.process.send_signal(signal.SIGTERM)
+
+def end(process: Process, *ways: tuple[signal.Signals | None, float]) -> None:
+    """Send each signal and wait its seconds for the process to end; then kill it."""
+    for number, seconds in ways:
+        if process.poll() is None and seconds > 0:
+            if number is not None:
+                process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace_s)
-        if self.process.poll() is None:
-            self.process.kill()  # a stopped process (SIGSTOP) dies of this too
-            self.process.wait()
-
-
-@dataclass(slots=True)
-class RestartPolicy:
-    """How often something was restarted without progress, and when it may be started again."""
-
-    limits: Supervision
-    failures: int = 0
-    last_progress: Any = None
-    not_before: float = 0.0
-    """Earliest time of the next start, by time.monotonic()."""
-    reasons: list[str] = field(default_factory=list)
-    errors: frozenset[str] = frozenset()
-    """The errors, each with its place, with which its processes last failed to begin."""
-    again: str = ""
-    """The error that kept it from beginning twice in a row at the same place: the next start would meet it too. Empty
-    where that is not so.
-    """
-
-    def failed(self, reason: str, progress: Any, *heartbeats: Mapping[str, Any]) -> bool:
-        """Note a failure and return True if it may be started again; False when the recipe allows no further restart.
-
-        `progress`: a number that grows as the failed process does its work; only a new maximum counts. None: it did
-        none. `heartbeats`: the last heartbeat of each of its processes.
-        """
-        if progress is not None and (self.last_progress is None or progress > self.last_progress):
-            self.failures, self.last_progress = 0, progress
-        self.failures += 1
-        self.reasons.append(reason)
-        said = {
-            f"{heartbeat.get('error')} ({heartbeat['place']})": heartbeat
-            for heartbeat in heartbeats
-            if heartbeat.get("place")
-        }
-        same = sorted(self.errors & said.keys())
-        self.again = "; ".join(f"{error} on {said[error].get('host', 'an unknown node')}" for error in same)
-        self.errors = frozenset(said)
-        if self.again:
-            return False
-        wait_s = min(self.limits.backoff_s * 2 ** (self.failures - 1), LONGEST_BACKOFF_S)
-        self.not_before = time.monotonic() + (wait_s if self.failures > 1 else 0.0)
-        return self.failures <= self.limits.max_restarts
-
-    def exhausted(self, name: str, reason: str, error: str, log: Path) -> str:
-        """The message for when the restart policy gives up."""
-        if self.again:
-            return (
-                f"{name} cannot begin: twice the same error, {self.again}; mend what it names, then go on with the run; its "
-                f"log: {log}"
-            )
-        return (
-            f"{name} was lost {self.failures} times without progress (supervision.max_restarts = "
-            f"{self.limits.max_restarts}), last: {reason}; {error}; its log: {log}"
-        )
+                process.wait(seconds)
+    if process.poll() is None:
+        process.kill()  # a stopped process (SIGSTOP) dies of this too
+        process.wait()
 
 
 def next_attempt(run: RunDir, name: str) -> int:
@@ -176,11 +207,6 @@ def next_attempt(run: RunDir, name: str) -> int:
     log = re.compile(rf"{re.escape(name)}\.(\d+)\.log")
     logs = [int(match[1]) for path in names(run.logs) if (match := log.fullmatch(path))]
     return max([*logs, int((read_heartbeat(run, name) or {}).get("attempt", -1))]) + 1
-
-
-def silence_limit(heartbeat: dict[str, Any] | None, limits: Supervision) -> float:
-    """Seconds of silence that a role is allowed."""
-    return limits.start_s if heartbeat is None or heartbeat.get("state") == "starting" else limits.hang_s
 
 
 def how_it_ended(code: int) -> str:

@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from relax_hpc.files.errors import DamagedFile
@@ -24,19 +24,42 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.common.process import is_full
 from relax_hpc.supervise.io_retry import IoRetry, IoTrouble
 from relax_hpc.supervise.lease import Lease
-from relax_hpc.supervise.processes import RestartPolicy
-from relax_hpc.supervise.rollout_workers import GRACE_S, Workers
+from relax_hpc.supervise.processes import Ended, ProcessGroup
+from relax_hpc.supervise.restarts import GRACE_S, KeptGroup, Together, Workers
 from relax_hpc.supervise.tracker import GRACE_S as TRACKER_GRACE_S
-from relax_hpc.supervise.tracker import Tracker
-from relax_hpc.supervise.trainer_group import Ending, Trainers
+from relax_hpc.supervise.tracker import tracker
 from relax_hpc.telemetry import Telemetry, read_heartbeat
 
 ENDED = ("done", "stopped", "failed")
 """Outcomes after which a run's processes leave; after "preempted" they wait for the next supervisor."""
 POLL_S = 0.02
 """How often to look for ended children: one waitpid each, no file is touched."""
-HEARTBEATS_S = 0.5
-"""How often to read heartbeat files."""
+RENEW_S = 0.5
+"""How often to look whether the lease is still ours."""
+
+
+class Trainers(KeptGroup):
+    """The trainer group; each attempt commits through an incarnation of its own."""
+
+    may_end = True
+
+    def __init__(self, group: ProcessGroup, say: Callable[..., None], lease: Lease) -> None:
+        super().__init__(group, say)
+        self._lease = lease
+
+    def _start(self) -> None:
+        try:
+            incarnation = self._lease.new_incarnation()
+        except FileNotFoundError as error:
+            raise self._lease.superseded() from error
+        self.group.start("--incarnation", str(incarnation))
+        self._say("restart", role=self.group.name, attempt=self.group.attempt, incarnation=incarnation.name)
+
+    def _gone(self, lost: bool) -> dict[str, Any]:
+        return {"step": self._progress(self.group.heartbeats())}
+
+    def _progress(self, heartbeats: list[dict[str, Any]]) -> Any:
+        return heartbeats[0].get("step")
 
 
 class Supervisor:
@@ -47,8 +70,8 @@ class Supervisor:
         run: RunDir,
         recipe: Recipe,
         lease: Lease,
-        trainers: Trainers,
-        workers: Workers,
+        trainers: ProcessGroup,
+        workers: Sequence[Workers],
         telemetry: Telemetry,
         look: Callable[[], None] = lambda: None,
         interrupted: str = "stopped",
@@ -59,16 +82,16 @@ class Supervisor:
         signal; asked: returns True if a signal came before we listened.
         """
         self.run, self.recipe, self.lease, self.look = run, recipe, lease, look
-        self.trainers, self.workers, self.telemetry = trainers, workers, telemetry
-        self.restart_policy = RestartPolicy(recipe.supervision)
+        self.trainers, self.workers = Trainers(trainers, telemetry.metrics, lease), Together(workers)
+        self.telemetry = telemetry
         self.io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
-        self.tracker = Tracker(run, recipe, telemetry.metrics)
+        self.tracker = Together(tracker(run, recipe, telemetry.metrics))
         self._interrupted, self._signalled, self._asked_before = interrupted, signalled, asked
         # Slurm sends TERM after USR2, and leaves time in between.
         self._hasty = interrupted == "stopped"
         self.interrupts = 0
         self._asked = False
-        self._looked_at_heartbeats = float("-inf")
+        self._renewed_at = float("-inf")
 
     def supervise(self) -> dict[str, Any]:
         """Run to the end and return the outcome as it stands in outcome.json.
@@ -99,10 +122,11 @@ class Supervisor:
         """
         if self.interrupts > 1 and self._hasty:
             return _outcome(self._interrupted, "interrupted twice: stopped at once")
-        if (self.interrupts or self.workers.failure) and not self._asked:
+        if (self.interrupts or self.workers.failed) and not self._asked:
             self._ask_to_stop()
-        outcome = self._look_after_trainers(self._look_for_silence())
-        if outcome is None:
+        self._renew_lease()
+        self.trainers.look_after()
+        if (outcome := self._outcome()) is None:
             self.workers.look_after()
             self.tracker.look_after()
             self.look()
@@ -116,68 +140,27 @@ class Supervisor:
         self.trainers.ask_to_stop()
         self.workers.ask_to_stop()
 
-    def _look_after_trainers(self, silence: Ending | None) -> dict[str, Any] | None:
-        if not self.trainers.started and not self._asked:
-            if time.monotonic() >= self.restart_policy.not_before:
-                self._start_trainers()
+    def _outcome(self) -> dict[str, Any] | None:
+        trainers, failed = self.trainers, self.workers.failed
+        # Trainers that were lost and wait for their next start have nothing to end, and are not asked.
+        ended = trainers.ended if trainers.group.started or not self._asked else Ended("stopped")
+        if trainers.failure or (failed and ended):
+            part = failed or trainers
+            about = {"fatal": part.fatal or trainers.fatal, "suspect": part.suspect}
+            return _outcome("failed", part.failure) | about
+        if ended is None:
             return None
-        # Trainers that were lost and wait for their next start have nothing to end, and are not asked again.
-        ending = (self.trainers.ending() or silence) if self.trainers.started else Ending("stopped")
-        if ending is None:
-            return None
-        if ending.final is None and not self._asked:
-            return self._lost_trainers(ending)
-        if self.workers.failure or ending.final == "failed":
-            fatal = self.workers.fatal or ending.final == "failed"
-            about = {"fatal": fatal, "suspect": self.workers.suspect}
-            return _outcome("failed", self.workers.failure or ending.reason) | about
-        reason = ending.reason if ending.final else f"lost while stopping: {ending.reason}"
-        if ending.final == "done":
-            return _outcome("done", reason)
+        if ended.outcome == "done":
+            return _outcome("done", "")
+        reason = "" if ended.outcome else f"lost while stopping: {ended.reason}"
         return _outcome("stopped" if self.run.stop.exists() else self._interrupted, reason)
 
-    def _lost_trainers(self, ending: Ending) -> dict[str, Any] | None:
-        heartbeats = [
-            read_heartbeat(self.run, f"trainer-{rank}") or {} for rank in range(self.recipe.trainer.processes)
-        ]
-        step, ours = (
-            heartbeats[0].get("step"),
-            [heartbeat for heartbeat in heartbeats if heartbeat.get("attempt") == self.trainers.attempt],
-        )
-        self.telemetry.metrics("lost", role="trainer", reason=ending.reason, step=step)
-        log = self.run.logs / f"trainer-0.{self.trainers.attempt:04d}.log"
-        self.trainers.end(grace_s=0)
-        said = self.trainers.final_message()
-        if not self.restart_policy.failed(ending.reason, step, *ours):
-            about = {"fatal": bool(self.restart_policy.again), "suspect": ending.host}
-            return _outcome("failed", self.restart_policy.exhausted("trainer", ending.reason, said, log)) | about
-        return None
-
-    def _start_trainers(self) -> None:
-        try:
-            incarnation = self.lease.new_incarnation()
-        except FileNotFoundError as error:
-            raise self.lease.superseded() from error
-        try:
-            self.trainers.start(incarnation)
-        except OSError:
-            self.trainers.end(grace_s=0)  # some of them may have begun
-            raise
-        self.telemetry.metrics("restart", role="trainer", attempt=self.trainers.attempt, incarnation=incarnation.name)
-
-    def _look_for_silence(self) -> Ending | None:
-        """Renew the lease and look for trainers and workers silent too long; None when no trainer is. At most twice a
-        second.
-
-        Raises RunError when the lease was taken over.
-        """
-        if time.monotonic() - self._looked_at_heartbeats < HEARTBEATS_S:
-            return None
-        self._looked_at_heartbeats = time.monotonic()
-        if not self.lease.renew():
-            raise self.lease.superseded()
-        self.workers.look_for_silence()
-        return self.trainers.silent()
+    def _renew_lease(self) -> None:
+        """Renew the lease, at most twice a second. Raises RunError when it was taken over."""
+        if time.monotonic() - self._renewed_at >= RENEW_S:
+            self._renewed_at = time.monotonic()
+            if not self.lease.renew():
+                raise self.lease.superseded()
 
     def _end_all(self) -> None:
         grace_s = 0 if self.interrupts > 1 and self._hasty else GRACE_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -37,10 +36,7 @@ def run(fork_server: ForkServer) -> RunDir:
 
 
 def spawn(fork_server: ForkServer, log: Path, *arguments: str) -> ForkedProcess:
-    _, writing = os.pipe()
-    child = fork_server.spawn(arguments, log, writing)
-    os.close(writing)
-    return child
+    return fork_server.spawn(arguments, log)
 
 
 def test_a_role_is_forked_from_what_is_imported_already(fork_server: ForkServer, tmp_path: Path) -> None:

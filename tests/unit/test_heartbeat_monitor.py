@@ -11,7 +11,8 @@ import pytest
 
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Supervision
-from relax_hpc.supervise.processes import ProcessHandle, RestartPolicy
+from relax_hpc.supervise.processes import LocalProcesses
+from relax_hpc.supervise.restarts import RestartPolicy
 from relax_hpc.telemetry import Telemetry, read_heartbeat
 
 LIMITS = Supervision(hang_s=120.0, start_s=600.0)
@@ -41,25 +42,37 @@ class Clocks:
 
 
 @pytest.fixture
-def member(tmp_path: Path) -> ProcessHandle:
-    run = RunDir(tmp_path)
+def worker(tmp_path: Path) -> LocalProcesses:
+    return working(tmp_path)
+
+
+def working(folder: Path, limits: Supervision = LIMITS) -> LocalProcesses:
+    """A worker that runs."""
+    run = RunDir(folder)
     run.create()
-    return ProcessHandle(run, None, "rollout", "rollout-0", process=Runs())  # type: ignore[arg-type]
+    group = LocalProcesses(run, limits, "rollout", "rollout-0", ["rollout-0"], None)  # type: ignore[arg-type]
+    group.processes.append(Runs())  # type: ignore[arg-type]
+    return group
+
+
+def silent(worker: LocalProcesses) -> float | None:
+    ended = worker.poll()
+    return float(ended.reason.removeprefix("rollout-0: no heartbeat for ").removesuffix(" s")) if ended else None
 
 
 def test_setting_the_clock_makes_nobody_silent_and_nobody_heard(
-    member: ProcessHandle, monkeypatch: pytest.MonkeyPatch
+    worker: LocalProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = Clocks(monkeypatch)
-    voice, look = Telemetry(member.run, "rollout-0", 0), lambda: member.silent_for(LIMITS)
+    voice, look = Telemetry(worker.run, "rollout-0", 0), lambda: silent(worker)
     voice.heartbeat("idle")
     assert look() is None
     for jump_s in (7200.0, -10800.0):
         clocks.day += jump_s
         assert clocks.after(60, look) is None
-        before = read_heartbeat(member.run, "rollout-0")
+        before = read_heartbeat(worker.run, "rollout-0")
         voice.heartbeat("idle")
-        assert read_heartbeat(member.run, "rollout-0") != before, "it says that it lives whatever the time of day"
+        assert read_heartbeat(worker.run, "rollout-0") != before, "it says that it lives whatever the time of day"
         assert clocks.after(60, look) is None
     assert clocks.after(54, look) is None
     clocks.day -= 7200
@@ -67,39 +80,39 @@ def test_setting_the_clock_makes_nobody_silent_and_nobody_heard(
 
 
 def test_before_its_first_word_a_role_has_the_time_of_a_start(
-    member: ProcessHandle, monkeypatch: pytest.MonkeyPatch
+    worker: LocalProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = Clocks(monkeypatch)
-    Telemetry(member.run, "rollout-0", attempt=0).heartbeat("idle")
-    member.attempt = 1
-    look = lambda: member.silent_for(LIMITS)
+    Telemetry(worker.run, "rollout-0", attempt=0).heartbeat("idle")
+    worker.attempt = 1
+    look = lambda: silent(worker)
     assert look() is None and clocks.after(600, look) is None and clocks.after(3, look) == 603
 
 
 def test_while_a_namesake_of_before_speaks_nothing_is_said_of_ours(
-    member: ProcessHandle, monkeypatch: pytest.MonkeyPatch
+    worker: LocalProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clocks = Clocks(monkeypatch)
-    namesake = Telemetry(member.run, "rollout-0", attempt=0)
-    member.attempt = 1
+    namesake = Telemetry(worker.run, "rollout-0", attempt=0)
+    worker.attempt = 1
     for _ in range(50):
         namesake.heartbeat("idle")
-        assert clocks.after(30, lambda: member.silent_for(LIMITS)) is None
+        assert clocks.after(30, lambda: silent(worker)) is None
 
 
-def test_who_looks_rarely_finds_the_silent_too(member: ProcessHandle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_looks_rarely_finds_the_silent_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """hang_s / 40 between two looks is much for a recipe with a large hang_s."""
-    clocks, limits = Clocks(monkeypatch), Supervision(hang_s=1200.0)
-    Telemetry(member.run, "rollout-0", 0).heartbeat("idle")
-    silent = list[float | None]()
+    clocks, worker = Clocks(monkeypatch), working(tmp_path, Supervision(hang_s=1200.0))
+    Telemetry(worker.run, "rollout-0", 0).heartbeat("idle")
+    found = list[float | None]()
     for _ in range(45):
-        silent.append(member.silent_for(limits))
+        found.append(silent(worker))
         clocks.passed += 30
-    assert silent[:41] == [None] * 41 and silent[41] == 1230
+    assert found[:41] == [None] * 41 and found[41] == 1230
 
 
 def test_a_pause_before_the_next_start_is_not_changed_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks, restart_policy = Clocks(monkeypatch), RestartPolicy(Supervision(backoff_s=10.0))
-    assert restart_policy.failed("died", None) and restart_policy.failed("died again", None)
+    assert restart_policy.failed(None) and restart_policy.failed(None)
     clocks.day -= 3600
     assert clocks.passed < restart_policy.not_before <= clocks.passed + 20

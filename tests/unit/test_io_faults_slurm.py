@@ -49,7 +49,7 @@ SETS = (
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder of Slurm's commands."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
-    for module, name in ((io_retry, "FIRST_PAUSE_S"), (io_retry, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "HEARTBEATS_S"),
+    for module, name in ((io_retry, "FIRST_PAUSE_S"), (io_retry, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "RENEW_S"),
                          (node_agent, "POLL_S"), (batch, "LOOK_S"), (rollout_jobs, "LOOK_S"), (rollout_jobs, "BY_HAND_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 1e-3)
     monkeypatch.setattr(node_agent, "LOOK_S", 0.02)  # its workers are looked at in between
@@ -110,7 +110,7 @@ class Node(ForkServer):
         self.queue = Queue(run)
 
     def spawn(
-        self, arguments: Any, log: Path, final_message: int | None = None, environment: Mapping[str, str] = MappingProxyType({})
+        self, arguments: Any, log: Path, environment: Mapping[str, str] = MappingProxyType({})
     ) -> Any:  # fmt: skip
         log.open("ab").close()
         claim_dir, name = (arguments[arguments.index(key) + 1] for key in ("--claim-dir", "--name"))

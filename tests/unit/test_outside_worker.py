@@ -17,7 +17,7 @@ from relax_hpc.files.publish import replace, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.slurm.node_agents import NodeAgents
+from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.spool.queue import Queue
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
@@ -121,7 +121,7 @@ def test_what_it_holds_is_given_back_when_it_falls_silent(run: RunDir) -> None:
             "supervision": {"node_agent_silent_s": 0.5},
         }
     )
-    agents = NodeAgents(run, recipe, Telemetry(run, "supervisor", attempt=0))
+    agents = RolloutNodes(run, recipe, Telemetry(run, "supervisor", attempt=0))
     agents.look()
     assert len(agents.alive()) == 1 and len(os.listdir(run.open_requests)) == 2
     wait_for(lambda: (agents.look(), len(os.listdir(run.open_requests)) == 3)[1], 30)

@@ -15,12 +15,12 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm import client, elastic, job_registry, node_agent, rollout_jobs
-from relax_hpc.slurm import node_agents as agents_module
+from relax_hpc.slurm import rollout_nodes as nodes_module
 from relax_hpc.slurm.elastic import Autoscaler, Elastic, clear_desired_size, desired_size, set_desired_size
 from relax_hpc.slurm.job_registry import JobRegistry
-from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.slurm.plan import Kind
 from relax_hpc.slurm.rollout_jobs import BaseJobs, RolloutJobs
+from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.slurm.submission import refusals
 from relax_hpc.slurm.submission.sbatch import ended_by_us, record
 from relax_hpc.spool.queue import Queue, RequestFile
@@ -71,7 +71,7 @@ def open_attempts(run: RunDir) -> list[int]:
 
 def test_a_worker_that_its_node_agent_speaks_of_keeps_its_request(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     for _ in range(5):
         says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
         node_agents.look()
@@ -85,14 +85,14 @@ def test_a_request_whose_worker_ended_is_open_at_once_and_counts_when_it_died_on
 ) -> None:
     claimed(run, "w")
     says(run, "node-agent-a", left={"w": lost})
-    NodeAgents(run, recipe, telemetry(run)).look()
+    RolloutNodes(run, recipe, telemetry(run)).look()
     assert open_attempts(run) == [int(lost)]
 
 
 def test_a_node_agent_that_falls_silent_loses_its_requests_and_they_do_not_count(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
     says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     node_agents.look()
     assert open_attempts(run) == []
     wait_for(lambda: node_agents.look() or open_attempts(run))
@@ -100,10 +100,10 @@ def test_a_node_agent_that_falls_silent_loses_its_requests_and_they_do_not_count
 
 
 def test_a_look_that_stood_still_blames_nobody(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.slurm.node_agents.BLIND_S", LIMIT_S / 2)
+    monkeypatch.setattr("relax_hpc.supervise.heartbeat_monitor.BLIND_S", LIMIT_S / 2)
     claimed(run, "w")
     says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     node_agents.look()
     time.sleep(1.5 * LIMIT_S)  # the file system, or we
     node_agents.look()
@@ -113,7 +113,7 @@ def test_a_look_that_stood_still_blames_nobody(run: RunDir, recipe: Recipe, monk
 def test_a_job_that_slurm_knows_is_gone_is_not_waited_for(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
     says(run, "node-agent-a", claim_dirs={"w": "rollout-0"})
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     node_agents.look()
     node_agents.job_ended("7")
     node_agents.look()
@@ -122,7 +122,7 @@ def test_a_job_that_slurm_knows_is_gone_is_not_waited_for(run: RunDir, recipe: R
 
 def test_a_claim_dir_that_no_node_agent_speaks_of_has_a_moment(run: RunDir, recipe: Recipe) -> None:
     claimed(run, "w")
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     node_agents.look()
     assert open_attempts(run) == [], "its node agent may not have said so yet"
     time.sleep(1.5 * LIMIT_S)
@@ -132,7 +132,7 @@ def test_a_claim_dir_that_no_node_agent_speaks_of_has_a_moment(run: RunDir, reci
 
 def test_failures_are_told_once_and_old_ones_never(run: RunDir, recipe: Recipe) -> None:
     says(run, "node-agent-old", failure="long ago")
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     node_agents.look()
     assert node_agents.failed() == []
     says(run, "node-agent-new", failure="workers die")
@@ -201,7 +201,7 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
         looked.append(ids)
         return {i: states[i] for i in ids}
 
-    monkeypatch.setattr(elastic, "submit_script", send)
+    monkeypatch.setattr(refusals, "submit_script", send)
     monkeypatch.setattr(job_registry, "job_state", job_state)
 
     def ask(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -248,11 +248,11 @@ def test_what_is_missing_is_sent_and_what_is_too_much_drains_the_waiting_ones_fi
 def test_what_is_over_is_not_read_again(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
     monkeypatch.setattr(
-        agents_module, "read_heartbeat", lambda run, name: read.append(name) or read_heartbeat(run, name)
+        nodes_module, "read_heartbeat", lambda run, name: read.append(name) or read_heartbeat(run, name)
     )
     for name, about in {"node-agent-a": {}, "node-agent-b": {"state": "gone"}, "node-agent-c": {"job": "8"}}.items():
         says(run, name, **about)
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     node_agents.look()
     node_agents.job_ended("8")
     read.clear()
@@ -268,16 +268,16 @@ def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_brin
     limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
     registry = JobRegistry(run)
     base = BaseJobs(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), registry)
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
 
-    def send(run: RunDir, kind: Kind) -> str:
+    def send(run: RunDir, kind: Kind, options: list[str]) -> str:
         sent.append(str(9 + len(sent)))
         record(run, sent[-1], kind)
         return sent[-1]
 
-    monkeypatch.setattr(rollout_jobs, "submit_script", send)
+    monkeypatch.setattr(refusals, "submit_script", send)
     monkeypatch.setattr(job_registry, "job_state", lambda ids: dict.fromkeys(ids, "FAILED"))
-    send(run, "rollout")
+    send(run, "rollout", [])
     for step in range(6):
         replace(run.heartbeats / "trainer-0.json", to_json({"step": step}))
         says(run, f"node-agent-{step}", job=sent[-1], requests=3 if worked else 0)
@@ -295,17 +295,17 @@ def test_a_rollout_job_that_does_nothing_is_not_sent_for_ever_though_others_brin
 def test_a_lost_job_counts_once_and_refusals_of_the_next_end_a_run_only_where_nobody_generates(
     run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch, generating: bool
 ) -> None:
-    def refuse(run: RunDir, kind: Kind) -> str:
+    def refuse(run: RunDir, kind: Kind, options: list[str]) -> str:
         raise RunError("sbatch refuses: Access/permission denied")
 
-    monkeypatch.setattr(rollout_jobs, "submit_script", refuse)
+    monkeypatch.setattr(refusals, "submit_script", refuse)
     monkeypatch.setattr(refusals, "LONGEST_RETRY_S", 0.0)
     monkeypatch.setattr(job_registry, "job_state", lambda ids: dict.fromkeys(ids, "CANCELLED"))
     record(run, "9", "rollout")
     limits = recipe.supervision.model_copy(update={"max_restarts": 2, "backoff_s": 1e-6})
     registry = JobRegistry(run)
     base = BaseJobs(run, recipe.model_copy(update={"supervision": limits}), telemetry(run), registry)
-    node_agents = NodeAgents(run, recipe, telemetry(run))
+    node_agents = RolloutNodes(run, recipe, telemetry(run))
     for _ in range(8):
         if generating:  # on a job that nobody wrote down
             says(run, "node-agent-by-hand", job="77", requests=3)
@@ -326,11 +326,16 @@ def test_a_lost_job_counts_once_and_refusals_of_the_next_end_a_run_only_where_no
 def test_a_refused_job_is_sent_again_ever_later(run: RunDir, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(refusals.time, "monotonic", lambda: now)
+
+    def refuse(run: RunDir, kind: Kind, options: list[str]) -> str:
+        raise RunError("no")
+
+    monkeypatch.setattr(refusals, "submit_script", refuse)
     tried = refusals.Refusals(telemetry(run), "rollout job")
     waits = []
     for _ in range(5):
         assert tried.due
-        tried.note(RunError("no"))
+        assert tried.send(run, "rollout") == ""
         assert not tried.due
         waits.append(tried.retry_at - now)
         now = tried.retry_at
@@ -354,7 +359,7 @@ def test_slurm_is_asked_twice_a_minute_for_all_jobs_at_once(
     for job, kind in (("6", "leader"), ("7", "rollout"), ("8", "elastic"), ("9", "elastic")):
         record(run, job, kind)  # type: ignore[arg-type]
     set_desired_size(run, 1, 3, None, "me")
-    jobs, node_agents = JobRegistry(run), NodeAgents(run, recipe, telemetry(run))
+    jobs, node_agents = JobRegistry(run), RolloutNodes(run, recipe, telemetry(run))
     assert recipe.slurm is not None
     fixed = recipe.model_copy(update={"slurm": recipe.slurm.model_copy(update={"autoscale": None})})
     elastic = Elastic(run, fixed, telemetry(run), jobs)

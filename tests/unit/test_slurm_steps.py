@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +14,12 @@ from relax_hpc.files.publish import replace, to_json, write_file
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe, Supervision
-from relax_hpc.slurm import trainer_steps as trainers_module
-from relax_hpc.slurm.node_agents import NodeAgents
 from relax_hpc.slurm.rollout_jobs import BaseSteps
-from relax_hpc.slurm.sidecars import SidecarSteps
-from relax_hpc.slurm.trainer_steps import StepTrainers
+from relax_hpc.slurm.rollout_nodes import RolloutNodes
+from relax_hpc.slurm.steps import RoleStep, Step, sidecar_steps, trainer_steps
 from relax_hpc.supervise.heartbeat_monitor import HeartbeatMonitor
-from relax_hpc.supervise.processes import RestartPolicy
+from relax_hpc.supervise.processes import end
+from relax_hpc.supervise.restarts import RestartPolicy, Together
 from relax_hpc.telemetry import Telemetry, read_metrics
 from tests.runs import wait_for, write_recipe
 
@@ -56,10 +57,10 @@ def test_a_node_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
 ) -> None:
     ours = recipe(tmp_path, "supervision.start_s=3.0", "supervision.node_agent_silent_s=60.0")
     base = BaseSteps(run, ours, python, Telemetry(run, "supervisor", 0))
-    node_agents = NodeAgents(run, ours, Telemetry(run, "supervisor", 0))
+    node_agents = RolloutNodes(run, ours, Telemetry(run, "supervisor", 0))
     try:
         base.look_after(node_agents)
-        step = base._steps[0]
+        step = step_of(base, 0)
         agent_says(run, step.id, 0, "active")
         node_agents.read()
         base.look_after(node_agents)
@@ -70,6 +71,12 @@ def test_a_node_agent_that_srun_never_starts_ends_the_job_and_its_node_is_named(
     assert base.suspect == "n2"
     assert base.failure.startswith("rollout node 1 (n2): its node agent has not begun ")
     assert "supervision.start_s" in base.failure and "n2: no answer" in base.failure
+
+
+def step_of(base: BaseSteps, node: int) -> Step:
+    step = base.nodes[node].step
+    assert step is not None
+    return step
 
 
 def agent_says(run: RunDir, step: str, index: int, state: str) -> None:
@@ -84,7 +91,7 @@ def test_a_node_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_b
     ours = recipe(tmp_path, "supervision.node_agent_silent_s=0.3")
     voice = Telemetry(run, "supervisor", 0)
     base = BaseSteps(run, ours, python, voice, leader="7" if leads else None)
-    node_agents = NodeAgents(run, ours, voice)
+    node_agents = RolloutNodes(run, ours, voice)
 
     def look() -> int:
         node_agents.read()
@@ -93,7 +100,7 @@ def test_a_node_agent_that_leaves_in_order_is_not_silent_and_a_leader_wants_it_b
 
     try:
         look()
-        step = base._steps[0].id
+        step = step_of(base, 0).id
         agent_says(run, step, 0, "active")
         agent_says(run, step, 1, "gone")
         assert look() == 1
@@ -112,23 +119,23 @@ def test_a_rollout_job_ends_when_all_its_node_agents_left_though_one_of_them_was
 ) -> None:
     ours = recipe(tmp_path, "supervision.node_agent_silent_s=0.3")
     voice = Telemetry(run, "supervisor", 0)
-    base, node_agents = BaseSteps(run, ours, python, voice), NodeAgents(run, ours, voice)
+    base, node_agents = BaseSteps(run, ours, python, voice), RolloutNodes(run, ours, voice)
     try:
         base.look_after(node_agents)
-        first = base._steps[0]
+        first = step_of(base, 0)
         agent_says(run, first.id, 1, "active")  # and nothing more: it was killed
         wait_for(
             lambda: (
                 agent_says(run, first.id, 0, "active")
                 or base.look_after(node_agents.read())
-                or base._steps[1] is not first
+                or base.nodes[1].step not in (None, first)
             )
         )
         agent_says(run, first.id, 0, "gone")
         base.look_after(node_agents.read())
         assert not base.left
-        agent_says(run, base._steps[1].id, 1, "gone")
-        first.end(0)  # with the exit code of its lost task
+        agent_says(run, step_of(base, 1).id, 1, "gone")
+        end(first.processes[0], (signal.SIGTERM, 10.0))  # with the exit code of its lost task
         base.look_after(node_agents.read())
         assert first.code != 0 and base.left
     finally:
@@ -149,12 +156,11 @@ def test_a_leader_notices_that_its_rollout_component_ended(run: RunDir, tmp_path
 
 
 @pytest.fixture
-def trainers(run: RunDir, tmp_path: Path, python: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[StepTrainers]:
-    monkeypatch.setattr(trainers_module, "RANKS_EVERY_S", 0.0)
-    started = StepTrainers(run, recipe(tmp_path, "supervision.start_s=1.0", "supervision.hang_s=1.5"), python, None)
-    started.start(tmp_path)
+def trainers(run: RunDir, tmp_path: Path, python: list[str]) -> Iterator[RoleStep]:
+    started = trainer_steps(run, recipe(tmp_path, "supervision.start_s=1.0", "supervision.hang_s=1.5"), python, None)
+    started.start("--incarnation", str(tmp_path))
     yield started
-    started.end(0)
+    started.stop(0)
 
 
 def heartbeats(run: RunDir, rank: int, clock: float) -> None:
@@ -164,34 +170,34 @@ def heartbeats(run: RunDir, rank: int, clock: float) -> None:
 
 @pytest.mark.parametrize("off", [-HOURS, 0.0, HOURS])
 def test_a_rank_is_silent_when_its_heartbeat_stands_still_whatever_its_clock_says(
-    run: RunDir, trainers: StepTrainers, off: float
+    run: RunDir, trainers: RoleStep, off: float
 ) -> None:
     for _ in range(6):
         for rank in range(2):
             heartbeats(run, rank, time.time() + off)
-        assert trainers.silent() is None
+        assert trainers.poll() is None
         time.sleep(0.1)
-    ending = wait_for(lambda: heartbeats(run, 0, time.time() + off) or trainers.silent())
-    assert ending.host == "n2" and ending.reason.startswith("trainer rank 1 on n2: no heartbeat for ")
+    ended = wait_for(lambda: heartbeats(run, 0, time.time() + off) or trainers.poll())
+    assert ended.host == "n2" and ended.reason.startswith("trainer rank 1 on n2: no heartbeat for ")
 
 
-def test_a_rank_that_srun_never_starts_is_named_with_its_node(run: RunDir, trainers: StepTrainers) -> None:
+def test_a_rank_that_srun_never_starts_is_named_with_its_node(run: RunDir, trainers: RoleStep) -> None:
     began = time.monotonic()
-    ending = wait_for(lambda: heartbeats(run, 0, time.time()) or trainers.silent())
+    ended = wait_for(lambda: heartbeats(run, 0, time.time()) or trainers.poll())
     assert time.monotonic() - began > 0.9
-    assert ending.reason.startswith("trainer rank 1 on n2, which has not begun: no heartbeat for ")
+    assert ended.reason.startswith("trainer rank 1 on n2, which has not begun: no heartbeat for ")
 
 
 @pytest.mark.parametrize("state", ["training", "done"])
 def test_only_a_trainer_that_says_so_is_done(run: RunDir, tmp_path: Path, python: list[str], state: str) -> None:
     Path(python[0]).write_text("#!/bin/sh\nexit 0\n")  # as it ends when Slurm kills its tasks for a lost node
-    trainers = StepTrainers(run, recipe(tmp_path), python, None)
-    trainers.start(tmp_path)
+    trainers = trainer_steps(run, recipe(tmp_path), python, None)
+    trainers.start("--incarnation", str(tmp_path))
     replace(
         run.heartbeats / "trainer-0.json", to_json({"attempt": 0, "host": "n1", "state": state, "time": time.time()})
     )
-    ending = wait_for(trainers.ending)
-    assert ending is not None and ending.final == ("done" if state == "done" else None)
+    ended = wait_for(trainers.poll)
+    assert ended is not None and ended.outcome == ("done" if state == "done" else None)
 
 
 def test_a_look_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +215,8 @@ def test_a_look_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) 
 
 def test_work_that_is_lost_again_each_time_is_no_progress() -> None:
     restart_policy = RestartPolicy(Supervision(max_restarts=3, backoff_s=1e-6))
-    assert [restart_policy.failed("died", step) for step in (12, 14, 11, 13, 12)] == [True, True, True, True, False]
-    assert restart_policy.failed("died", 15) and not all(restart_policy.failed("died", None) for _ in range(3))
+    assert [restart_policy.failed(step) for step in (12, 14, 11, 13, 12)] == [True, True, True, True, False]
+    assert restart_policy.failed(15) and not all(restart_policy.failed(None) for _ in range(3))
 
 
 def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_mend_ends_the_run(
@@ -219,30 +225,32 @@ def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_me
     write_file(run.identity, to_json({"debug": None}))
     sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], processes=2}", "supervision.max_restarts=1")
     said: list[tuple[str, str]] = []
-    scorers = SidecarSteps(
+    kept = sidecar_steps(
         run, recipe(tmp_path, *sets), "scorer", python, lambda kind, **about: said.append((kind, about["role"]))
     )
+    scorers, steps = Together(kept), [scorer.group for scorer in kept]
+
+    def srun(rank: int) -> subprocess.Popen[bytes]:
+        process = steps[rank].processes[0]
+        assert isinstance(process, subprocess.Popen)
+        return process
+
+    def kill(rank: int) -> None:
+        srun(rank).kill()
+        srun(rank).wait()
+        wait_for(lambda: scorers.look_after() or kept[rank].failure or steps[rank].started)
+
     try:
         scorers.look_after()
-        steps = [scorer.step for scorer in scorers.ones]
         assert said == [("restart", "scorer-0"), ("restart", "scorer-1")] and all(step.running for step in steps)
-        assert [next(w for w in s.process.args if "nodelist" in w) for s in steps if s.process] == [
+        assert [next(w for w in srun(rank).args if "nodelist" in w) for rank in range(2)] == [  # type: ignore[union-attr]
             "--nodelist=n1",
             "--nodelist=n2",
-        ]  # type: ignore[union-attr]
-
-        def kill(rank: int) -> None:
-            process = steps[rank].process
-            assert process is not None
-            process.kill()
-            process.wait()
-            scorers.look_after()
-
+        ]
         kill(1)
         assert said[2:] == [("lost", "scorer-1"), ("restart", "scorer-1")] and steps[1].running and steps[0].running
         kill(1)
-        assert "scorer-1 was lost 2 times without progress" in scorers.failure and not scorers.fatal
-        scorers.failure = ""
+        assert "scorer-1 was lost 2 times without progress" in kept[1].failure and not kept[1].fatal
         heartbeat = {
             "attempt": 0,
             "time": time.time(),
@@ -252,6 +260,7 @@ def test_a_scorer_that_ends_is_started_again_alone_and_one_that_a_person_must_me
         }
         replace(run.heartbeats / "scorer-0.json", to_json(heartbeat))
         kill(0)
-        assert scorers.fatal and scorers.failure == "scorer-0 on n1: no model can be loaded"
+        assert kept[0].fatal and kept[0].failure == "scorer-0 on n1: no model can be loaded"
+        assert scorers.failed is kept[0]
     finally:
         scorers.end(0)

@@ -15,7 +15,7 @@ from relax_hpc.recipe import load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm import job_registry
 from relax_hpc.slurm.job_registry import JobRegistry
-from relax_hpc.slurm.node_agents import NodeAgents
+from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.slurm.submission.sbatch import jobs, record
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.queue import Queue
@@ -79,7 +79,7 @@ def test_a_stray_name_changes_nothing(
     Queue(run).remove_torn()
     for claim_dir in Queue(run).workers():
         Queue(run).give_back(claim_dir, lost=True)
-    agents = NodeAgents(run, recipe, voice)
+    agents = RolloutNodes(run, recipe, voice)
     agents.look()
     assert agents.alive() == [] and agents.failed() == []
     book = JobRegistry(run)

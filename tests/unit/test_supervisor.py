@@ -30,8 +30,8 @@ from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.supervise.io_retry import IoRetry, IoTrouble
 from relax_hpc.supervise.lease import acquire
 from relax_hpc.supervise.local import run_here
-from relax_hpc.supervise.rollout_workers import LocalWorkers
-from relax_hpc.supervise.trainer_group import LocalTrainers
+from relax_hpc.supervise.processes import LocalProcesses
+from relax_hpc.supervise.rollout_workers import RolloutWorker
 from relax_hpc.telemetry import Telemetry, read_metrics
 from tests.io_faults import Faults, inject
 from tests.runs import write_recipe
@@ -42,6 +42,8 @@ POLLS = 3
 
 class Scripted:
     """A role's process: what it does is done at its POLLS-th look, and then it ends with `code`, or works on."""
+
+    final_message = ""
 
     def __init__(self, act: Callable[[], int | None], spared: Any) -> None:
         self._act, self._spared, self._polls = act, spared, 0
@@ -81,7 +83,6 @@ class Stage(ForkServer):
         self,
         arguments: Any,
         log: Path,
-        final_message: int | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Any:
         role, name = arguments[0], arguments[arguments.index("--name") + 1]
@@ -129,7 +130,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_retry, "FIRST_PAUSE_S", 1e-4)
     monkeypatch.setattr(io_retry, "LONGEST_PAUSE_S", 2e-4)
     monkeypatch.setattr(supervisor, "POLL_S", 1e-4)
-    monkeypatch.setattr(supervisor, "HEARTBEATS_S", 1e-3)
+    monkeypatch.setattr(supervisor, "RENEW_S", 1e-3)
     monkeypatch.setattr(local, "clear_node", lambda run, recipe: None)
 
 
@@ -299,6 +300,26 @@ def test_what_any_rank_cannot_go_on_for_ends_the_run(tmp_path: Path, recipe: Rec
     assert ("trainer-1", 1) not in stage.spawned
 
 
+def test_what_a_worker_did_before_is_no_progress_of_one_that_dies_before_its_first_heartbeat(
+    tmp_path: Path, recipe: Recipe
+) -> None:
+    run = prepared(tmp_path / "run", recipe)
+
+    class Dying(Stage):
+        def train(self, voice: Telemetry, folder: Path) -> int | None:
+            return Exit.DONE if ("rollout-0", 8) in self.spawned else None
+
+        def generate(self, voice: Telemetry, claim_dir: str) -> int:
+            if claim_dir.endswith("0000"):
+                voice.heartbeat("idle", requests=5)
+            return -signal.SIGKILL
+
+    outcome = run_here(Opened(run, recipe, Dying(run, Faults(Path("/nowhere")))), Console(file=io.StringIO()))
+    assert outcome["outcome"] == "failed" and outcome["reason"].startswith(
+        "rollout-0 was lost 4 times without progress"
+    )
+
+
 def test_an_error_has_a_place_unless_it_is_one_of_the_moment() -> None:
     def place(error: type[Exception], *arguments: Any) -> str:
         with pytest.raises(error) as caught:
@@ -340,16 +361,18 @@ def test_a_stop_that_comes_while_a_lost_trainer_waits_for_its_next_start_is_no_s
 def test_workers_that_cannot_be_ended_leave_no_trainer_behind(
     tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, ended, end = prepared(tmp_path / "run", recipe), list[str](), LocalTrainers.end
+    run, ended, stop = prepared(tmp_path / "run", recipe), list[str](), LocalProcesses.stop
 
     def fails(*_: Any) -> None:
         raise IoTrouble("the file system fails")
 
-    monkeypatch.setattr(LocalWorkers, "end", fails)
-    monkeypatch.setattr(LocalTrainers, "end", lambda self, grace_s: (ended.append("trainers"), end(self, grace_s)))
+    monkeypatch.setattr(RolloutWorker, "end", fails)
+    monkeypatch.setattr(LocalProcesses, "stop", lambda self, grace_s: (ended.append(self.name), stop(self, grace_s)))
     with pytest.raises(IoTrouble):
         run_here(Opened(run, recipe, Stage(run, Faults(Path("/nowhere")))), Console(file=io.StringIO()))
-    assert ended == ["trainers", "trainers"], "once when they were lost, once at the end"
+    assert [name for name in ended if name == "trainer"] == ["trainer", "trainer"], (
+        "once when they were lost, once at the end"
+    )
 
 
 def test_what_is_swept_is_old_by_the_clock_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from relax_hpc.monitor.tracking import LIBRARIES
 from relax_hpc.monitor.tracking.follow import Follower
 from relax_hpc.monitor.tracking.points import Points
 from relax_hpc.recipe import change_on_resume, dump_recipe
-from relax_hpc.supervise.tracker import Tracker
+from relax_hpc.supervise.tracker import tracker
 from relax_hpc.telemetry import iter_metrics, read_metrics
 from tests import tiny
 from tests.endpoint import SECRET, Endpoint
@@ -221,16 +221,16 @@ def test_a_follower_that_dies_is_started_again_a_few_times_and_then_left(tmp_pat
     recipe = tiny.recipe(tracking=TOOLS[:1], supervision={"max_restarts": 1, "backoff_s": 0.01})
     run.recipe.write_text("not a recipe")
     said: list[tuple[str, Any]] = []
-    tracker = Tracker(run, recipe, lambda kind, **about: said.append((kind, about["role"])))
+    [follower] = tracker(run, recipe, lambda kind, **about: said.append((kind, about["role"])))
 
     def given_up() -> bool:
-        tracker.look_after()
+        follower.look_after()
         return [kind for kind, _ in said] == ["restart", "lost", "restart", "lost"]
 
     wait_for(given_up)
     for _ in range(3):
-        tracker.look_after()
-    tracker.end(1.0)
+        follower.look_after()
+    follower.end(1.0)
     assert len(said) == 4 and "not TOML" in (run.logs / "tracking.0001.log").read_text()
 
 

@@ -33,7 +33,7 @@ PARTS = {
     "column": ("wait_s", "score_s", "publish_s"),
 }
 """The parts of a line's time, in the order in which they came before its end."""
-LOUD = ("lost", "silent", "outcome")
+LOUD = ("lost", "outcome")
 """Events that are drawn across all tracks."""
 
 Event = dict[str, Any]

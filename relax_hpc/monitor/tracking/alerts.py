@@ -40,10 +40,8 @@ class Alerts:
         if kind == "outcome" and "outcome" in self._config.events:
             reason = f": {line['reason']}" if line.get("reason") else ""
             yield Alert(f"outcome {at}", at, f"{line['outcome']} at step {line.get('step', 0)}{reason}")
-        elif kind in ("lost", "silent") and "restart" in self._config.events:
-            yield Alert(
-                f"{kind} {line.get('role')} {at}", at, f"{line.get('role')} was {kind}: {line.get('reason', '')}"
-            )
+        elif kind == "lost" and "restart" in self._config.events:
+            yield Alert(f"lost {line.get('role')} {at}", at, f"{line.get('role')} was lost: {line.get('reason', '')}")
         elif kind == "step" and line["step"] > self._step:
             self._step = line["step"]
             if "collapse" in self._config.events:
