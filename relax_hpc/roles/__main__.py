@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from relax_hpc import checkpoint
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.run_dir import OPTIMIZERS, RunDir
-from relax_hpc.recipe import RecipeError
+from relax_hpc.files.run_dir import OPTIMIZERS, RunDir, open_existing
+from relax_hpc.recipe import RecipeError, load_recipe
 from relax_hpc.registry import RegistryError
 from relax_hpc.roles.common.process import BEGINNING, Exit, RoleProcess, Stop, place_of
 from relax_hpc.telemetry import Orphaned, set_up_logging
@@ -64,8 +64,8 @@ def main(words: Sequence[str] | None = None) -> NoReturn:
         arguments.rank = int(os.environ["SLURM_PROCID"])
         arguments.name = f"{arguments.name}-{arguments.rank}"
     set_up_logging(arguments.name)
-    process = RoleProcess(arguments)
-    code = run(process, arguments.role)
+    of = open_existing(arguments.run)
+    code = run(RoleProcess(arguments, of, load_recipe(of.recipe)), arguments.role)
     logging.shutdown()
     # Threads of torch and of reward pools must not hold up the end of a role that has sent its last message.
     os._exit(code)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from relax_hpc.files.publish import to_json
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe import dump_recipe
+from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.records import Finish, Group, PartialRollout, Sample
 from relax_hpc.roles.common.process import RoleProcess, Stop
 from relax_hpc.roles.rollout.worker import RolloutWorker
@@ -65,7 +65,7 @@ class Setup:
         about = argparse.Namespace(
             run=self.run.root, name=name, attempt=0, supervisor=None, role="rollout", claim_dir=name
         )
-        made = RolloutWorker(RoleProcess(about), name)
+        made = RolloutWorker(RoleProcess(about, self.run, load_recipe(self.run.recipe)), name)
         progress, said = made.progress, [0]
 
         def counting(state: str) -> None:

@@ -21,7 +21,7 @@ from relax_hpc.engines import EngineRestarted
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import to_json
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe import dump_recipe
+from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.records import Finish
 from relax_hpc.roles.common.process import RoleProcess, Stop
 from relax_hpc.roles.rollout.worker import RolloutWorker
@@ -50,7 +50,7 @@ class Setup:
         about = argparse.Namespace(
             run=folder, name="rollout-0", attempt=0, supervisor=None, role="rollout", claim_dir="w"
         )
-        self.process = RoleProcess(about)
+        self.process = RoleProcess(about, self.run, load_recipe(self.run.recipe))
         self.worker = RolloutWorker(self.process, "w")
 
     def publish(self, version: int, pinned: Collection[int] = ()) -> None:

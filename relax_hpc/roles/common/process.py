@@ -20,8 +20,7 @@ import tenacity
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.permissions import keep_private
-from relax_hpc.files.run_dir import RunDir, open_existing
-from relax_hpc.recipe import load_recipe
+from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.common.caches import Caches
 from relax_hpc.telemetry import Telemetry
@@ -53,11 +52,9 @@ class Stop(BaseException):
 class RoleProcess:
     """The process of a role: arguments, recipe, heartbeat, stop flag."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        self.run: RunDir = open_existing(arguments.run)
+    def __init__(self, arguments: argparse.Namespace, run: RunDir, recipe: Recipe) -> None:
+        self.arguments, self.run, self.recipe = arguments, run, recipe
         self.name: str = arguments.name
-        self.recipe: Recipe = load_recipe(self.run.recipe)
         keep_private(self.recipe.run.group_access)
         quiet_s = self.recipe.supervision.hang_s / QUIET_SHARE
         self.telemetry = Telemetry(self.run, self.name, arguments.attempt, arguments.supervisor, quiet_s)
