@@ -19,7 +19,7 @@ from relax_hpc.roles.common.process import Exit
 from relax_hpc.slurm.client import ask
 from relax_hpc.slurm.plan import SidecarName
 from relax_hpc.slurm.srun import TRAINER_COMPONENT, step_environment, with_options
-from relax_hpc.supervise.fork_server import role_environment, start_logged
+from relax_hpc.supervise.environment import role_environment, start_logged
 from relax_hpc.supervise.processes import Ended, ProcessGroup, end
 from relax_hpc.supervise.restarts import KeptGroup
 from relax_hpc.supervise.rollout_workers import sidecar_names

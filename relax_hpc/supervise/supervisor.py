@@ -34,7 +34,7 @@ ENDED = ("done", "stopped", "failed")
 """Outcomes after which a run's processes leave; after "preempted" they wait for the next supervisor."""
 POLL_S = 0.02
 """How often to look for ended children: one waitpid each, no file is touched."""
-RENEW_S = 0.5
+LEASE_LOOK_S = 0.5
 """How often to look whether the lease is still ours."""
 
 
@@ -157,7 +157,7 @@ class Supervisor:
 
     def _renew_lease(self) -> None:
         """Renew the lease, at most twice a second. Raises RunError when it was taken over."""
-        if time.monotonic() - self._renewed_at >= RENEW_S:
+        if time.monotonic() - self._renewed_at >= LEASE_LOOK_S:
             self._renewed_at = time.monotonic()
             if not self.lease.renew():
                 raise self.lease.superseded()

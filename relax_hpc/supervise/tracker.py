@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.supervise.fork_server import role_environment, start_logged
+from relax_hpc.supervise.environment import role_environment, start_logged
 from relax_hpc.supervise.processes import Ended, ProcessGroup, how_it_ended
 from relax_hpc.supervise.restarts import KeptGroup
 

@@ -49,7 +49,7 @@ SETS = (
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder of Slurm's commands."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
-    for module, name in ((io_retry, "FIRST_PAUSE_S"), (io_retry, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "RENEW_S"),
+    for module, name in ((io_retry, "FIRST_PAUSE_S"), (io_retry, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "LEASE_LOOK_S"),
                          (node_agent, "POLL_S"), (batch, "LOOK_S"), (rollout_jobs, "LOOK_S"), (rollout_jobs, "BY_HAND_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 1e-3)
     monkeypatch.setattr(node_agent, "LOOK_S", 0.02)  # its workers are looked at in between

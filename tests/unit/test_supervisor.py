@@ -130,7 +130,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_retry, "FIRST_PAUSE_S", 1e-4)
     monkeypatch.setattr(io_retry, "LONGEST_PAUSE_S", 2e-4)
     monkeypatch.setattr(supervisor, "POLL_S", 1e-4)
-    monkeypatch.setattr(supervisor, "RENEW_S", 1e-3)
+    monkeypatch.setattr(supervisor, "LEASE_LOOK_S", 1e-3)
     monkeypatch.setattr(local, "clear_node", lambda run, recipe: None)
 
 

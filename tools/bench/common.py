@@ -31,7 +31,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from relax_hpc.supervise.fork_server import ALLOCATOR
+from relax_hpc.supervise.environment import ALLOCATOR
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 from rich.table import Table
 
-from relax_hpc.supervise.fork_server import ALLOCATOR
+from relax_hpc.supervise.environment import ALLOCATOR
 from tools.bench.common import (
     BENCH,
     SIDES,
