@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.algorithms import LossInputs
-from relax_hpc.algorithms.sequences import means, spread
+from relax_hpc.algorithms.common.sequences import means, spread
 from relax_hpc.records import Rollouts
 
 

@@ -52,6 +52,10 @@ class LossInputs:
     teacher: Tensor | None = None  # [M] of the teacher; there when the needs say so
 
 
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+"""([M] loss of each token, metrics as [M] tensors)."""
+
+
 class Algorithm(Protocol):
     """The interface to fill to add an algorithm."""
 
@@ -67,6 +71,6 @@ class Algorithm(Protocol):
         """
         ...
 
-    def loss(self, inputs: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, inputs: LossInputs) -> LossAndMetrics:
         """([M] loss of each token, metrics as [M] tensors without gradient, averaged over tokens by the trainer)."""
         ...

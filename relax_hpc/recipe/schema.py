@@ -12,17 +12,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-from relax_hpc.recipe.tables.algorithm import (
-    DUAL_CLIP,
-    AnyAlgorithm,
-    Clipped,
-    Grpo,
-    PolicyGradient,
-    Ppo,
-    Ratio,
-    Rloo,
-    Sft,
-)
+from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Grpo, Ppo, Rloo, Sft
+from relax_hpc.recipe.tables.algorithm_keys import DUAL_CLIP, Clipped, PolicyGradient, Ratio
 from relax_hpc.recipe.tables.critic import CriticRole, refuse_critic
 from relax_hpc.recipe.tables.model import AnyModel, TinyModel
 from relax_hpc.recipe.tables.parallel import misfit

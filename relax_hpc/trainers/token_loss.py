@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Supervised, Totals, make_algorithm
-from relax_hpc.algorithms.advantages import explained_variance
 from relax_hpc.algorithms.base import TEACHER, VALUES
-from relax_hpc.algorithms.kl import k3
-from relax_hpc.algorithms.losses import exp_ratio
+from relax_hpc.algorithms.common.kl import k3
+from relax_hpc.algorithms.common.losses import exp_ratio
+from relax_hpc.algorithms.ppo import explained_variance
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from relax_hpc.algorithms import ActorCritic, Algorithm, Supervised
+from relax_hpc.algorithms import ActorCritic, Algorithm, PolicyAlgorithm, Supervised
 from relax_hpc.algorithms.base import RECOMPUTED, VALUES
-from relax_hpc.algorithms.policy import PolicyAlgorithm
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers.host_copies import HostCopies, gradients_of, state_of

@@ -15,27 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.algorithms import LossInputs, Totals, make_algorithm
-from relax_hpc.algorithms.advantages import explained_variance, gae, group_relative, token_rewards
+from relax_hpc.algorithms.common.advantages import gae, group_relative, token_rewards
+from relax_hpc.algorithms.common.kl import k1, k2, k3
+from relax_hpc.algorithms.common.losses import clipped_surrogate
 from relax_hpc.algorithms.filters import make_filters
-from relax_hpc.algorithms.kl import k1, k2, k3
-from relax_hpc.algorithms.losses import clipped_surrogate, clipped_value, sequence_log_ratio
-from relax_hpc.algorithms.policy import PolicyAlgorithm
+from relax_hpc.algorithms.grpo import GroupRelative
+from relax_hpc.algorithms.gspo import sequence_log_ratio
+from relax_hpc.algorithms.ppo import clipped_value, explained_variance
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.tables.algorithm import (
-    Clipped,
     Dapo,
     DrGrpo,
     Grpo,
     Gspo,
     Opd,
     OwnAlgorithm,
-    PolicyGradient,
     Ppo,
     ReinforcePlusPlus,
     ReinforcePlusPlusBaseline,
     Rloo,
     Sapo,
 )
+from relax_hpc.recipe.tables.algorithm_keys import Clipped, PolicyGradient
 from relax_hpc.records import Finish, Group, Prompt, Sample, mask_old
 from relax_hpc.registry import RegistryError, shown
 from tests import tiny
@@ -327,7 +328,7 @@ def test_what_is_taken_from_the_reward_is_said() -> None:
     rng = np.random.default_rng(0)
     reference = (rollouts.logprobs + rng.normal(size=len(rollouts.tokens))).astype(np.float32)
     rollouts = dataclasses.replace(rollouts, columns={"reference": reference})
-    algorithm = PolicyAlgorithm(Dapo(overlong=(4, 12), kl_coef=0.3, kl_in="reward"))
+    algorithm = GroupRelative(Dapo(overlong=(4, 12), kl_coef=0.3, kl_in="reward"))
     own = [[t for t in range(*rollouts.offsets[i : i + 2]) if rollouts.loss_mask[t]] for i in range(8)]
     overlong = np.mean([min(1.0, max(0.0, (len(ts) - 4) / 8)) for ts in own])
     kl = np.mean([sum(0.3 * float(rollouts.logprobs[t] - reference[t]) for t in ts) for ts in own])
@@ -337,7 +338,7 @@ def test_what_is_taken_from_the_reward_is_said() -> None:
         {"overlong_penalty": overlong, "kl_penalty": kl, "shaped_reward": rollouts.rewards.mean() - overlong - kl},
         rel=1e-4,
     )
-    assert PolicyAlgorithm(Dapo(kl_coef=0.3)).reward_parts(rollouts) == {}
+    assert GroupRelative(Dapo(kl_coef=0.3)).reward_parts(rollouts) == {}
 
 
 def test_metrics_say_what_a_correction_did() -> None:

@@ -203,7 +203,7 @@ def test_the_reference_is_kept_once_and_read_whole_or_not_at_all(tmp_path: Path)
 
 def test_a_score_that_an_algorithm_of_ones_own_does_not_need_is_refused() -> None:
     check_scores(tiny.recipe(algorithm=KL, scorer={"scores": ["reference"]}))
-    factory = "relax_hpc.algorithms.policy:PolicyAlgorithm"
+    factory = "relax_hpc.algorithms.grpo:GroupRelative"
     own = {"name": "own", "factory": factory, "options": {"config": tiny.recipe().algorithm}}
     with pytest.raises(RunError, match=r"scorer.scores has 'reference'.*'own' needs nothing only: leave it out"):
         check_scores(tiny.recipe(algorithm=own, scorer={"scores": ["reference"]}))

@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import PositiveInt, model_validator
 
-from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, PolicyGradient
+from relax_hpc.recipe.tables.algorithm import AnyAlgorithm
+from relax_hpc.recipe.tables.algorithm_keys import PolicyGradient
 from relax_hpc.recipe.tables.parallel import Parallel, Sizes, misfit
 from relax_hpc.recipe.tables.table import Key, Table, conflict
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from relax_hpc.algorithms.losses import exp_ratio
+from relax_hpc.algorithms.common.losses import exp_ratio
 
 LIMIT = 20.0
 """In k3, d is held within ± this, where exp is finite."""

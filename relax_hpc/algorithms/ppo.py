@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import relax_hpc.algorithms.advantages as estimates
-from relax_hpc.algorithms.base import VALUES
-from relax_hpc.algorithms.losses import clipped_value
-from relax_hpc.algorithms.policy import PolicyAlgorithm, Said
+from relax_hpc.algorithms.base import VALUES, LossAndMetrics
+from relax_hpc.algorithms.common.advantages import STD_EPS, gae, whiten
+from relax_hpc.algorithms.common.policy import PolicyAlgorithm
 from relax_hpc.recipe.tables.algorithm import Ppo
 from relax_hpc.records import Rollouts
 
@@ -34,17 +33,40 @@ class ActorCritic(PolicyAlgorithm):
         values = torch.from_numpy(rollouts.columns[VALUES] * rollouts.loss_mask)
         return (self._gae(rollouts, self.config.value_lambda) + values).float()
 
-    def value_loss(self, values: Tensor, old: Tensor, returns: Tensor) -> Said:
+    def value_loss(self, values: Tensor, old: Tensor, returns: Tensor) -> LossAndMetrics:
         """The critic's loss: ([M] loss, metrics). values: [M] with gradient; old: [M] those before the step; returns:
         [M]."""
         return clipped_value(values, old, returns, self.config.critic.clip)
 
-    def _estimate(self, rollouts: Rollouts) -> Tensor:
+    def estimate(self, rollouts: Rollouts) -> Tensor:
         advantages = self._gae(rollouts, self.config.gae_lambda)
         mask = torch.from_numpy(rollouts.loss_mask)
-        return (estimates.whiten(advantages, mask) if self.config.whiten else advantages).float()
+        return (whiten(advantages, mask) if self.config.whiten else advantages).float()
 
     def _gae(self, rollouts: Rollouts, smoothing: float) -> Tensor:
-        earned = estimates.token_rewards(self._rewards(rollouts), self._penalties(rollouts), rollouts)
         values = torch.from_numpy(rollouts.columns[VALUES])
-        return estimates.gae(earned, values, rollouts, self.config.discount, smoothing)
+        return gae(self.token_rewards(rollouts), values, rollouts, self.config.discount, smoothing)
+
+
+def clipped_value(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> LossAndMetrics:
+    """The critic's clipped loss: ([M] loss, metrics), all inputs [M]: max((V - R)², (clip(V, V_old ± clip) - R)²) / 2.
+
+    The value loss of PPO's own implementation, as in arXiv 2005.12729, section 3; where the clip is active no gradient
+    flows.
+    """
+    free = (values - returns).square()
+    bounded = (values.clamp(old - clip, old + clip) - returns).square()
+    metrics = {"value_clip_fraction": (bounded > free).float(), "value_mean": values, "return_mean": returns}
+    return torch.maximum(free, bounded) / 2, {name: value.detach() for name, value in metrics.items()}
+
+
+def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
+    """Explained variance, 1 - Var(R - V) / Var(R), over tokens with mask 1: 1 for a perfect critic, 0 for one that
+    predicts a constant.
+
+    0 where the returns are all alike, up to rounding.
+    """
+    chosen = mask.bool()
+    target, error = returns.double()[chosen], (returns.double() - values)[chosen]
+    spread = float(target.var(correction=0)) if len(target) else 0.0
+    return 1 - float(error.var(correction=0)) / spread if spread > STD_EPS**2 else 0.0

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from relax_hpc.algorithms.base import LossInputs
-from relax_hpc.algorithms.losses import exp_ratio
-from relax_hpc.algorithms.sequences import means, spread, sums
+from relax_hpc.algorithms.common.losses import exp_ratio
+from relax_hpc.algorithms.common.sequences import means, spread, sums
 from relax_hpc.recipe.tables.correction import Correction, Mis, Tis
 
 VANISHED = 0.01

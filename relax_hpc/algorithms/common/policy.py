@@ -1,4 +1,5 @@
-"""The built-in algorithms: an estimate of advantages, a surrogate loss, and the terms that all of them may have.
+"""The common part of the built-in algorithms: each has an estimate of advantages and a surrogate loss of its own, and
+terms that all of them may have.
 
 rewards - overlong - KL in the reward ──estimate──► advantages
                                   less the reverse KL to a teacher, where there is one
@@ -7,36 +8,23 @@ log ρ, advantages ──surrogate──► × correction × opsm ──► + KL
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-import relax_hpc.algorithms.advantages as estimates
-import relax_hpc.algorithms.losses as losses
-from relax_hpc.algorithms.base import TEACHER, LossInputs
-from relax_hpc.algorithms.correction import importance_weights, sequence_mask
-from relax_hpc.algorithms.kl import ESTIMATORS, importance_weighted, k1
-from relax_hpc.algorithms.sequences import weights
-from relax_hpc.recipe.tables.algorithm import (
-    Cispo,
-    Clipped,
-    DrGrpo,
-    Grpo,
-    Gspo,
-    Opd,
-    PolicyGradient,
-    Ratio,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    Rloo,
-    Sapo,
-)
+from relax_hpc.algorithms.base import TEACHER, LossAndMetrics, LossInputs
+from relax_hpc.algorithms.common.advantages import over_tokens, overlong_penalty, sample_sums, token_rewards
+from relax_hpc.algorithms.common.correction import importance_weights, sequence_mask
+from relax_hpc.algorithms.common.kl import ESTIMATORS, importance_weighted, k1
+from relax_hpc.algorithms.common.losses import clipped_surrogate
+from relax_hpc.algorithms.common.sequences import weights
+from relax_hpc.recipe.tables.algorithm_keys import Clipped, PolicyGradient, Ratio
 from relax_hpc.records import Rollouts
 
-Said = tuple[Tensor, dict[str, Tensor]]
-"""([M] values, metrics as [M] tensors)"""
 
-
-class PolicyAlgorithm:
+class PolicyAlgorithm(ABC):
     """The algorithm that a recipe's [algorithm] table describes; see relax_hpc.algorithms.base.Algorithm."""
 
     def __init__(self, config: PolicyGradient) -> None:
@@ -45,15 +33,15 @@ class PolicyAlgorithm:
         self.needs = config.needs
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
-        estimate = torch.zeros(len(rollouts.tokens)) if isinstance(self.config, Opd) else self._estimate(rollouts)
+        estimate = self.estimate(rollouts)
         return estimate if self.config.teacher is None else estimate - self._distance(rollouts)
 
-    def loss(self, inputs: LossInputs) -> Said:
+    def loss(self, inputs: LossInputs) -> LossAndMetrics:
         missing = [name for name in self.needs & {"reference", "recomputed", TEACHER} if getattr(inputs, name) is None]
         if missing:
             raise ValueError(f"{self.config!r} needs the logprobs of {missing} and got none")
         old = inputs.recomputed if self.decoupled and inputs.recomputed is not None else inputs.old_logprobs
-        loss, metrics = self._surrogate(inputs, old)
+        loss, metrics = self.surrogate(inputs, old)
         loss, said = self._corrected(loss, inputs)
         metrics |= said
         terms, said = self._terms(inputs)
@@ -71,27 +59,29 @@ class PolicyAlgorithm:
         config = self.config
         if not len(rollouts) or (config.overlong is None and not (config.kl_coef > 0 and config.kl_in == "reward")):
             return {}
-        left, kl = self._rewards(rollouts), estimates.sample_sums(self._penalties(rollouts), rollouts)
+        left, kl = self._rewards(rollouts), sample_sums(self._penalties(rollouts), rollouts)
         overlong = torch.from_numpy(rollouts.rewards).double() - left
         parts = {"overlong_penalty": overlong, "kl_penalty": kl, "shaped_reward": left - kl}
         return {name: float(values.mean()) for name, values in parts.items()}
 
-    def _estimate(self, rollouts: Rollouts) -> Tensor:
+    @abstractmethod
+    def estimate(self, rollouts: Rollouts) -> Tensor:
         """[T] float32 advantages from rewards alone, without the teacher's part."""
-        config, rewards, penalties = self.config, self._rewards(rollouts), self._penalties(rollouts)
-        mask, group = torch.from_numpy(rollouts.loss_mask), torch.from_numpy(rollouts.group)
-        if isinstance(config, ReinforcePlusPlus):  # returns: advantages over values of 0
-            earned = estimates.token_rewards(rewards, penalties, rollouts)
-            returns = estimates.gae(earned, torch.zeros_like(earned), rollouts, config.discount, 1.0)
-            return estimates.whiten(returns, mask).float()
-        rewards = rewards - estimates.sample_sums(penalties, rollouts)
-        if isinstance(config, Rloo):
-            return estimates.over_tokens(estimates.leave_one_out(rewards, group), rollouts)
-        plain = isinstance(config, (DrGrpo, ReinforcePlusPlusBaseline))
-        normalize = config.normalize_std if isinstance(config, Grpo) else not plain
-        relative = estimates.group_relative(rewards, group, normalize_std=normalize)
-        spread = estimates.over_tokens(relative, rollouts)
-        return estimates.whiten(spread, mask) if isinstance(config, ReinforcePlusPlusBaseline) else spread
+
+    def surrogate(self, inputs: LossInputs, old: Tensor) -> LossAndMetrics:
+        """The policy's loss, and the metrics of its clip or gate. old: [M] logprobs that the ratio is taken against."""
+        assert isinstance(self.config, Clipped)
+        bounds = *self.config.clip, self.config.dual_clip or None
+        return clipped_surrogate(inputs.logprobs - old, inputs.advantages, *bounds)
+
+    def per_sample(self, rollouts: Rollouts, estimate: Callable[..., Tensor], **options: bool) -> Tensor:
+        """[T] a sample's advantage at each of its tokens: `estimate`(rewards less all penalties [N], groups [N])."""
+        rewards = self._rewards(rollouts) - sample_sums(self._penalties(rollouts), rollouts)
+        return over_tokens(estimate(rewards, torch.from_numpy(rollouts.group), **options), rollouts)
+
+    def token_rewards(self, rollouts: Rollouts) -> Tensor:
+        """[T] float64 rewards of single tokens, less their penalties."""
+        return token_rewards(self._rewards(rollouts), self._penalties(rollouts), rollouts)
 
     def _distance(self, rollouts: Rollouts) -> Tensor:
         """[T] teacher_coef·(log π - log π_teacher) at each token in the loss, π being the policy that sampled. Its mean
@@ -106,7 +96,7 @@ class PolicyAlgorithm:
         rewards = torch.from_numpy(rollouts.rewards).double()
         if self.config.overlong is None:
             return rewards
-        return rewards - estimates.overlong_penalty(rollouts, *self.config.overlong)
+        return rewards - overlong_penalty(rollouts, *self.config.overlong)
 
     def _penalties(self, rollouts: Rollouts) -> Tensor:
         """[T] float64 penalty that the KL to the reference takes from the reward at each token in the loss."""
@@ -119,23 +109,7 @@ class PolicyAlgorithm:
         kl = config.kl_coef * ESTIMATORS[config.kl_estimator](old_logprobs, reference)
         return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
 
-    def _surrogate(self, inputs: LossInputs, old: Tensor) -> Said:
-        """The policy's loss, and the metrics of its clip or gate."""
-        config, logprobs, advantages = self.config, inputs.logprobs, inputs.advantages
-        if isinstance(config, Rloo):
-            return losses.policy_gradient(logprobs, advantages)
-        if isinstance(config, Gspo):
-            log_ratio = losses.sequence_log_ratio(logprobs, old, inputs.lengths, config.level)
-        else:
-            log_ratio = logprobs - old
-        if isinstance(config, Sapo):
-            return losses.soft_gate(log_ratio, advantages, config.tau_positive, config.tau_negative)
-        if isinstance(config, Cispo):
-            return losses.weighted_logprobs(logprobs, log_ratio, advantages, *config.clip)
-        assert isinstance(config, Clipped)
-        return losses.clipped_surrogate(log_ratio, advantages, *config.clip, config.dual_clip or None)
-
-    def _corrected(self, loss: Tensor, inputs: LossInputs) -> Said:
+    def _corrected(self, loss: Tensor, inputs: LossInputs) -> LossAndMetrics:
         """Weight `loss` by the off-policy correction and sequence mask, where the recipe has them."""
         metrics: dict[str, Tensor] = {}
         if self.config.correction is not None:
@@ -146,7 +120,7 @@ class PolicyAlgorithm:
             loss, metrics = loss * kept, metrics | {"opsm_masked": 1 - kept}
         return loss, metrics
 
-    def _terms(self, inputs: LossInputs) -> Said:
+    def _terms(self, inputs: LossInputs) -> LossAndMetrics:
         """Terms that are added to the policy's loss: the KL to the reference and the entropy bonus."""
         config, metrics, terms = self.config, {}, torch.zeros_like(inputs.logprobs)
         if config.kl_coef > 0 and inputs.reference is not None:

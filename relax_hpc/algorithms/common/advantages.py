@@ -18,21 +18,14 @@ def group_relative(rewards: Tensor, group: Tensor, *, normalize_std: bool, eps: 
     rewards: [N]; group: [N] int64, any numbers. The standard deviation is the sample's (n - 1). Without it, as in
     Dr. GRPO (arXiv 2503.20783), the advantage keeps the reward's unit. A group of one gets 0.
     """
-    centred, count, member = _centred(rewards, group)
+    centred, count, member = center_groups(rewards, group)
     if normalize_std:
         variance = torch.zeros_like(count).index_add_(0, member, centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[member]
     return centred.to(rewards.dtype)
 
 
-def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
-    """[N] r - mean of the others of its group = n / (n - 1)·(r - mean of its group), RLOO (arXiv 2402.14740). A group of
-    one gets 0."""
-    centred, count, member = _centred(rewards, group)
-    return (centred * (count / (count - 1).clamp(min=1))[member]).to(rewards.dtype)
-
-
-def _centred(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def center_groups(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Subtract group means: ([N] r - mean of its group, [G] group sizes, [N] index of each one's group), float64."""
     _, member = torch.unique(group, return_inverse=True)
     values = rewards.double()
@@ -87,18 +80,6 @@ def whiten(advantages: Tensor, mask: Tensor, eps: float = STD_EPS) -> Tensor:
     centred = (values - values[chosen].mean()).where(chosen, 0.0)
     deviation = (centred.square().sum() / chosen.sum()).sqrt()
     return (centred / (deviation + eps)).to(advantages.dtype)
-
-
-def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Explained variance, 1 - Var(R - V) / Var(R), over tokens with mask 1: 1 for a perfect critic, 0 for one that
-    predicts a constant.
-
-    0 where the returns are all alike, up to rounding.
-    """
-    chosen = mask.bool()
-    target, error = returns.double()[chosen], (returns.double() - values)[chosen]
-    spread = float(target.var(correction=0)) if len(target) else 0.0
-    return 1 - float(error.var(correction=0)) / spread if spread > STD_EPS**2 else 0.0
 
 
 def overlong_penalty(rollouts: Rollouts, begin: int, end: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.algorithms.base import LossInputs
-from relax_hpc.algorithms.sequences import weights
+from relax_hpc.algorithms.common.sequences import weights
 from relax_hpc.recipe.tables.algorithm import Sft
 from relax_hpc.records import Rollouts
 
