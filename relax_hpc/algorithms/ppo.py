@@ -40,8 +40,7 @@ class ActorCritic(PolicyAlgorithm):
 
     def estimate(self, rollouts: Rollouts) -> Tensor:
         advantages = self._gae(rollouts, self.config.gae_lambda)
-        mask = torch.from_numpy(rollouts.loss_mask)
-        return (whiten(advantages, mask) if self.config.whiten else advantages).float()
+        return whiten(advantages, torch.from_numpy(rollouts.loss_mask)).float()
 
     def _gae(self, rollouts: Rollouts, smoothing: float) -> Tensor:
         values = torch.from_numpy(rollouts.columns[VALUES])

@@ -15,8 +15,7 @@ class SapoAlgorithm(GroupRelative):
     config: Sapo
 
     def surrogate(self, inputs: LossInputs, old: Tensor) -> LossAndMetrics:
-        tau = self.config.tau_positive, self.config.tau_negative
-        return soft_gate(inputs.logprobs - old, inputs.advantages, *tau)
+        return soft_gate(inputs.logprobs - old, inputs.advantages, *self.config.tau)
 
 
 def soft_gate(log_ratio: Tensor, advantages: Tensor, tau_positive: float, tau_negative: float) -> LossAndMetrics:

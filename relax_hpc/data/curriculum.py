@@ -14,14 +14,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_hpc.recipe.tables.source import Curriculum
+LEAST_FACTOR = 0.1
+"""Least factor on a source's weight, so that one that is never or always solved still comes up."""
+MEMORY_STEPS = 10.0
+"""Steps over which a pass rate is averaged (exponentially); it begins at one half."""
 
 
 @dataclass(slots=True)
 class SourceWeights:
     """The sources' weights after each step, kept as long as a batch may still be drawn with them."""
 
-    recipe: Curriculum
     own: Sequence[float]
     """The sources' weights in the recipe."""
     rates: list[float] = field(init=False)
@@ -39,14 +41,14 @@ class SourceWeights:
     def note(self, step: int, solved: Mapping[str, tuple[int, int]], forget_before: int) -> None:
         """Account for `step`, and forget the weights before step `forget_before`. solved: source -> (samples solved,
         samples)."""
-        share = 1 - math.exp(-1 / self.recipe.memory_steps)
+        share = 1 - math.exp(-1 / MEMORY_STEPS)
         for source, (right, of) in solved.items():
             self.rates[int(source)] += share * (right / of - self.rates[int(source)])
         self.after[step + 1] = self._weights()
         self.after = {s: w for s, w in self.after.items() if s >= forget_before}
 
     def _weights(self) -> list[float]:
-        factors = [max(4 * p * (1 - p), self.recipe.floor) for p in self.rates]
+        factors = [max(4 * p * (1 - p), LEAST_FACTOR) for p in self.rates]
         return [weight * factor for weight, factor in zip(self.own, factors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -27,8 +27,6 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.records import Failure, Prompt
 
-LEAST_PROCESSES = 2
-"""Least number of environment processes: one environment that hangs must not hold up all others."""
 START_S = 120.0
 """Seconds within which a process must have imported the users' code."""
 CLOSE_S = 5.0
@@ -59,9 +57,8 @@ class Environments:
 
     def __init__(self, recipe: Recipe) -> None:
         self._sources, self._make = recipe.sources, make_environments(recipe.sources)
-        r = recipe.rollout
-        processes = r.environment_processes or max(LEAST_PROCESSES, r.threads)
-        self._hosts = [Host(recipe.sources, r.step_time_limit_s) for _ in range(processes)]
+        limit_s = recipe.rollout.step_time_limit_s
+        self._hosts = [Host(recipe.sources, limit_s) for _ in range(recipe.rollout.processes)]
         self._numbers = itertools.count()
 
     def begin(self, prompts: Sequence[tuple[int, Prompt]], progress: Progress) -> list[Seat]:

@@ -25,7 +25,14 @@ _LONGEST_VALUE = 120
 """Characters of a wrong value that an error shows."""
 _RENAMED = {
     "warmup": "sft_warm_start",
-    "refill": "max_extra_batches",
+    "refill": "dynamic_sampling.max_extra_batches",
+    "max_extra_batches": "dynamic_sampling.max_extra_batches",
+    "oversample": "dynamic_sampling.oversample",
+    "tau_positive": "tau",
+    "tau_negative": "tau",
+    "binds": "mounts",
+    "reward_processes": "code_processes",
+    "environment_processes": "code_processes",
     "replay": "sample_reuse",
     "behaviour": "old_logprobs",
     "normalise_std": "normalize_std",
@@ -66,7 +73,7 @@ def _unknown_key(place: Place) -> str:
     table = place.table or Recipe
     owner, _, name = place.key.rpartition(".")
     names = [alias(n, f) for n, f in table.model_fields.items()]
-    if (new := _RENAMED.get(name)) in names:
+    if (new := _RENAMED.get(name, "")).partition(".")[0] in names:
         return f"unknown key '{place.key}': it is called '{new}' now"
     member = f" ({member_key(table)} = '{member_name(table)}')" if member_name(table) else ""
     return f"unknown key '{place.key}'{closest(name, names)} {_header(owner)}{member} takes: {overview(table)}"

@@ -154,9 +154,6 @@ class Supervision(Table):
         "On a cluster: rollout nodes end the job of a leader whose lease is silent for this long, so that its successor begins.",
         resume=True,
     )
-    leader_wait_s: PositiveFloat = Key(
-        3600.0, "On a cluster: rollout nodes that wait this long for a leader leave.", resume=True
-    )
     io_wait_s: PositiveFloat = Key(
         600.0,
         "Supervisor, node agents and leaders outlive errors of the file system (input/output error, stale handle, no room, no permission) that "
@@ -219,8 +216,8 @@ class Recipe(Table):
     def most_requests_per_step(self) -> int:
         """The most requests that a training step may release: those that it consumes, and further ones of dynamic
         sampling."""
-        n, ahead = self.requests_per_step, self.async_.max_staleness + 1
-        return n * (1 + self.algorithm.max_extra_batches) + math.ceil((self.algorithm.oversample - 1) * n * ahead)
+        n, ahead, sampling = self.requests_per_step, self.async_.max_staleness + 1, self.algorithm.dynamic_sampling
+        return n * (1 + sampling.max_extra_batches) + math.ceil((sampling.oversample - 1) * n * ahead)
 
     @property
     def scored(self) -> tuple[str, ...]:

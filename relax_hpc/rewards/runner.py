@@ -20,8 +20,6 @@ from relax_hpc.rewards.load import make_rewards
 from relax_hpc.rewards.pool import Outcome, call_reward, make_pool, score_in_child
 
 BROKE = ("broke the pool of its processes", "")
-LEAST_PROCESSES = 2
-"""Least number of reward processes: one reward that hangs must not hold up all others."""
 _HEARTBEAT_S = 0.5
 """Seconds between two calls of `progress` while rewards run."""
 
@@ -39,7 +37,7 @@ class RewardRunner:
 
     def __init__(self, recipe: Recipe) -> None:
         self._sources, self._limit_s = recipe.sources, recipe.rollout.reward_time_limit_s
-        self._processes = recipe.rollout.reward_processes or max(LEAST_PROCESSES, recipe.rollout.threads)
+        self._processes = recipe.rollout.processes
         self._rewards = make_rewards(recipe.sources)
         self._pool: ProcessPool | None = None
         self.seconds = 0.0

@@ -75,7 +75,8 @@ def run(process: RoleProcess, role: str) -> Exit:
     """Run the role's body and return its exit code; errors that a person must see go into heartbeat and log."""
     prepare_cpu()
     # For libraries that torch.set_num_threads does not reach.
-    os.environ["OMP_NUM_THREADS"] = str(getattr(process.recipe, role).threads)
+    table = process.recipe.rollout if role == "rollout" else process.recipe.trainer
+    os.environ["OMP_NUM_THREADS"] = str(table.threads)
     process.caches.warm()
     try:
         if role in OPTIMIZERS:
@@ -108,7 +109,7 @@ def read_ahead(process: RoleProcess, role: str) -> None:
 
     A GPU gets it tensor by tensor: the host may have no room for the optimizers of all processes.
     """
-    device = getattr(process.recipe, role).device
+    device = process.recipe.trainer.device
     on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPUS)))
     if on_cpu and "torch" not in sys.modules:
         run = process.run if role == "trainer" else RunDir(process.run.critic)

@@ -150,7 +150,7 @@ class Autoscaler:
         desired = desired_size(self._run)
         nodes = desired.rollout if desired else self._recipe.rollout.nodes
         target, reason = self._decide(nodes)
-        target = min(max(target, self._policy.min_nodes, self._recipe.rollout.nodes), self._policy.max_nodes)
+        target = min(max(target, self._recipe.rollout.nodes), self._policy.max_nodes)
         if target != nodes:
             set_desired_size(self._run, self._recipe.rollout.nodes, target, self._policy.partition, "autoscale")
             self._changed = time.monotonic()

@@ -41,6 +41,8 @@ ASK_S = 10.0
 """How often Slurm is asked about a leader that is gone."""
 LOOK_S = 1.0
 """How often the run's state is looked at."""
+LEADER_WAIT_S = 3600.0
+"""Seconds without a leader after which a node agent leaves."""
 BASE = "base"
 """Name of the group of nodes that the recipe asks for; further groups come and go."""
 
@@ -148,7 +150,7 @@ class NodeAgent:
         if self._asking is None and self._silent_s > self._ask_after_s and time.monotonic() > self._asked_at + ASK_S:
             self._asked_at = time.monotonic()
             self._asking = self._slurm.submit(self._ask, self.leader.job)
-        return self._silent_s > self.recipe.supervision.leader_wait_s
+        return self._silent_s > LEADER_WAIT_S
 
     def _ask(self, leader: str | None) -> bool:
         """End the job of a lost leader where a successor waits for its end.

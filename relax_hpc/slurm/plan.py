@@ -128,7 +128,7 @@ def make_plan(recipe: Recipe) -> Plan:
         recipe.run.placement == "colocate",
         recipe.generates,
         {
-            name: Sidecar(config.processes, config.threads, config.device != "cpu", together)
+            name: Sidecar(config.processes, trainer.threads, trainer.device != "cpu", together)
             for name, (config, together) in roles.items()
             if config is not None
         },

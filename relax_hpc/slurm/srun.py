@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from relax_hpc.recipe.tables.slurm import Apptainer, Pyxis, gpu_count
+from relax_hpc.recipe.tables.slurm import gpu_count
 from relax_hpc.slurm.plan import Group, Plan, SidecarName, gres_text
 
 TRAINER_COMPONENT, ROLLOUT_COMPONENT = "0", "1"
@@ -141,11 +141,10 @@ def _divided(plan: Plan, group: Group) -> list[str]:
 def container(plan: Plan, group: Group) -> list[str]:
     """The words between srun and a program that runs in the container image; none where there is no image."""
     image, root = plan.slurm.container, Path(plan.root)
-    if isinstance(image, Pyxis):
-        mounts = ",".join([f"{root}:{root}", *image.mounts])
-        return [f"--container-image={image.image}", f"--container-mounts={mounts}"]
-    if isinstance(image, Apptainer):
-        gpus = ["--nv"] if group.has_gpus and not set(image.options) & set(_GPU_FLAGS) else []
-        binds = [word for bind in [str(root), *image.binds] for word in ("--bind", bind)]
-        return ["apptainer", "exec", *gpus, *binds, *image.options, image.image]
-    return []
+    if image is None:
+        return []
+    if image.name == "pyxis":
+        return [f"--container-image={image.image}", f"--container-mounts={','.join([f'{root}:{root}', *image.mounts])}"]
+    gpus = ["--nv"] if group.has_gpus and not set(image.options) & set(_GPU_FLAGS) else []
+    mounts = [word for mount in [str(root), *image.mounts] for word in ("--bind", mount)]
+    return ["apptainer", "exec", *gpus, *mounts, *image.options, image.image]

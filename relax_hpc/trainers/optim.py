@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from relax_hpc.files.tensor_files import split
-from relax_hpc.recipe.tables.trainer import Trainer
+from relax_hpc.recipe.tables.trainer import ADAM_EPS, Trainer
 
 BUCKET_BYTES = 64 * 2**20
 NORM_EPS = 1e-6
@@ -47,7 +47,7 @@ class Learning:
         vectors = [p for p in self.parameters.values() if p.ndim <= 1]  # norms and biases do not decay
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True
+            groups, lr=config.learning_rate, betas=config.betas, eps=ADAM_EPS, fused=True
         )
 
     def update(self, norm: float, rate: float) -> None:

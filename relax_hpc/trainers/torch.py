@@ -229,7 +229,7 @@ class TorchCritic(_Learners, CriticUpdating):
     def __init__(self, recipe: Recipe, folder: Path, rank: int, world: int) -> None:
         """folder: the model that its body starts from."""
         assert recipe.critic is not None
-        super().__init__(recipe, rank, world, device_of(recipe.critic.device, "critic"))
+        super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "critic"))
         body = cast(PreTrainedModel, load_model(folder, self.device).base_model)
         self.learning["critic"] = Learning(Critic(body).to(self.device).eval(), recipe.trainer)
 
@@ -248,8 +248,7 @@ class TorchScoring(_Models):
 
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         assert recipe.scorer is not None and world == 1, "scorers of this backend work each on its own"
-        device = device_of(recipe.scorer.device, "scorer")
-        super().__init__(recipe, rank, world, device, recipe.scorer.tokens_per_micro_batch)
+        super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "scorer"))
         self._model_dir = model_dir
         self.models: dict[str, PreTrainedModel] = {}
 

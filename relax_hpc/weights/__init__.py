@@ -33,13 +33,10 @@ RENDEZVOUS: dict[str, Callable[..., Rendezvous]] = {
 
 def make_publisher(recipe: Recipe, run: RunDir, commit_dir: Path, incarnation: int) -> Publisher:
     """Make the trainer's side of the recipe's transport. `commit_dir`: the incarnation's folder."""
-    w, bucket = recipe.weights, recipe.weights.bucket_mb << 20
+    w = recipe.weights
     if isinstance(w, CollectiveWeights | MpiWeights):
-        rendezvous = RENDEZVOUS[w.speaks](run, w.timeout_s, commit_dir)
-        return CollectivePublisher(run, commit_dir, incarnation, rendezvous, bucket_bytes=bucket)
-    return FilePublisher(
-        run, commit_dir, incarnation, bucket_bytes=bucket, node_cache=w.node_cache, full_every=w.full_every
-    )
+        return CollectivePublisher(run, commit_dir, incarnation, RENDEZVOUS[w.speaks](run, w.timeout_s, commit_dir))
+    return FilePublisher(run, commit_dir, incarnation, node_cache=w.node_cache, full_every=w.full_every)
 
 
 def make_receiver(recipe: Recipe, run: RunDir, name: str, copies: bool = True) -> Receiver:

@@ -23,6 +23,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.algorithm import Sft
 from relax_hpc.recipe.tables.model import PathModel
+from relax_hpc.recipe.tables.trainer import ADAM_EPS
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import BACKENDS, Trainer, make_critic, make_trainer
 from relax_hpc.trainers.build import materialise
@@ -94,7 +95,7 @@ def oracle_steps(
     model, frozen = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
     config = recipe.trainer
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=0.0
+        model.parameters(), lr=config.learning_rate, betas=config.betas, eps=ADAM_EPS, weight_decay=0.0
     )
     said = []
     for rollouts in batches:

@@ -182,8 +182,10 @@ def scores(recipe: Recipe, model_dir: Path, trainer: Any, exported: Path) -> Non
     """Scorers under the same split say what the trainer says, of experts that are replayed too."""
     from relax_hpc.trainers.megatron.cpu import supported
 
-    scorer = Scorer(scores=["reference"], processes=WORLD, tokens_per_micro_batch=60)
-    scoring = make_scoring(recipe.model_copy(update={"scorer": scorer}), model_dir, dist.get_rank(), WORLD)
+    scorer = Scorer(scores=["reference"], processes=WORLD)
+    budgeted = recipe.trainer.model_copy(update={"tokens_per_micro_batch": 60})
+    apart = recipe.model_copy(update={"scorer": scorer, "trainer": budgeted})
+    scoring = make_scoring(apart, model_dir, dist.get_rank(), WORLD)
     rollouts = replayed() if "experts" in model_dir.name else tiny.random_rollouts(14, seed=2)
     scoring.take("recomputed", load_file(exported), exported)
     names = ["recomputed"]

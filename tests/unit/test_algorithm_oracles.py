@@ -50,7 +50,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus, discounted": {"name": "reinforce_plus_plus", "kl_coef": 0.1, "discount": 0.7},
     "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.1},
     "ppo": {"name": "ppo", "group_size": 1},
-    "ppo, kl, discounted": {"name": "ppo", "kl_coef": 0.1, "discount": 0.8, "gae_lambda": 0.6, "whiten": False,
+    "ppo, kl, discounted": {"name": "ppo", "kl_coef": 0.1, "discount": 0.8, "gae_lambda": 0.6,
                             "overlong": [4, 12], "clip": [0.1, 0.3], "aggregate": "sequence"},
     "opd": {"name": "opd", "group_size": 1, "teacher": "teacher", "aggregate": "sequence"},
     "dr_grpo, teacher": {"name": "dr_grpo", "teacher": "teacher", "teacher_coef": 0.3},
@@ -125,7 +125,7 @@ def oracle_estimates(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]:
         advantages_of: dict[int, float] = {}
         for ts in tokens.values():
             advantages_of |= gae_oracle(c, ts, earned, rollouts.columns["values"].tolist(), c.get("gae_lambda", 0.95))
-        return whitened(advantages_of) if c.get("whiten", True) else advantages_of
+        return whitened(advantages_of)
     rewards = [r - sum(penalty[t] for t in tokens[i]) for i, r in enumerate(rewards)]
     advantages = []
     for i, r in enumerate(rewards):

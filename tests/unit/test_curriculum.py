@@ -9,19 +9,18 @@ import pytest
 
 from relax_hpc.data import PromptCursor
 from relax_hpc.data.curriculum import SourceWeights
-from relax_hpc.recipe.tables.source import Curriculum
 from relax_hpc.spool.planner import RequestPlanner
 from relax_hpc.spool.request import Request
 from tests.unit.test_cursor import make
 
-SIZES, OWN, STEPS = (50, 50, 50), (1.0, 1.0, 2.0), 30
+SIZES, OWN, STEPS = (50, 50, 50), (1.0, 1.0, 2.0), 90
 Solved = dict[str, tuple[int, int]]
 
 
 def planner(folder: Path) -> RequestPlanner:
     """A batch is 2 requests of 5 prompts; one batch may be asked for ahead."""
     made = RequestPlanner(2, 5, 4, 1, "wait", 0, PromptCursor(make(folder, SIZES, OWN), 0), 1, batches=10**6)
-    made.weights = SourceWeights(Curriculum(memory_steps=3.0, floor=0.1), OWN)
+    made.weights = SourceWeights(OWN)
     return made
 
 

@@ -74,7 +74,7 @@ def recipe(rollout: dict[str, Any], made: dict[str, Any]) -> Recipe:
 
 def host(processes: int = 1, limit_s: float = 20.0, **options: Any) -> closing[Environments]:
     """Environments of `Odd` in so many processes."""
-    rollout = {"step_time_limit_s": limit_s, "environment_processes": processes}
+    rollout = {"step_time_limit_s": limit_s, "code_processes": processes}
     made = {"task": "chain_sum", "environment": f"{USER}:Odd", "environment_options": options}
     return closing(Environments(recipe(rollout, made)))
 

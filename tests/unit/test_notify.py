@@ -13,6 +13,7 @@ from small_run import build
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.monitor.tracking import alerts as alerts_module
 from relax_hpc.monitor.tracking import messages
 from relax_hpc.monitor.tracking.alerts import Alert, Alerts, Collapse
 from relax_hpc.monitor.tracking.messages import Messenger, addresses, targets
@@ -129,13 +130,14 @@ def step(
     return made if entropy is None else made | {"entropy": entropy}
 
 
-def begun(steps: list[dict[str, Any]], **config: Any) -> list[tuple[int, str]]:
+def begun(steps: list[dict[str, Any]]) -> list[tuple[int, str]]:
     """(step, sign) of what begins."""
-    collapse = Collapse(Notify(window=3, **config))
+    collapse = Collapse()
     return [(line["step"], what) for line in steps for what, _ in collapse.of(line)]
 
 
-def test_collapses_are_told_when_they_begin_and_again_after_they_were_over() -> None:
+def test_collapses_are_told_when_they_begin_and_again_after_they_were_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts_module, "WINDOW", 3)
     rewards = [0.8] * 4 + [0.1] * 5 + [0.8] * 3 + [0.0] * 3
     assert begun([step(i, r) for i, r in enumerate(rewards)]) == [(5, "reward"), (13, "reward")]
     assert begun([step(i, r) for i, r in enumerate([-1.0] * 3 + [-5.0] * 3)]) == [], "no share of a best below zero"
@@ -143,11 +145,11 @@ def test_collapses_are_told_when_they_begin_and_again_after_they_were_over() -> 
     assert begun([step(i, entropy=e) for i, e in enumerate(entropies)]) == [(5, "entropy")]
     empty = [step(i, entropy=None, groups=0 if i > 1 else 4, filtered=4) for i in range(8)]
     assert begun(empty) == [(4, "filtered")]
-    assert begun([step(i, r) for i, r in enumerate(rewards)], reward_share=0.0) == []
 
 
-def test_a_step_that_is_made_again_is_not_judged_again() -> None:
-    alerts = Alerts(Notify(window=2))
+def test_a_step_that_is_made_again_is_not_judged_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts_module, "WINDOW", 2)
+    alerts = Alerts(Notify())
     lines = [step(i, r) | {"kind": "step", "time": float(i)} for i, r in enumerate([0.8, 0.8, 0.1, 0.1])]
     told = [made.key for line in [*lines, *lines] for made in alerts.of("trainer-0", line)]
     assert told == ["collapse reward 3"]
@@ -157,11 +159,11 @@ def test_addresses_come_from_the_environment_or_a_file_elsewhere_and_errors_do_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, file = tmp_path / "runs", tmp_path / "addresses"
-    monkeypatch.delenv("MINE", raising=False)
-    config = Notify(variable="MINE")
-    with pytest.raises(RunError, match=r"\$MINE, which is not set"):
+    monkeypatch.delenv(messages.VARIABLE, raising=False)
+    config = Notify()
+    with pytest.raises(RunError, match=r"\$RELAX_HPC_NOTIFY, which is not set"):
         addresses(config, root)
-    monkeypatch.setenv("MINE", "json://a json://b")
+    monkeypatch.setenv(messages.VARIABLE, "json://a json://b")
     assert addresses(config, root) == ["json://a", "json://b"]
     config = Notify(file=file)
     with pytest.raises(RunError, match="cannot be read: No such file"):

@@ -21,6 +21,7 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.records import Finish, Group, PartialRollout, Sample
 from relax_hpc.roles.common.process import RoleProcess, Stop
+from relax_hpc.roles.rollout import worker as worker_module
 from relax_hpc.roles.rollout.worker import RolloutWorker
 from relax_hpc.spool import partial_rollouts
 from relax_hpc.spool.queue import Claim, Queue
@@ -177,8 +178,11 @@ def test_at_a_publish_a_request_is_given_back_and_another_worker_goes_on_with_th
     assert line["tokens_per_s"] == pytest.approx(made / line["generate_s"])
 
 
-def test_a_time_limit_gives_back_too_and_after_max_aborts_a_request_is_generated_to_its_end(make: Make) -> None:
-    setup = make({"abort_after_s": 1e-6, "max_aborts": 2})
+def test_a_time_limit_gives_back_too_and_after_max_aborts_a_request_is_generated_to_its_end(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MAX_ABORTS", 2)
+    setup = make({"abort_after_s": 1e-6})
     worker, seeds = setup.worker(), list[int]()
     for aborts in (1, 2):
         generate = worker.engine.generate
@@ -192,8 +196,11 @@ def test_a_time_limit_gives_back_too_and_after_max_aborts_a_request_is_generated
     assert [line["why"] for w in setup.workers for line in setup.lines(w, "abort")] == ["time", "time"]
 
 
-def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_request(make: Make) -> None:
-    setup = make({"max_aborts": 1})
+def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_request(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "MAX_ABORTS", 1)
+    setup = make({})
 
     def stop(worker: RolloutWorker) -> None:
         worker.process.stopping = True

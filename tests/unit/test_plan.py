@@ -187,7 +187,7 @@ def test_dynamic_sampling_is_budgeted_for_as_far_as_the_planner_goes(
     extra: int, oversample: float, staleness: int
 ) -> None:
     made = tiny.recipe(
-        algorithm={"group_size": 4, "max_extra_batches": extra, "oversample": oversample},
+        algorithm={"group_size": 4, "dynamic_sampling": {"max_extra_batches": extra, "oversample": oversample}},
         trainer={"prompts_per_step": 16}, rollout={"groups_per_request": 4}, **{"async": {"max_staleness": staleness}},
     )  # fmt: skip
     n = made.requests_per_step

@@ -55,8 +55,8 @@ def test_a_scorer_says_what_the_trainers_own_reference_says(backend: str, tmp_pa
     expected = reference_of(inside, rollouts)
     assert expected[rollouts.loss_mask == 1].std() > 0.5
     for budget in (16384, 40):
-        scorer = {"scores": ["reference"], "tokens_per_micro_batch": budget}
-        recipe = tiny.recipe(algorithm=KL, rollout={"temperature": 0.7}, scorer=scorer, trainer=trainer)
+        scorer, budgeted = {"scores": ["reference"]}, trainer | {"tokens_per_micro_batch": budget}
+        recipe = tiny.recipe(algorithm=KL, rollout={"temperature": 0.7}, scorer=scorer, trainer=budgeted)
         assert not make_trainer(recipe, tmp_path, 0, 1).reference, "the trainer holds none beside the scorer"
         models = make_scoring(recipe, tmp_path, 0, 1)
         models.hold("teacher", tmp_path)

@@ -262,10 +262,10 @@ def test_single_gives_a_group_without_gpus_none(tmp_path: Path) -> None:
 
 
 def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
-    sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference'], threads=20}")
-    p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=2")
+    sets = ("algorithm.kl_coef=0.1", "scorer={scores=['reference']}", "trainer.threads=20", "trainer.device=auto")
+    p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=4")
     words = "--job-name=scorer --nodes=1 --ntasks=1 --cpus-per-task=16 --overlap"
-    assert " ".join(sidecar_step(p, "scorer")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
+    assert " ".join(sidecar_step(p, "scorer")) == f"srun --het-group=0 {words} --gres=gpu:4 --cpu-bind=none"
     assert f"# A scorer is started by: {' '.join(sidecar_step(p, 'scorer'))} …" in render(p, "leader").splitlines()
     p = plan(
         tmp_path,
@@ -273,7 +273,7 @@ def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
         *sets,
         "slurm.shape=single",
         "rollout.nodes=2",
-        "scorer.device=cpu",
+        "trainer.device=cpu",
         "slurm.gpus_per_node=2",
         "slurm.cpu_bind=cores",
     )
@@ -282,10 +282,10 @@ def test_a_scorer_shares_the_trainers_nodes(tmp_path: Path) -> None:
 
 
 def test_a_critics_processes_are_one_step_on_a_node_of_the_trainers(tmp_path: Path) -> None:
-    sets = ("algorithm={name='ppo'}", "critic={processes=2, threads=20}")
-    p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=2")
+    sets = ("algorithm={name='ppo'}", "critic={processes=2}", "trainer.threads=20", "trainer.device=auto")
+    p = plan(tmp_path, "", *sets, "slurm.shape=het", "slurm.cpus_per_task=4", "slurm.gpus_per_node=4")
     words = "--job-name=critic --nodes=1 --ntasks=2 --cpus-per-task=8 --kill-on-bad-exit=1 --overcommit --overlap"
-    assert " ".join(sidecar_step(p, "critic")) == f"srun --het-group=0 {words} --gres=gpu:2 --cpu-bind=none"
+    assert " ".join(sidecar_step(p, "critic")) == f"srun --het-group=0 {words} --gres=gpu:4 --cpu-bind=none"
     said = f"# The critic's processes are started by: {' '.join(sidecar_step(p, 'critic'))} …"
     assert said in render(p, "leader").splitlines()
     sets = (
@@ -327,7 +327,7 @@ def test_processes_are_not_bound_to_cpus_that_nobody_counted(tmp_path: Path) -> 
 def test_containers_see_the_run(tmp_path: Path) -> None:
     p = plan(
         tmp_path,
-        "[slurm]\ngpus_per_node=1\n[slurm.container]\nimage='a b.sif'\nbinds=['/d:/d:ro']\noptions=['--cleanenv']\n",
+        "[slurm]\ngpus_per_node=1\n[slurm.container]\nimage='a b.sif'\nmounts=['/d:/d:ro']\noptions=['--cleanenv']\n",
     )
     assert trainer_step(p)[-8:] == [
         "apptainer", "exec", "--nv", "--bind", "/lustre/me/runs", "--bind", "/d:/d:ro", "--cleanenv", "a b.sif",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.recipe import RecipeError, change_on_resume, differences, dump_recipe, load_recipe, site_file, sources
-from relax_hpc.recipe.tables.slurm import Apptainer, Pyxis, time_s
+from relax_hpc.recipe.tables.slurm import time_s
 
 TINY = '[model]\nname = "tiny"\n[rollout]\nmax_new_tokens = 8\n[[source]]\ntask = "basic_arithmetic"\n'
 
@@ -60,7 +60,8 @@ def test_time_limits(value: str | int, seconds: int | None) -> None:
         ('slurm.account="a\\n#SBATCH --x"', ["slurm.account", "line break"]),
         ('slurm.setup=["a\\nb"]', ["slurm.setup", "line break"]),
         ("slurm={shape='single', rollout={partition='x'}}", ["slurm.rollout.partition = 'x'", "one job"]),
-        ("slurm.container={name='docker', image='x'}", ["slurm.container.name = 'docker'", "['apptainer', 'pyxis']"]),
+        ("slurm.container={name='docker', image='x'}", ['slurm.container.name = "docker"', "'apptainer' or 'pyxis'"]),
+        ("slurm.container.binds=['/a:/a']", ["'slurm.container.binds': it is called 'mounts' now"]),
         ("slurm.container.name=pyxis", ["'slurm.container.image' is missing"]),
         ("trainer={nodes=2, processes=3}", ["trainer.processes = 3", "trainer.nodes = 2", "use 2 or 4"]),
         ("rollout={nodes=4, workers=2, max_new_tokens=8}", ["rollout.workers = 2", "rollout.nodes = 4", "use 4 or 4"]),
@@ -92,14 +93,14 @@ def test_a_group_has_its_own_keys_over_the_common_ones(recipe: Path) -> None:
     assert trainer.options == {"nice": 1, "comment": "a"} and rollout.options == {"nice": 1, "comment": "b"}
 
 
-def test_a_container_is_known_by_its_keys_and_kept(recipe: Path, tmp_path: Path) -> None:
-    slurm = load_recipe(recipe, ["slurm.container={image='a.sif'}"]).slurm
-    assert slurm is not None and isinstance(slurm.container, Apptainer)
-    other = load_recipe(recipe, ["slurm.container={image='a.sqsh', mounts=['/a:/a']}", "slurm.trainer={mem='4G'}"])
-    assert other.slurm is not None and isinstance(other.slurm.container, Pyxis)
+def test_a_container_is_kept_and_only_apptainer_takes_options(recipe: Path, tmp_path: Path) -> None:
+    sets = ["slurm.container={name='pyxis', image='a.sqsh', mounts=['/a:/a']}", "slurm.trainer={mem='4G'}"]
+    other = load_recipe(recipe, sets)
     copy = tmp_path / "copy.toml"
     copy.write_text(dump_recipe(other))
     assert load_recipe(copy) == other
+    with pytest.raises(RecipeError, match=r"container.options = \['--rocm'\] are for `apptainer exec`.*leave them out"):
+        load_recipe(recipe, [*sets, "slurm.container.options=['--rocm']"])
 
 
 def test_all_of_it_may_change_on_resume(recipe: Path) -> None:

@@ -28,6 +28,7 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.prepare import need_libraries
 from relax_hpc.monitor.tracking import LIBRARIES
 from relax_hpc.monitor.tracking.follow import Follower
+from relax_hpc.monitor.tracking.messages import VARIABLE
 from relax_hpc.monitor.tracking.points import Points
 from relax_hpc.recipe import change_on_resume, dump_recipe
 from relax_hpc.supervise.tracker import tracker
@@ -74,7 +75,7 @@ def go_on(run: RunDir, steps: range) -> None:
 def start(run: RunDir, told: Endpoint, supervisor: int | None = None) -> subprocess.Popen[bytes]:
     """A follower; of this process by default."""
     about = ["--supervisor", str(supervisor or os.getpid()), "--since", "0"]
-    environment = {**os.environ, **KEYS, "MINE": told.url}
+    environment = {**os.environ, **KEYS, VARIABLE: told.url}
     command = [sys.executable, "-m", "relax_hpc.monitor.tracking", str(run.root), *about]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
@@ -89,7 +90,7 @@ def told() -> Iterator[Endpoint]:
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory: pytest.TempPathFactory, told: Endpoint) -> RunDir:
     """A run whose follower was killed while its sinks were open, and started again."""
-    notify = {"variable": "MINE", "events": ["outcome", "restart", "collapse"]}
+    notify = {"events": ["outcome", "restart", "collapse"]}
     run = make(tmp_path_factory.mktemp("tracked") / "small", tracking=TOOLS, notify=notify)
     shutil.rmtree(run.tracking, ignore_errors=True)
     go_on(run, range(2, STEPS // 2))

@@ -23,7 +23,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "grpo decoupled": {"old_logprobs": "'recomputed'", "correction": TIS},
     "dr_grpo": {},
-    "dapo": {"max_extra_batches": 0},  # as many generated groups for each algorithm
+    "dapo": {"dynamic_sampling": {"max_extra_batches": 0}},  # as many generated groups for each algorithm
     "gspo": {"clip": "[0.2, 0.28]"},  # the paper's are for steps a thousand times smaller
     "sapo": {},
     "cispo": {},

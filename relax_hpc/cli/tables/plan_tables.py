@@ -89,7 +89,7 @@ def _traffic(made: Estimate, console: Console) -> None:
     table.add_row("their tokens", f"{moved.trained_tokens:,}")
     if moved.spool_bytes:
         generated = (
-            f"{moved.samples:,} to {moved.most_samples:,} (algorithm.max_extra_batches, oversample)"
+            f"{moved.samples:,} to {moved.most_samples:,} (algorithm.dynamic_sampling)"
             if extended
             else f"{moved.samples:,}"
         )

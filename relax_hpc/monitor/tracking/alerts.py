@@ -13,6 +13,13 @@ from typing import Any
 
 from relax_hpc.recipe.tables.tracking import Notify
 
+WINDOW = 20
+"""Steps over which means are taken."""
+LEAST_ENTROPY = 0.01
+"""Nats a token below which the policy's entropy has collapsed."""
+LEAST_SHARE = 0.5
+"""Share of its best below which the mean reward of all generated samples has collapsed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Alert:
@@ -29,7 +36,7 @@ class Alerts:
     def __init__(self, config: Notify, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: our own, in seconds; the lines have the time of day of the machine that wrote them."""
         self._config, self._clock = config, clock
-        self._collapse = Collapse(config)
+        self._collapse = Collapse()
         self._step, self._said_at, self._heard_at, self._on = -1, 0.0, 0.0, False
 
     def of(self, role: str, line: Mapping[str, Any]) -> Iterator[Alert]:
@@ -59,36 +66,35 @@ class Alerts:
 
 
 class Collapse:
-    """Signs over the last `window` steps that nothing is learned any more; each is reported when it begins."""
+    """Signs over the last WINDOW steps that nothing is learned any more; each is reported when it begins."""
 
-    def __init__(self, config: Notify) -> None:
-        self._config = config
-        self._entropy, self._reward, self._empty = (deque[float](maxlen=config.window) for _ in range(3))
+    def __init__(self) -> None:
+        self._entropy, self._reward, self._empty = (deque[float](maxlen=WINDOW) for _ in range(3))
         self._best = float("-inf")
         self._begun: set[str] = set()
 
     def of(self, line: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield (sign, description) for each sign that begins with this step."""
-        steps = f"over the last {self._config.window} steps"
+        steps = f"over the last {WINDOW} steps"
         entropy, reward = (
             self._mean(self._entropy, line.get("entropy")),
             self._mean(self._reward, line.get("generated_reward")),
         )
         empty = self._mean(self._empty, float(line.get("groups") == 0 and line["filtered_groups"] > 0))
-        if self._begins("entropy", entropy is not None and entropy < self._config.entropy):
+        if self._begins("entropy", entropy is not None and entropy < LEAST_ENTROPY):
             yield (
                 "entropy",
-                f"the policy's entropy is {entropy:.4f} nats {steps} (notify.entropy = {self._config.entropy})",
+                f"the policy's entropy is {entropy:.4f} nats {steps}; below {LEAST_ENTROPY} nothing new is tried",
             )
         if self._begins("filtered", empty == 1.0):
             yield "filtered", f"all groups were filtered {steps}: nothing is trained"
         if reward is None:
             return
-        least = self._config.reward_share * self._best
+        least = LEAST_SHARE * self._best
         if self._begins("reward", self._best > 0 and reward < least):
             yield (
                 "reward",
-                f"the mean reward is {reward:.4f} {steps}, the best was {self._best:.4f} (notify.reward_share = {self._config.reward_share})",
+                f"the mean reward is {reward:.4f} {steps}, the best was {self._best:.4f}",
             )
         self._best = max(self._best, reward)
 

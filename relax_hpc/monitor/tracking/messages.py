@@ -24,6 +24,8 @@ FIRST_WAIT_S = 5.0
 """Wait after the first failure; it doubles with each one, which makes about twenty minutes in all."""
 LAST_TRIES, LAST_WAIT_S = 3, 1.0
 """Tries and waits when the follower ends, which must not take long."""
+VARIABLE = "RELAX_HPC_NOTIFY"
+"""Environment variable with Apprise URLs."""
 REMEMBERED = 1000
 """How many keys of sent alerts to remember."""
 
@@ -31,10 +33,10 @@ REMEMBERED = 1000
 def addresses(config: Notify, root: Path) -> list[str]:
     """The Apprise URLs. Raises RunError where there is none; `root`: the directory of runs, where they may not lie."""
     if config.file is None:
-        text = os.environ.get(config.variable, "")
+        text = os.environ.get(VARIABLE, "")
         if not text.split():
             raise RunError(
-                f"[notify] takes its addresses from ${config.variable}, which is not set: export Apprise URLs in it (blanks between "
+                f"[notify] takes its addresses from ${VARIABLE}, which is not set: export Apprise URLs in it (blanks between "
                 "them), or name a file with notify.file"
             )
         return text.split()

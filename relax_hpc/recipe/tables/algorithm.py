@@ -10,15 +10,16 @@ from pydantic import PositiveFloat, Tag, model_validator
 from relax_hpc.recipe.tables.algorithm_keys import (
     AGGREGATE,
     CLIP,
+    EXTRA,
     FILTERS,
     K2,
-    MAX_EXTRA_BATCHES,
     Algorithm,
     Clipped,
+    DynamicSampling,
     Grouped,
     Ratio,
     TokenRewards,
-)  # fmt: skip
+)
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 
@@ -37,8 +38,14 @@ class DrGrpo(Clipped, Grouped):
     aggregate: Literal["token", "sequence", "constant"] = Key("constant", AGGREGATE)
 
 
+class DapoSampling(DynamicSampling):
+    """Dynamic sampling as in DAPO."""
+
+    max_extra_batches: int = Key(3, EXTRA, ge=0)
+
+
 class Dapo(Clipped, Grouped):
-    """DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling (`filters` and `max_extra_batches`), `overlong`."""
+    """DAPO (arXiv 2503.14476): clip-higher, mean over tokens, dynamic sampling (`filters`, and 3 for `dynamic_sampling.max_extra_batches`), `overlong`."""
 
     name: Literal["dapo"] = Key("dapo", "Decoupled clip and dynamic sampling policy optimization.")
     filters: list[str] = Key(
@@ -46,7 +53,7 @@ class Dapo(Clipped, Grouped):
         FILTERS,
         looked_up=True,
     )
-    max_extra_batches: int = Key(3, MAX_EXTRA_BATCHES, ge=0)
+    dynamic_sampling: DapoSampling = DapoSampling()
     clip: tuple[float, float] = Key((0.2, 0.28), CLIP)
 
 
@@ -55,7 +62,7 @@ class Gspo(Clipped, Grouped):
 
     name: Literal["gspo"] = Key("gspo", "Group sequence policy optimization.")
     aggregate: Literal["token", "sequence", "constant"] = Key("sequence", AGGREGATE)
-    clip: tuple[float, float] = Key((3e-4, 4e-4), "A sample's ratio is clipped to [1 - clip[0], 1 + clip[1]].")
+    clip: tuple[float, float] = Key((3e-4, 4e-4), CLIP)
     level: Literal["sequence", "token"] = Key(
         "sequence", "`token` is GSPO-token: the sample's ratio in value, each token's own gradient."
     )
@@ -66,10 +73,9 @@ class Sapo(Ratio, Grouped):
 
     name: Literal["sapo"] = Key("sapo", "Soft adaptive policy optimization.")
     aggregate: Literal["token", "sequence", "constant"] = Key("sequence", AGGREGATE)
-    tau_positive: PositiveFloat = Key(
-        1.0, "The gate's temperature where the advantage is positive; higher is narrower."
+    tau: tuple[PositiveFloat, PositiveFloat] = Key(
+        (1.0, 1.05), "The gate's temperatures where the advantage is positive and elsewhere; higher is narrower."
     )
-    tau_negative: PositiveFloat = Key(1.05, "The gate's temperature elsewhere.")
 
 
 class Cispo(Ratio, Grouped):
@@ -140,9 +146,6 @@ class Ppo(TokenRewards):
     value_lambda: float = Key(
         1.0, "λ of the returns that the critic learns; apart from the policy's as in arXiv 2503.01491.", ge=0, le=1
     )
-    whiten: bool = Key(
-        True, "Whiten advantages: subtract their mean over the step's tokens, and divide by their deviation."
-    )
     critic: Critic = Critic()
 
     @property
@@ -182,11 +185,9 @@ class Sft(Table):
     )
     group_size: ClassVar[int] = 1
     filters: ClassVar[list[str]] = []
-    max_extra_batches: ClassVar[int] = 0
-    oversample: ClassVar[float] = 1.0
+    dynamic_sampling: ClassVar[DynamicSampling] = DynamicSampling()
     sample_reuse: ClassVar[int] = 0
     needs: ClassVar[frozenset[str]] = frozenset()
-    samples_dynamically: ClassVar[bool] = False
 
 
 class OwnAlgorithm(Algorithm):

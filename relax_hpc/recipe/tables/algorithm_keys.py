@@ -19,10 +19,15 @@ AGGREGATE = (
     "Normalization of the loss. `token`: the mean over all tokens of the step; `sequence`: the mean over samples of each one's mean; "
     "`constant`: the mean over samples of each one's sum, divided by rollout.max_new_tokens · max_turns."
 )
-MAX_EXTRA_BATCHES = (
-    "Batches of further prompts that a step may ask for, in place of groups that failed or that filters keep out (dynamic "
-    "sampling, arXiv 2503.14476); after them it trains on the groups that it has. 0 asks for none."
+KL_IN = (
+    "`loss`: added to each token's loss. `reward`: taken from the reward, as the behavior policy's KL (a sample's sum over its tokens; "
+    "token by token where returns are)."
 )
+KL_ESTIMATOR = (
+    "How the KL is estimated at a token. Absent: k1 in the reward, where k1 alone has the KL's gradient; in the loss k3, or k2 for `ppo` "
+    "and REINFORCE++."
+)
+EXTRA = "Batches of further prompts that a step may ask for; after them it trains on the groups that it has."
 DUAL_CLIP = 3.0
 """The default bound of `dual_clip` where tokens may be stale; veRL has the same (clip_ratio_c)."""
 CLIP = "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]]."
@@ -31,6 +36,23 @@ CLIP = "The importance ratio is clipped to [1 - clip[0], 1 + clip[1]]."
 def _default_estimator(in_loss: str) -> Callable[[dict[str, Any]], str]:
     """Make the default of `kl_estimator`, which depends on where the KL is put."""
     return lambda keys: "k1" if keys.get("kl_in") == "reward" else in_loss
+
+
+class DynamicSampling(Table):
+    """Dynamic sampling (arXiv 2503.14476): further prompts in place of groups that failed or that filters keep out."""
+
+    max_extra_batches: int = Key(0, EXTRA, ge=0)
+    oversample: float = Key(
+        1.0,
+        "Prompts requested at once, as a multiple of those that the batches take; groups that pass and are not needed wait for the next "
+        "step, within async.max_staleness.",
+        ge=1,
+    )
+
+    @property
+    def on(self) -> bool:
+        """True where a step takes requests until as many groups pass as it wants."""
+        return self.max_extra_batches > 0 or self.oversample > 1
 
 
 class Algorithm(Table):
@@ -42,14 +64,7 @@ class Algorithm(Table):
         FILTERS,
         looked_up=True,
     )
-    max_extra_batches: int = Key(0, MAX_EXTRA_BATCHES, ge=0)
-    oversample: float = Key(
-        1.0,
-        "Prompts requested at once, as a multiple of those that the batches take; groups that pass and are not needed wait for the next "
-        "step, within async.max_staleness.",
-        ge=1,
-    )
-
+    dynamic_sampling: DynamicSampling = DynamicSampling()
     sample_reuse: int = Key(
         0,
         "Groups of earlier steps that a step trains on once more, besides its own: those whose rewards vary most, each once, "
@@ -61,11 +76,6 @@ class Algorithm(Table):
     def needs(self) -> frozenset[str]:
         """Inputs of its advantages and loss beside rewards and logprobs; a user's own tells them once it is made."""
         return frozenset()
-
-    @property
-    def samples_dynamically(self) -> bool:
-        """True where a step takes requests until as many groups pass as it wants."""
-        return self.max_extra_batches > 0 or self.oversample > 1
 
     @model_validator(mode="after")
     def _filters(self) -> Algorithm:
@@ -92,14 +102,10 @@ class PolicyGradient(Algorithm):
         None,
         "Training steps after which the policy becomes the reference, again and again; absent: the reference stays version 0.",
     )
-    kl_in: Literal["loss", "reward"] = Key(
-        "loss",
-        "`loss`: added to each token's loss. `reward`: taken from the reward, as the behavior policy's KL (a sample's sum "
-        "over its tokens; token by token where returns are).",
-    )
+    kl_in: Literal["loss", "reward"] = Key("loss", KL_IN)
     kl_estimator: Literal["k1", "k2", "k3"] = Key(
         decided=_default_estimator("k3"),
-        help="How the KL is estimated at a token. Absent: k1 in the reward, where k1 alone has the KL's gradient; k3 in the loss.",
+        help=KL_ESTIMATOR,
     )
     kl_unbiased: bool = Key(
         False,
@@ -230,15 +236,12 @@ class K2(PolicyGradient):
 
     kl_estimator: Literal["k1", "k2", "k3"] = Key(
         decided=_default_estimator("k2"),
-        help="How the KL is estimated at a token. Absent: k1 in the reward, where k1 alone has the KL's gradient; k2 in the loss.",
+        help=KL_ESTIMATOR,
     )
 
 
 class TokenRewards(K2, Clipped):
     """Keys of algorithms that give each token a reward of its own."""
 
-    kl_in: Literal["loss", "reward"] = Key(
-        "reward",
-        "`loss`: added to each token's loss. `reward`: taken from each token's reward, as the behavior policy's KL.",
-    )
+    kl_in: Literal["loss", "reward"] = Key("reward", KL_IN)
     discount: float = Key(1.0, "γ: discount of rewards, per token.", gt=0, le=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import PositiveInt
 
 from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Ppo
@@ -13,16 +11,11 @@ from relax_hpc.recipe.tables.table import Key, Table, conflict
 
 class CriticRole(Table):
     """The critic role: it publishes the values of each request's tokens, and learns from the steps in the ledger while
-    the trainer trains. [algorithm.critic] says how it learns; trainer.backend and trainer.parallel hold for it as well.
-    """
+    the trainer trains. [algorithm.critic] says how it learns; the trainer's backend, parallel plan, device and threads hold for it as
+    well. It takes first the GPUs that neither trainer nor scorers have."""
 
     processes: PositiveInt = Key(
         1, "Processes that share its work, on one node; on a cluster on one of the trainer's.", resume=True
-    )
-    threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key(
-        "auto",
-        "Device of the critic; `auto` takes GPUs where there are some, first those that neither trainer nor scorers have.",
     )
 
 

@@ -9,6 +9,9 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 from relax_hpc.recipe.tables.sglang import Sglang
 from relax_hpc.recipe.tables.table import Key, Table, conflict, even_share
 
+LEAST_PROCESSES = 2
+"""Least number of processes for rewards, and for environments: one that hangs must not hold up all others."""
+
 
 class Rollout(Table):
     """The rollout role: its workers, and how they generate."""
@@ -48,19 +51,15 @@ class Rollout(Table):
     reward_time_limit_s: PositiveFloat = Key(
         30.0, "A reward that takes longer is stopped and its group kept as failed.", resume=True
     )
-    reward_processes: PositiveInt | None = Key(
+    code_processes: PositiveInt | None = Key(
         None,
-        "Processes in which a worker's rewards run side by side (except quick built-in ones); by default rollout.threads, at least 2.",
+        "Processes in which a worker's rewards run side by side (except quick built-in ones), and as many for its environments of your own; "
+        "by default rollout.threads, at least 2.",
         resume=True,
     )
     step_time_limit_s: PositiveFloat = Key(
         60.0,
         "An environment of your own that takes longer for one reset, step or close is killed, and its group kept as failed.",
-        resume=True,
-    )
-    environment_processes: PositiveInt | None = Key(
-        None,
-        "Processes in which a worker's environments of your own run side by side; by default rollout.threads, at least 2.",
         resume=True,
     )
     max_failed_fraction: float = Key(
@@ -73,6 +72,11 @@ class Rollout(Table):
     max_attempts: PositiveInt = Key(
         8, "Workers that may die on one request before its groups are kept as failed.", resume=True
     )
+
+    @property
+    def processes(self) -> int:
+        """Processes of a worker for its rewards, and as many for its environments."""
+        return self.code_processes or max(LEAST_PROCESSES, self.threads)
 
     @property
     def devices_each(self) -> int:

@@ -16,8 +16,9 @@ Score = Literal["recomputed", "reference", "teacher"]
 
 class Scorer(Table):
     """The scorer role: it holds the reference, the teacher, or a published version of the policy, and publishes their
-    logprobs of each request's tokens while the trainer trains. trainer.backend holds for it as well; under megatron its
-    processes are one group, split by trainer.parallel."""
+    logprobs of each request's tokens while the trainer trains. The trainer's backend, device, threads and
+    tokens_per_micro_batch hold for it as well; its processes take first the GPUs that no trainer process has. Under
+    megatron they are one group, split by trainer.parallel."""
 
     scores: list[Score] = Key(
         help="Models that the scorer holds; the algorithm must need each of them, and the trainer holds the others that it needs. `recomputed` is the "
@@ -29,11 +30,6 @@ class Scorer(Table):
         "Processes on the trainer's nodes: of the torch backend, each with the whole of these models; of megatron, one group on one node.",
         resume=True,
     )
-    threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
-    device: Literal["auto", "cpu", "cuda"] = Key(
-        "auto", "Device of the models; `auto` takes a GPU where there is one, first those that no trainer process has."
-    )
-    tokens_per_micro_batch: PositiveInt = Key(16384, "Token budget of one forward.", resume=True)
 
     @model_validator(mode="after")
     def _once(self) -> Scorer:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from relax_hpc.recipe.tables.table import Key, Table, conflict, named
+from relax_hpc.recipe.tables.table import Key, Table, conflict
 
 LEAST_WORK_S = 60
 """Seconds that a job must have before the signal that ends it."""
@@ -55,31 +55,30 @@ def time_s(value: str | int) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-class Apptainer(Table):
-    """An Apptainer (Singularity) image in which processes run; the job's own script runs outside."""
+class Container(Table):
+    """An image in which processes run; the job's own script runs outside."""
 
-    name: Literal["apptainer"] = Key("apptainer", "`apptainer exec` around each process.")
-    image: str = Key(help="The image: a .sif file, or a URI that compute nodes can reach.", resume=True)
-    binds: list[str] = Key([], "Further paths to bind, SRC[:DEST[:ro]]; run.root is bound already.", resume=True)
+    name: Literal["apptainer", "pyxis"] = Key(
+        "apptainer",
+        "`apptainer`: `apptainer exec` (Singularity) around each process; `pyxis`: srun --container-image (enroot).",
+    )
+    image: str = Key(
+        help="The image: a .sif file, or a URI that compute nodes can reach; of pyxis a .sqsh file, or REGISTRY#IMAGE.",
+        resume=True,
+    )
+    mounts: list[str] = Key([], "Further paths to mount, SRC[:DEST[:FLAGS]]; run.root is mounted already.", resume=True)
     options: list[str] = Key(
         [], "Further options of `apptainer exec`; --nv is given where there are GPUs.", resume=True
     )
     python: str = Key("python3", "Python inside the image; relax_hpc's dependencies must be there.", resume=True)
 
-
-class Pyxis(Table):
-    """An image that the pyxis plugin of srun (enroot) starts, in which processes run."""
-
-    name: Literal["pyxis"] = Key("pyxis", "srun --container-image.")
-    image: str = Key(help="The image: a .sqsh file, or REGISTRY#IMAGE.", resume=True)
-    mounts: list[str] = Key([], "Further mounts, SRC:DST[:FLAGS]; run.root is mounted already.", resume=True)
-    python: str = Key("python3", "Python inside the image; relax_hpc's dependencies must be there.", resume=True)
-
-
-Container = Annotated[
-    Union[Annotated[Apptainer, Tag("apptainer")], Annotated[Pyxis, Tag("pyxis")]],
-    named(default=lambda v: "pyxis" if "mounts" in v else "apptainer"),
-]
+    @model_validator(mode="after")
+    def _options_of_apptainer(self) -> Container:
+        if self.options and self.name == "pyxis":
+            raise conflict(
+                f"slurm.container.options = {self.options} are for `apptainer exec`, but name = 'pyxis': leave them out"
+            )
+        return self
 
 
 class Resources(Table):
@@ -152,8 +151,7 @@ class Resources(Table):
 class Autoscale(Table):
     """Automatic growing and shrinking of the run, one rollout node at a time, each a further job."""
 
-    min_nodes: PositiveInt = Key(1, "Least number of rollout nodes; those of rollout.nodes always stay.", resume=True)
-    max_nodes: PositiveInt = Key(8, "Greatest number of rollout nodes.", resume=True)
+    max_nodes: PositiveInt = Key(8, "Greatest number of rollout nodes; the least is rollout.nodes.", resume=True)
     grow_when_waiting: float = Key(
         0.3,
         "Add a node when the trainer waited for data for more than this share of the window.",
@@ -166,14 +164,6 @@ class Autoscale(Table):
         300.0, "Seconds from one change to the next; a job needs time to start and to show its effect.", resume=True
     )
     partition: str | None = Key(None, "Partition of the further jobs, such as a preemptible one.", resume=True)
-
-    @model_validator(mode="after")
-    def _bounds(self) -> Autoscale:
-        if self.min_nodes > self.max_nodes:
-            raise conflict(
-                f"slurm.autoscale.min_nodes = {self.min_nodes} is more than max_nodes = {self.max_nodes}: lower the one"
-            )
-        return self
 
 
 class Slurm(Resources):

@@ -104,17 +104,8 @@ class ReasoningGymSource(TaskPrompts):
 
 class Curriculum(Table):
     """Weights that follow progress: sources whose prompts are solved about half the time come more often. Each one's
-    weight is multiplied by 4 p (1 - p), p being its pass rate."""
+    weight is multiplied by 4 p (1 - p), at least by 0.1, p being its pass rate (over about 10 steps)."""
 
-    floor: float = Key(
-        0.1,
-        "Least factor on a source's weight, so that one that is never or always solved still comes up.",
-        gt=0,
-        le=1,
-    )
-    memory_steps: PositiveFloat = Key(
-        10.0, "Steps over which a pass rate is averaged (exponentially); it begins at one half."
-    )
     solved_at: float = Key(1.0, "Raw reward from which a sample counts as solved.")
 
 

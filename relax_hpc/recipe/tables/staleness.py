@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, model_validator
 
 from relax_hpc.recipe.tables.table import Key, Table, conflict
 
 
 class Partial(Table):
     """Partial rollouts, for `on_stale = "mask"`: a request may be given back partly generated, also when the run stops;
-    any worker continues it, with newer weights."""
+    any worker continues it, with newer weights. One that was given back three times is generated to its end; its tokens out
+    of the bound stay out of the loss as ever."""
 
     abort_at_publish: bool = Key(
         True,
@@ -21,11 +22,6 @@ class Partial(Table):
     )
     abort_after_s: PositiveFloat | None = Key(
         None, "Give a request back after it was generated for this many seconds; absent: no limit.", resume=True
-    )
-    max_aborts: PositiveInt = Key(
-        3,
-        "A request that was given back this often is generated to its end; its tokens out of the bound stay out of the loss as ever.",
-        resume=True,
     )
 
 

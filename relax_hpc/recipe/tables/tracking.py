@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Union
 
-from pydantic import PositiveFloat, PositiveInt, Tag
+from pydantic import PositiveFloat, Tag
 
 from relax_hpc.recipe.tables.table import Key, Table, named
 
@@ -49,14 +49,10 @@ Event = Literal["outcome", "restart", "stall", "collapse"]
 class Notify(Table):
     """Messages about the run by Apprise (mail, Slack, Matrix, webhooks, …). Addresses hold secrets, so they never stand here."""
 
-    variable: str = Key(
-        "RELAX_HPC_NOTIFY",
-        "Environment variable with Apprise URLs, blanks between them.",
-        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
-        resume=True,
-    )
     file: Path | None = Key(
-        None, "A file with Apprise URLs, one a line, outside run.root; in place of the variable.", resume=True
+        None,
+        "A file with Apprise URLs, one a line, outside run.root; absent: they stand in $RELAX_HPC_NOTIFY, blanks between them.",
+        resume=True,
     )
     events: list[Event] = Key(
         ["outcome", "restart", "stall", "collapse"],
@@ -65,12 +61,3 @@ class Notify(Table):
         resume=True,
     )
     stall_s: PositiveFloat = Key(3600.0, "`stall`: seconds for which the trainer has reported nothing.", resume=True)
-    window: PositiveInt = Key(20, "`collapse`: steps over which means are taken.", resume=True)
-    entropy: float = Key(0.01, "`collapse`: the policy's entropy (nats a token) is below this.", ge=0, resume=True)
-    reward_share: float = Key(
-        0.5,
-        "`collapse`: the mean reward of all generated samples is below this share of its best.",
-        ge=0,
-        le=1,
-        resume=True,
-    )

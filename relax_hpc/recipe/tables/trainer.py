@@ -11,6 +11,7 @@ from relax_hpc.recipe.tables.table import Key, Table, conflict, even_share
 
 LOGITS_PER_CHUNK = 2**24
 """Logits that a trainer process holds at once, in numbers (64 MiB in float32)."""
+ADAM_EPS = 1e-8
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -48,7 +49,6 @@ class Trainer(Table):
         resume=True,
     )
     betas: tuple[Decay, Decay] = Key((0.9, 0.95), "AdamW's moment decays, each from 0 to below 1.")
-    eps: PositiveFloat = Key(1e-8, "AdamW's epsilon.")
     weight_decay: float = Key(0.0, "AdamW's decoupled weight decay.", ge=0)
     clip_grad_norm: PositiveFloat = Key(1.0, "Global gradient norm above which gradients are scaled down.")
     schedule: Literal["constant", "linear", "cosine"] = Key(

@@ -10,15 +10,7 @@ from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 
-class Weights(Table):
-    """Keys of all transports."""
-
-    bucket_mb: PositiveInt = Key(
-        256, "Megabytes of weights that are gathered while as many are on their way; one larger tensor is its own bucket.", resume=True
-    )  # fmt: skip
-
-
-class FileWeights(Weights):
+class FileWeights(Table):
     """Safetensors files in the run directory, checksummed, published like a shard. Any worker can read them at any
     time."""
 
@@ -42,7 +34,7 @@ class FileWeights(Weights):
         return self
 
 
-class CollectiveWeights(Weights):
+class CollectiveWeights(Table):
     """Broadcast in a group of the trainer and the workers; a worker that misses it reads files."""
 
     transport: Literal["collective"] = Key("collective", "A group of torch.distributed.")
@@ -62,7 +54,7 @@ class CollectiveWeights(Weights):
         return self.backend
 
 
-class MpiWeights(Weights):
+class MpiWeights(Table):
     """Messages by MPI (mpi4py and an MPI of the MPICH family) from the trainer to each worker; a worker that misses
     them reads files."""
 

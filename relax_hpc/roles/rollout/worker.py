@@ -35,6 +35,8 @@ from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiv
 
 GONE_S = 120.0
 """Seconds for which an evaluation's version is looked for: a file system may show a folder a minute late."""
+MAX_ABORTS = 3
+"""A request that was given back this often is generated to its end."""
 ALOOF_S = 0.5
 """Seconds between heartbeats of a worker that waits while another one looks for requests."""
 
@@ -354,7 +356,7 @@ class Limits:
     @classmethod
     def of(cls, partial: Partial | None, aborts: int) -> Limits:
         """Return the limits of a request that was given back `aborts` times."""
-        if partial is None or aborts >= partial.max_aborts:
+        if partial is None or aborts >= MAX_ABORTS:
             return cls(keeps=partial is not None)
         limit_s = float("inf") if partial.abort_after_s is None else partial.abort_after_s
         return cls(True, partial.abort_at_publish, time.monotonic() + limit_s)

@@ -93,7 +93,7 @@ class Critic:
         """commit_dir: the attempt's folder."""
         arguments, recipe = process.arguments, process.recipe
         assert recipe.critic is not None
-        self.process, self.recipe, self.run, self.config = process, recipe, process.run, recipe.critic
+        self.process, self.recipe, self.run = process, recipe, process.run
         self.rank, self.world = arguments.rank, arguments.world
         process.telemetry.heartbeat("starting", requests=0)
         about = read_json(process.run.identity)
@@ -108,7 +108,7 @@ class Critic:
         self.pending = PendingColumns(process.run, self.shards, (VALUES,), recipe.async_.max_staleness)
         self.columns = Columns(process.run, needed, self.commit_dir, process.telemetry.metrics)
         self.checkpoints = FolderWatch(process.run.checkpoints)
-        torch.set_num_threads(self.config.threads)
+        torch.set_num_threads(recipe.trainer.threads)
         self.version = int(about.get("fork_step") or 0)
         """How many steps were learned."""
         self.saved, self.requests, self.learned, self.usual_s = -1, 0, 0, 0.0
@@ -136,7 +136,7 @@ class Critic:
     def begin_attempt(self) -> None:
         """Take over from earlier attempts; meet the other ranks."""
         begin_attempt(self.process, self.commit_dir, lambda: self.wait(LOOK_AGAIN_S))
-        recipe, device = self.recipe, self.config.device
+        recipe, device = self.recipe, self.recipe.trainer.device
         if gpus.computes_on_gpu(device, "critic"):
             nodes, scorers = recipe.trainer.nodes, recipe.scorer.processes if recipe.scorer else 0
             if recipe.scores_together:  # on the first node; the critic is on the last one

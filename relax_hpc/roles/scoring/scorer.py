@@ -102,14 +102,14 @@ class Scorer:
         self.shard_reader = Shards(self.shards, recipe.spool.node_cache)
         share = (0, 1) if commit_dir else (arguments.rank, self.config.processes)
         self.pending = PendingColumns(self.run, self.shards, recipe.scored, recipe.async_.max_staleness, *share)
-        torch.set_num_threads(self.config.threads)
+        torch.set_num_threads(recipe.trainer.threads)
         if commit_dir is not None:
             begin_attempt(process, commit_dir, self.wait)
-        if gpus.computes_on_gpu(self.config.device, "scorer"):
+        if gpus.computes_on_gpu(recipe.trainer.device, "scorer"):
             trainers = recipe.trainer.processes // recipe.trainer.nodes
             gpus.take_beside(recipe, "scorer", trainers, arguments.rank, self.world)
         if commit_dir is not None:
-            meet(commit_dir, self.rank, self.world, self.config.device)
+            meet(commit_dir, self.rank, self.world, recipe.trainer.device)
         self.models = make_scoring(recipe, self.run.model, self.rank, self.world)
         self.receiver: Receiver | None = None
         if RECOMPUTED in recipe.scored:

@@ -120,10 +120,10 @@ class Controller:
             cursor=PromptCursor(self.role.sources, recipe.run.seed),
             ahead=recipe.async_.max_staleness,
             batches=recipe.run.steps,
-            wanted=recipe.trainer.prompts_per_step if recipe.algorithm.samples_dynamically else 0,
-            extra_requests=recipe.algorithm.max_extra_batches * recipe.requests_per_step,
-            oversample=recipe.algorithm.oversample,
-            weights=SourceWeights(recipe.curriculum, self.role.sources.weights) if recipe.curriculum else None,
+            wanted=recipe.trainer.prompts_per_step if recipe.algorithm.dynamic_sampling.on else 0,
+            extra_requests=recipe.algorithm.dynamic_sampling.max_extra_batches * recipe.requests_per_step,
+            oversample=recipe.algorithm.dynamic_sampling.oversample,
+            weights=SourceWeights(self.role.sources.weights) if recipe.curriculum else None,
         )
 
     def publish(self, export: Export, asked: bool) -> None:

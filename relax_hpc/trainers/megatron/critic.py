@@ -27,7 +27,7 @@ class MegatronCritic(Learners, CriticUpdating):
         """folder: the model that its body starts from."""
         assert recipe.critic is not None
         fit.check(recipe, folder)
-        super().__init__(recipe, rank, world, device_of(recipe.critic.device, "critic"))
+        super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "critic"))
         chunks = self._read(Critic, folder)
         self.learning["critic"] = Learning(chunks, chunks[0].config, recipe)
 

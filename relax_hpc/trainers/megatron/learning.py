@@ -13,6 +13,7 @@ from torch import Tensor
 
 import relax_hpc.trainers.megatron.checkpoint.moments as moments
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.trainer import ADAM_EPS
 from relax_hpc.trainers.megatron.head import Policy
 
 
@@ -84,7 +85,7 @@ def _optimizer_config(recipe: Recipe) -> OptimizerConfig:
         weight_decay=config.weight_decay,
         adam_beta1=config.betas[0],
         adam_beta2=config.betas[1],
-        adam_eps=config.eps,
+        adam_eps=ADAM_EPS,
         clip_grad=config.clip_grad_norm,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,

@@ -28,8 +28,7 @@ class MegatronScoring(Split):
     @supported
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         assert recipe.scorer is not None
-        device = device_of(recipe.scorer.device, "scorer")
-        super().__init__(recipe, rank, world, device, recipe.scorer.tokens_per_micro_batch)
+        super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "scorer"))
         self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
         self.models: dict[str, list[Policy]] = {}
 
