@@ -1,4 +1,4 @@
-"""The recipe: one TOML file that says all of a run. `schema` holds its models, `load` reads and writes it."""
+"""The recipe: one TOML file that says all of a run. `schema` and `tables/` hold its models, `load` reads and writes it."""
 
 from relax_hpc.recipe.load import (
     Change,
@@ -10,9 +10,8 @@ from relax_hpc.recipe.load import (
     resumable,
     site_file,
     sources,
-    with_files,
-    without_folders,
 )
+from relax_hpc.recipe.paths import with_files, without_folders
 from relax_hpc.recipe.problems import RecipeError
 from relax_hpc.recipe.schema import Recipe
 

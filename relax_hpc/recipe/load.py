@@ -3,10 +3,7 @@ again.
 
     TOML file ──► + overrides ──► strict models ──► paths made absolute ──► Recipe ──► dump_recipe ──► RUN/recipe.toml
 
-A run may be resumed from anywhere, so no relative path is kept. Things that must exist already (prompt files,
-model.path, FILE.py:NAME) are looked up in the recipe's folder first, then in the working directory; a value from
-`--set` the other way round. Things that the run makes (run.root, spool.node_cache) are relative to the working
-directory. `~` is the home directory.
+A run may be resumed from anywhere, so no relative path is kept (relax_hpc.recipe.paths).
 
 A site profile is a TOML file with the keys that all recipes at a site share (account, partition, modules). It is laid
 under the recipe: the recipe wins, and --set wins over both. It is read where a run is made, never where one is resumed.
@@ -18,7 +15,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,12 +23,13 @@ import tomli_w
 from pydantic import ValidationError
 
 from relax_hpc.recipe.describe import alias, mark, toml
+from relax_hpc.recipe.overrides import leaves, override
+from relax_hpc.recipe.paths import absolute
 from relax_hpc.recipe.problems import RecipeError, explain
-from relax_hpc.recipe.schema import NAME_PATTERN, Recipe
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.run import NAME_PATTERN
 from relax_hpc.recipe.tables.table import Table
 
-USER_FILE = re.compile(r"^(?P<file>.+\.py):(?P<name>\w+)$")
-"""Matches a reference to code in a file of the user's."""
 Where = Literal["default", "site", "file", "--set"]
 SITE_VARIABLE = "RELAX_HPC_SITE"
 SITE_FILE = Path("~/.config/relax_hpc/site.toml")
@@ -59,7 +57,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), site: Path | No
     RecipeError."""
     data = _over(_read(site) if site else {}, _read(Path(path)))
     _where_it_is(data, Path(path).absolute().parent)
-    given = _override(data, overrides)
+    given = override(data, overrides)
     where = f"{path} (over the site profile {site})" if site else str(path)
     return _check(data, where, Path(path).parent.resolve(), given)
 
@@ -98,10 +96,10 @@ def sources(recipe: Recipe, path: str | Path, overrides: Sequence[str] = (), sit
     """List every key of a recipe, loaded with `load_recipe` from the same arguments: its value, and where that comes
     from."""
     data, profile = _read(Path(path)), _read(site) if site else {}
-    in_site, own = dict(_leaves(profile)), dict(_leaves(data))
+    in_site, own = dict(leaves(profile)), dict(leaves(data))
     whole = _over(profile, data)
-    given = _override(whole, overrides)
-    in_file = {key for key, _ in _leaves(whole) if key in own}
+    given = override(whole, overrides)
+    in_file = {key for key, _ in leaves(whole) if key in own}
 
     def where(key: str) -> Where:
         if key in given:
@@ -110,12 +108,12 @@ def sources(recipe: Recipe, path: str | Path, overrides: Sequence[str] = (), sit
             return "file"
         return "site" if key in in_site else "default"
 
-    return [Row(key, toml(value), where(key)) for key, value in _leaves(_plain(recipe))]
+    return [Row(key, toml(value), where(key)) for key, value in leaves(_plain(recipe))]
 
 
 def differences(old: Recipe, new: Recipe) -> list[Change]:
     """List the keys in which two recipes differ."""
-    before, after = dict(_leaves(_plain(old))), dict(_leaves(_plain(new)))
+    before, after = dict(leaves(_plain(old))), dict(leaves(_plain(new)))
     return [Change(k, before.get(k), after.get(k)) for k in {**before, **after} if before.get(k) != after.get(k)]
 
 
@@ -126,7 +124,7 @@ def change_on_resume(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     Raises RecipeError for a change of a key that would make it another run; the message names the keys that may change.
     """
     data = recipe.model_dump(mode="json", by_alias=True, exclude_none=True)
-    given = _override(data, overrides)
+    given = override(data, overrides)
     changed = _check(data, "--set", Path.cwd(), given)
     allowed = resumable(recipe)
     refused = [change for change in differences(recipe, changed) if not _within(change.key, allowed)]
@@ -177,73 +175,12 @@ def _check(data: dict[str, Any], where: str, folder: Path, given: set[str]) -> R
         recipe = Recipe.model_validate_json(json.dumps(data, default=str), strict=True, by_alias=True, by_name=False)
     except ValidationError as error:
         raise explain(error, where) from None
-    return _absolute(recipe, folder, given)
-
-
-# --- overrides ---------------------------------------------------------------------------------------------------
-
-
-def _override(data: dict[str, Any], overrides: Sequence[str]) -> set[str]:
-    """Apply "a.b=c" to `data` in place; returns the keys that were given so."""
-    given: set[str] = set()
-    for text in overrides:
-        key, equals, value_text = text.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts):
-            raise RecipeError(f"--set '{text}': expected KEY=VALUE, such as run.steps=200 or source.0.task=chain_sum")
-        value = _value(value_text.strip())
-        _assign(data, parts, value, text)
-        given |= {leaf for leaf, _ in _leaves({key.strip(): value})} | {key.strip()}
-    return given
-
-
-def _value(text: str) -> Any:
-    """Parse a TOML value; text that is none stays text."""
-    try:
-        parsed = tomllib.loads(f"v = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return parsed["v"] if set(parsed) == {"v"} else text
-
-
-def _assign(data: dict[str, Any], parts: list[str], value: Any, text: str) -> None:
-    here: Any = data
-    for depth, part in enumerate(parts):
-        last, position = depth == len(parts) - 1, ".".join(parts[:depth])
-        if isinstance(here, list):
-            if not part.isdecimal() or int(part) >= len(here):
-                raise RecipeError(f"--set '{text}': no '{part}' in {position}, which has 0 … {len(here) - 1}")
-            if last:
-                here[int(part)] = value
-            else:
-                here = here[int(part)]
-        elif isinstance(here, dict):
-            if last:
-                here[part] = value
-            else:
-                here = here.setdefault(part, {})
-        else:
-            raise RecipeError(f"--set '{text}': {position} is {toml(here)}, not a table")
-
-
-# --- walking -----------------------------------------------------------------------------------------------------
+    return absolute(recipe, folder, given)
 
 
 def _plain(recipe: Recipe) -> dict[str, Any]:
     plain: dict[str, Any] = recipe.model_dump(mode="json", by_alias=True)
     return plain
-
-
-def _leaves(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of everything that is not a table; an empty table is a value."""
-    for name, value in data.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            for index, item in enumerate(value):
-                yield from _leaves(item, f"{prefix}{name}.{index}.")
-        else:
-            yield prefix + name, value
 
 
 def _marked(table: Table, prefix: str) -> Iterator[tuple[str, bool]]:
@@ -256,70 +193,3 @@ def _marked(table: Table, prefix: str) -> Iterator[tuple[str, bool]]:
                 yield from _marked(item, f"{key}.{index}.")
         else:
             yield key, mark(field, "resume")
-
-
-def with_files(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
-    """Rename the file of each FILE.py:NAME that `recipe` looks up; options of functions stay as they are."""
-
-    def change(value: Any, key: str, looked_up: bool) -> Any:
-        if isinstance(value, list):
-            return [change(item, key, looked_up) for item in value]
-        match = USER_FILE.match(value) if looked_up and isinstance(value, str) else None
-        return f"{rename(match['file'])}:{match['name']}" if match else value
-
-    changed = _changed(recipe, "", change)
-    assert isinstance(changed, Recipe)
-    return changed
-
-
-def without_folders(value: Any) -> Any:
-    """Shorten FOLDER/FILE.py:NAME in a value of a recipe to FILE.py:NAME: a run's recipe names its own copies of the
-    user's files."""
-    if isinstance(value, list):
-        return [without_folders(item) for item in value]
-    match = USER_FILE.match(value) if isinstance(value, str) else None
-    return f"{Path(match['file']).name}:{match['name']}" if match else value
-
-
-def _absolute(recipe: Recipe, folder: Path, given: set[str]) -> Recipe:
-    """Make the paths in `recipe` absolute."""
-
-    def change(value: Any, key: str, looked_up: bool) -> Any:
-        if value is not None and looked_up:
-            return _looked_up(value, [Path.cwd(), folder] if key in given else [folder, Path.cwd()])
-        return value.expanduser().absolute() if isinstance(value, Path) else value
-
-    changed = _changed(recipe, "", change)
-    assert isinstance(changed, Recipe)
-    return changed
-
-
-def _changed(table: Table, prefix: str, change: Callable[[Any, str, bool], Any]) -> Table:
-    """Change every value of `table`, in its tables too, by `change` (called with value, key, and True where the key is
-    looked up)."""
-    update: dict[str, Any] = {}
-    for name, field in type(table).model_fields.items():
-        value, key = getattr(table, name), prefix + alias(name, field)
-        if isinstance(value, Table):
-            update[name] = _changed(value, key + ".", change)
-        elif isinstance(value, list) and value and isinstance(value[0], Table):
-            update[name] = [_changed(item, f"{key}.{i}.", change) for i, item in enumerate(value)]
-        else:
-            update[name] = change(value, key, mark(field, "looked_up"))
-    return table.model_copy(update=update)
-
-
-def _looked_up(value: Any, folders: list[Path]) -> Any:
-    if isinstance(value, list):
-        return [_looked_up(item, folders) for item in value]
-    if isinstance(value, Path):
-        return _find(value, folders)
-    file, colon, attribute = value.rpartition(":")
-    return f"{_find(Path(file), folders)}:{attribute}" if colon and file.endswith(".py") else value
-
-
-def _find(path: Path, folders: list[Path]) -> Path:
-    """Find the absolute path in the first folder that has it; in the working directory where none has."""
-    path = path.expanduser()
-    found = next((folder / path for folder in folders if (folder / path).exists()), Path.cwd() / path)
-    return Path(found.absolute())

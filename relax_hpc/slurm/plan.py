@@ -9,8 +9,7 @@ from typing import Literal
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.tables.critic import CriticRole
-from relax_hpc.recipe.tables.scorer import Scorer
+from relax_hpc.recipe.tables.scoring import CriticRole, Scorer
 from relax_hpc.recipe.tables.slurm import GPU_KEYS, Resources, Slurm
 
 GroupName = Literal["trainer", "rollout"]

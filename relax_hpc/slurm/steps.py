@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe.schema import Recipe, Supervision
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.run import Supervision
 from relax_hpc.roles.common.process import Exit
 from relax_hpc.slurm.client import ask
 from relax_hpc.slurm.plan import SidecarName

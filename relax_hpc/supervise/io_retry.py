@@ -17,7 +17,7 @@ import tenacity
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe.schema import Supervision
+from relax_hpc.recipe.tables.run import Supervision
 from relax_hpc.roles.common.process import passes
 
 T = TypeVar("T")

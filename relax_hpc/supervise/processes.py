@@ -21,7 +21,7 @@ from typing import Any
 
 from relax_hpc.files.publish import names
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe.schema import Supervision
+from relax_hpc.recipe.tables.run import Supervision
 from relax_hpc.roles.common.process import Exit
 from relax_hpc.supervise.fork_server import ForkedProcess, ForkServer
 from relax_hpc.supervise.heartbeat_monitor import HeartbeatMonitor

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from relax_hpc.recipe.schema import Supervision
+from relax_hpc.recipe.tables.run import Supervision
 from relax_hpc.supervise.processes import Ended, ProcessGroup
 
 LONGEST_BACKOFF_S = 60.0

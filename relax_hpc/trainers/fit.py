@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
-from relax_hpc.recipe.tables.parallel import Sizes, misfit
+from relax_hpc.recipe.tables.trainer import Sizes, misfit
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Model types that the backend can train."""

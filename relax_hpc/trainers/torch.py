@@ -44,12 +44,10 @@ from relax_hpc.trainers.update import CriticUpdating, PolicyUpdating, Updating
 class _Models:
     """One data-parallel process of models that compute outputs: its micro-batches, and the outputs at their targets."""
 
-    def __init__(
-        self, recipe: Recipe, rank: int, world: int, device: torch.device, tokens_per_micro_batch: int
-    ) -> None:
+    def __init__(self, recipe: Recipe, rank: int, world: int, device: torch.device) -> None:
         self.recipe, self.rank, self.world, self.device = recipe, rank, world, device
         self.dtype: torch.dtype = getattr(torch, recipe.trainer.dtype)
-        self._budget = tokens_per_micro_batch
+        self._budget = recipe.trainer.tokens_per_micro_batch
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
@@ -82,7 +80,7 @@ class _Learners(_Models, Updating):
     """One data-parallel process of models that learn."""
 
     def __init__(self, recipe: Recipe, rank: int, world: int, device: torch.device) -> None:
-        super().__init__(recipe, rank, world, device, recipe.trainer.tokens_per_micro_batch)
+        super().__init__(recipe, rank, world, device)
         self.learning: dict[Learner, Learning] = {}
         torch.manual_seed(recipe.run.seed + rank)
 

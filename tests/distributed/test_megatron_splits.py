@@ -21,7 +21,7 @@ from relax_hpc.algorithms import Algorithm, make_algorithm
 from relax_hpc.planning.sizing.model import shape_of
 from relax_hpc.planning.sizing.trainer import Step, trainer_memory
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
-from relax_hpc.recipe.tables.scorer import Scorer
+from relax_hpc.recipe.tables.scoring import Scorer
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_scoring, make_trainer
 from tests import processes, tiny

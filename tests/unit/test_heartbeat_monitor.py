@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe.schema import Supervision
+from relax_hpc.recipe.tables.run import Supervision
 from relax_hpc.supervise.processes import LocalProcesses
 from relax_hpc.supervise.restarts import RestartPolicy
 from relax_hpc.telemetry import Telemetry, read_heartbeat

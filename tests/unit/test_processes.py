@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe.schema import Supervision
+from relax_hpc.recipe.tables.run import Supervision
 from relax_hpc.roles.common.process import Exit
 from relax_hpc.supervise import heartbeat_monitor
 from relax_hpc.supervise.fork_server import ForkServer

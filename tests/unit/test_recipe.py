@@ -231,8 +231,8 @@ def test_an_outside_server_is_for_one_worker(tiny: Path) -> None:
     assert "rollout.workers = 2: use 1" in problem(tiny, *sets)
 
 
-def test_replay_needs_a_step_before_that_is_within_the_bound(tiny: Path) -> None:
-    assert "raise that, or leave replay out" in problem(tiny, "algorithm.sample_reuse=2", "async.max_staleness=0")
+def test_sample_reuse_needs_a_step_before_that_is_within_the_bound(tiny: Path) -> None:
+    assert "raise that, or leave sample_reuse out" in problem(tiny, "algorithm.sample_reuse=2", "async.max_staleness=0")
 
 
 def test_a_curriculum_needs_several_sources(tiny: Path) -> None:
@@ -377,6 +377,8 @@ def test_ratios_that_are_1_by_construction_are_warned_of(tiny: Path) -> None:
     ("old", "new"),
     [
         ("async={late='drop'}", "'async.late': it is called 'on_stale' now"),
+        ("algorithm.oversample=2", "'algorithm.oversample': it is called 'dynamic_sampling.oversample' now"),
+        ("rollout.reward_processes=2", "'rollout.reward_processes': it is called 'code_processes' now"),
         ("warmup={steps=3}", "'warmup': it is called 'sft_warm_start' now"),
         (
             "algorithm={name='dapo',refill=2}",

@@ -13,7 +13,8 @@ import pytest
 from relax_hpc.files.publish import replace, to_json, write_file
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import load_recipe
-from relax_hpc.recipe.schema import Recipe, Supervision
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.recipe.tables.run import Supervision
 from relax_hpc.slurm.rollout_jobs import BaseSteps
 from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.slurm.steps import RoleStep, Step, sidecar_steps, trainer_steps

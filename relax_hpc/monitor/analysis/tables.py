@@ -15,7 +15,7 @@ import numpy as np
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.monitor.analysis.statuses import RequestStatus, Verdict
-from relax_hpc.recipe.tables.scorer import Score
+from relax_hpc.recipe.tables.scoring import Score
 from relax_hpc.records import Finish
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from relax_hpc.planning.sizing.trainer import (
 from relax_hpc.recipe import Recipe
 from relax_hpc.recipe.schema import CRITIC_KEY
 from relax_hpc.recipe.tables.algorithm import OwnAlgorithm
-from relax_hpc.recipe.tables.parallel import misfit
+from relax_hpc.recipe.tables.trainer import misfit
 from relax_hpc.slurm.plan import make_plan
 
 GIB = 2**30

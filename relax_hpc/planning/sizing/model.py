@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.tables.model import PathModel, TinyModel
-from relax_hpc.recipe.tables.parallel import Parallel, Sizes
+from relax_hpc.recipe.tables.trainer import Parallel, Sizes
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 SPECIAL_TOKENS = 3

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Union
 
 from pydantic import PositiveInt, Tag, model_validator
 
-from relax_hpc.recipe.tables.parallel import Sizes
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
+from relax_hpc.recipe.tables.trainer import Sizes
 
 
 class PathModel(Table):

@@ -1,18 +1,111 @@
-"""[trainer]: the backend, its processes, and how it learns."""
+"""[trainer] and [trainer.parallel]: the backend, its processes, how a model is split over them, and how it learns."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from relax_hpc.recipe.tables.parallel import Parallel, misfit
 from relax_hpc.recipe.tables.table import Key, Table, conflict, even_share
 
 LOGITS_PER_CHUNK = 2**24
 """Logits that a trainer process holds at once, in numbers (64 MiB in float32)."""
 ADAM_EPS = 1e-8
 Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of a model that a parallel plan must divide."""
+
+    heads: int
+    kv_heads: int
+    layers: int
+    intermediate: int
+    """Width of the MLP that tensor parallelism splits; 0 where every layer has experts instead."""
+    experts: int
+    """Experts of a layer; 0 for a dense model."""
+    expert_intermediate: int
+
+
+class Parallel(Table):
+    """The parallel plan of the megatron backend, over trainer.processes; factors that are not named here are data
+    parallel. Data-parallel processes share the optimizer's state."""
+
+    tensor: PositiveInt = Key(1, "Processes that share every matrix; divides heads and key/value heads.", resume=True)
+    sequence: bool = Key(
+        False,
+        "The tensor-parallel processes share the activations between the matrices too; experts need it.",
+        resume=True,
+    )
+    pipeline: PositiveInt = Key(1, "Stages that the layers are spread over.", resume=True)
+    virtual_pipeline: PositiveInt = Key(
+        1,
+        "Chunks of layers on each stage: more of them shorten the time in which stages wait for each other.",
+        resume=True,
+    )
+    context: PositiveInt = Key(1, "Processes that share every sequence.", resume=True)
+    expert: PositiveInt = Key(
+        1, "Processes that the experts are spread over, among the data-parallel ones.", resume=True
+    )
+    expert_tensor: PositiveInt = Key(1, "Processes that share every expert's matrices.", resume=True)
+    overlap: bool = Key(False, "Reduce gradients while the backward pass still runs.", resume=True)
+    recompute: Literal["none", "selective", "full"] = Key(
+        "none", "Activations computed again in the backward pass: none, those of attention, or all.", resume=True
+    )
+
+
+def misfit(plan: Parallel, processes: int, model: Sizes | None, role: str = "trainer") -> str | None:
+    """Explain why `plan` does not fit a role's processes or the model; None where it fits. Without a model only the
+    processes are checked."""
+    together = plan.tensor * plan.pipeline * plan.context
+    experts = plan.expert * plan.expert_tensor * plan.pipeline
+    where = "[trainer.parallel]"
+    if processes % together:
+        return (
+            f"{where} tensor = {plan.tensor}, pipeline = {plan.pipeline} and context = {plan.context} take "
+            f"{together} processes together, which does not divide {role}.processes = {processes}: use a multiple of {together}"
+        )
+    if processes % experts:
+        return (
+            f"{where} expert = {plan.expert}, expert_tensor = {plan.expert_tensor} and pipeline = {plan.pipeline} take "
+            f"{experts} processes together, which does not divide {role}.processes = {processes}: use a multiple of {experts}"
+        )
+    if plan.virtual_pipeline > 1 and plan.pipeline == 1:
+        return f"{where} virtual_pipeline = {plan.virtual_pipeline} splits pipeline stages, but pipeline = 1: raise it or leave virtual_pipeline out"
+    if plan.sequence and plan.tensor == 1:
+        return (
+            f"{where} sequence = true shares activations among tensor-parallel processes, but tensor = 1: leave it out"
+        )
+    return None if model is None else _misfit_of_model(plan, model)
+
+
+def _misfit_of_model(plan: Parallel, model: Sizes) -> str | None:
+    if not model.experts and plan.expert * plan.expert_tensor > 1:
+        return f"[trainer.parallel] expert = {plan.expert}, expert_tensor = {plan.expert_tensor}: the model has no experts, leave them out"
+    if model.experts and plan.tensor > 1 and not plan.sequence:
+        return f"[trainer.parallel] tensor = {plan.tensor} with experts needs sequence = true"
+    if model.experts and plan.expert == 1 and plan.expert_tensor != plan.tensor:
+        # Megatron-core then sums the experts' gradients over too few processes
+        return (
+            f"[trainer.parallel] expert_tensor = {plan.expert_tensor} and tensor = {plan.tensor} must be equal where expert = 1: "
+            f"set expert_tensor = {plan.tensor}, or raise expert"
+        )
+    stages = plan.pipeline * plan.virtual_pipeline
+    divided = [
+        ("tensor", plan.tensor, "attention heads", model.heads),
+        ("tensor", plan.tensor, "key/value heads", model.kv_heads),
+        ("tensor", plan.tensor, "columns of its MLP", model.intermediate),
+        ("pipeline x virtual_pipeline", stages, "layers", model.layers),
+        ("expert", plan.expert, "experts", model.experts),
+        ("expert_tensor", plan.expert_tensor, "columns of an expert", model.expert_intermediate),
+    ]
+    for key, count, what, size in divided:
+        if size % count:
+            fitting = [d for d in range(1, size + 1) if size % d == 0 and d <= max(count * 2, 8)]
+            return f"[trainer.parallel] {key} = {count} must divide the model's {size} {what}: use one of {fitting}"
+    return None
 
 
 class Trainer(Table):
@@ -68,7 +161,6 @@ class Trainer(Table):
         even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)
         if self.backend == "torch" and self.parallel != Parallel():
             raise conflict('[trainer.parallel] is for trainer.backend = "megatron": set that, or remove the table')
-        wrong = misfit(self.parallel, self.processes, None)
-        if wrong:
+        if wrong := misfit(self.parallel, self.processes, None):
             raise conflict(wrong)
         return self

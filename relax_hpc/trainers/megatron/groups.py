@@ -8,7 +8,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from relax_hpc.recipe.tables.parallel import Parallel
+from relax_hpc.recipe.tables.trainer import Parallel
 
 _current: tuple[int, ...] = ()
 

@@ -50,7 +50,7 @@ class Learners(Split, Updating):
 
     def __init__(self, recipe: Recipe, rank: int, world: int, device: torch.device) -> None:
         """The default process group must exist already, and Megatron's support for this machine."""
-        super().__init__(recipe, rank, world, device, recipe.trainer.tokens_per_micro_batch)
+        super().__init__(recipe, rank, world, device)
         self.learning: dict[Learner, Learning] = {}
 
     @supported

@@ -31,9 +31,7 @@ from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
 class Split:
     """One process of models that are split by the recipe's plan."""
 
-    def __init__(
-        self, recipe: Recipe, rank: int, world: int, device: torch.device, tokens_per_micro_batch: int
-    ) -> None:
+    def __init__(self, recipe: Recipe, rank: int, world: int, device: torch.device) -> None:
         """The default process group must exist already, and Megatron's support for this machine."""
         self.recipe, self.rank, self.world, self.device = recipe, rank, world, device
         parallel = recipe.trainer.parallel
@@ -43,7 +41,7 @@ class Split:
         spread = parallel.tensor if parallel.sequence else 1
         tensor_rank = self.groups.tp.rank() if parallel.sequence else 0
         self.layout = Layout(self.groups.cp.size(), self.groups.cp.rank(), spread, tensor_rank)
-        self._budget = tokens_per_micro_batch * parallel.context
+        self._budget = recipe.trainer.tokens_per_micro_batch * parallel.context
 
     def _run(
         self,
