@@ -6,13 +6,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from relax_hpc.cli.errors import fail, friendly
-from relax_hpc.cli.run import Sets, Site
+from relax_hpc.cli.options import LocalRootOk, Sets, Site, Target, option
 
 if TYPE_CHECKING:
     from relax_hpc.planning.doctor.checks import Check
@@ -20,31 +19,28 @@ if TYPE_CHECKING:
 COLORS = {"ok": "green", "note": "dim", "warning": "yellow", "failed": "bold red"}
 
 
+OnNodes = Annotated[
+    bool, typer.Option("--on-nodes", help="Look from nodes too: a short job for each group, one task a node.")
+]
+Timeout = Annotated[
+    float,
+    typer.Option(
+        metavar="SECONDS", help="With --on-nodes: how long a job may take to start, and a node to answer.", min=1
+    ),
+]
+Only = Annotated[
+    list[str], option(metavar="AREA", help="Look at this alone: files, python, slurm or nodes. Repeatable.")
+]
+
+
 def doctor(
-    target: Annotated[
-        Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False, readable=False)
-    ],
+    target: Target,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
-    on_nodes: Annotated[
-        bool, typer.Option("--on-nodes", help="Look from nodes too: a short job for each group, one task a node.")
-    ] = False,
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", help="With --on-nodes: how long a job may take to start, and a node to answer.", min=1
-        ),
-    ] = 120.0,
-    only: Annotated[
-        list[str],
-        typer.Option(
-            metavar="AREA", help="Look at this alone: files, python, slurm or nodes. Repeatable.", show_default=False
-        ),
-    ] = [],  # noqa: B006
-    local_root_ok: Annotated[
-        bool,
-        typer.Option("--local-root-ok", help="run.root is shared by the nodes although it looks local, as /tmp does."),
-    ] = False,
+    on_nodes: OnNodes = False,
+    timeout: Timeout = 120.0,
+    only: Only = [],  # noqa: B006
+    local_root_ok: LocalRootOk = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
 ) -> None:
     """Check what a run needs: the file system, Python's libraries, the cluster; nothing is made and nothing is left.

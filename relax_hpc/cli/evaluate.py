@@ -8,46 +8,33 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly, warn
-from relax_hpc.cli.run import Sets, Site
+from relax_hpc.cli.options import Sets, Site, option, path_argument, path_option
 
 if TYPE_CHECKING:
     from relax_hpc.launch.evaluate import Evaluated
 
 
+Asked = Annotated[
+    Optional[Path],
+    path_argument(metavar="[RECIPE]", help="What is asked, and how it is generated. [dim]default: the run's own[/dim]"),
+]
+Output = Annotated[
+    Optional[Path],
+    path_option(
+        "--output",
+        "-o",
+        help="The directory to make. [dim]default: RUN/evaluated/step-…, or run.root/eval-MODEL[/dim]",
+    ),
+]
+
+
 def evaluate(
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN|MODEL",
-            help="A run's directory, or a Hugging Face model's.",
-            show_default=False,
-            readable=False,
-        ),
-    ],
-    recipe: Annotated[
-        Optional[Path],
-        typer.Argument(
-            metavar="[RECIPE]",
-            help="What is asked, and how it is generated. [dim]default: the run's own[/dim]",
-            show_default=False,
-            readable=False,
-        ),
-    ] = None,
+    target: Annotated[Path, path_argument(metavar="RUN|MODEL", help="A run's directory, or a Hugging Face model's.")],
+    recipe: Asked = None,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
-    step: Annotated[
-        Optional[int], typer.Option(help="Which checkpoint of the run; the newest by default.", show_default=False)
-    ] = None,
-    output: Annotated[
-        Optional[Path],
-        typer.Option(
-            "--output",
-            "-o",
-            help="The directory to make. [dim]default: RUN/evaluated/step-…, or run.root/eval-MODEL[/dim]",
-            show_default=False,
-            readable=False,
-        ),
-    ] = None,
+    step: Annotated[Optional[int], option(help="Which checkpoint of the run; the newest by default.")] = None,
+    output: Output = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Score a run's checkpoint, or a model, on the evaluation prompts of a recipe: its held-out share and [bold]evaluation.source[/bold]s.

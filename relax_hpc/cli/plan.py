@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.cli.run import Sets, Site
+from relax_hpc.cli.options import RecipeFile, Sets, Site, option, path_option
 
 if TYPE_CHECKING:
     from relax_hpc.recipe.schema import Recipe
@@ -16,43 +16,37 @@ if TYPE_CHECKING:
 DOES_NOT_FIT = 1
 
 
+Config = Annotated[
+    Optional[Path],
+    path_option(
+        help="The model's config.json, where model.path is on another machine. [dim]default: models/NAME/config.json beside the recipe[/dim]"
+    ),
+]
+Bandwidth = Annotated[
+    float,
+    typer.Option(
+        metavar="GB/S",
+        help="How fast the trainer's process 0 sends weights, or the file system takes and gives them.",
+        min=0.001,
+    ),
+]
+PromptTokens = Annotated[
+    Optional[int], option(help="Tokens of a prompt. [dim]default: 256, or what the context has room for[/dim]", min=1)
+]
+AnswerTokens = Annotated[
+    Optional[int], option(help="Tokens of an answer. [dim]default: the longest there can be[/dim]", min=1)
+]
+
+
 def plan(
-    path: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="The recipe (TOML).", show_default=False, readable=False)
-    ],
+    path: RecipeFile,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
-    config: Annotated[
-        Optional[Path],
-        typer.Option(
-            help="The model's config.json, where model.path is on another machine. [dim]default: models/NAME/config.json beside the recipe[/dim]",
-            show_default=False,
-            readable=False,
-        ),
-    ] = None,
+    config: Config = None,
     device_memory: Annotated[float, typer.Option(metavar="GIB", help="Memory of a device.", min=0.1)] = 80.0,
-    bandwidth: Annotated[
-        float,
-        typer.Option(
-            metavar="GB/S",
-            help="How fast the trainer's process 0 sends weights, or the file system takes and gives them.",
-            min=0.001,
-        ),
-    ] = 2.0,
-    prompt_tokens: Annotated[
-        Optional[int],
-        typer.Option(
-            help="Tokens of a prompt. [dim]default: 256, or what the context has room for[/dim]",
-            min=1,
-            show_default=False,
-        ),
-    ] = None,
-    answer_tokens: Annotated[
-        Optional[int],
-        typer.Option(
-            help="Tokens of an answer. [dim]default: the longest there can be[/dim]", min=1, show_default=False
-        ),
-    ] = None,
+    bandwidth: Bandwidth = 2.0,
+    prompt_tokens: PromptTokens = None,
+    answer_tokens: AnswerTokens = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON: bytes, tokens, seconds.")] = False,
 ) -> None:
     """Say what a run takes: processes, nodes and GPUs, memory of each, bytes a step; from the recipe and the model's config.json alone.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from relax_hpc.cli.errors import fail, friendly
-from relax_hpc.cli.run import Sets
+from relax_hpc.cli.options import Sets
 
 GoingRun = Annotated[
     Path, typer.Argument(help="The run's directory; the run may be going on.", show_default=False, readable=False)

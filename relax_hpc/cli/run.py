@@ -8,41 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Optional
 import typer
 
 from relax_hpc.cli.errors import fail, friendly, warn
+from relax_hpc.cli.options import Code, Redo, Sets, Site, Target, option, path_option
 
 if TYPE_CHECKING:
     from relax_hpc.files.run_dir import RunDir
     from relax_hpc.recipe.schema import Recipe
-
-Sets = Annotated[
-    list[str],
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="Override a recipe key, such as run.steps=500. Repeatable."),
-]
-Code = Annotated[
-    Optional[str],
-    typer.Option(
-        metavar="new",
-        help="Of a run that goes on: take your files (rewards, filters, …) as they are now; else it goes on with its own copies. Failed groups that no step has taken yet are scored again.",
-        show_default=False,
-    ),
-]
-Redo = Annotated[
-    Optional[str],
-    typer.Option(
-        metavar="score|generate",
-        help="Of a run that goes on: failed groups that no step has taken yet are scored, or generated, again.",
-        show_default=False,
-    ),
-]
-Site = Annotated[
-    Optional[Path],
-    typer.Option(
-        "--site",
-        metavar="FILE",
-        help="Site profile laid under the recipe. [dim]default: $RELAX_HPC_SITE, ~/.config/relax_hpc/site.toml[/dim]",
-        show_default=False,
-        readable=False,
-    ),
-]
 
 
 def warn_of(run: RunDir, recipe: Recipe, *more: str) -> None:
@@ -60,35 +30,26 @@ def tell(doing: str) -> None:
     typer.echo(f"preparing: {doing}", err=True)
 
 
+Fork = Annotated[
+    Optional[str],
+    option(help="Start a new run of this name from the newest checkpoint of the run TARGET; any key may be --set."),
+]
+Debug = Annotated[
+    Optional[str],
+    option(help="'rollout-only': generate with the first weights, train nothing. 'train-only': train on old shards."),
+]
+ShardsFrom = Annotated[
+    Optional[Path], path_option("--from", help="With --debug train-only: the run whose shards are trained on again.")
+]
+
+
 def run(
-    target: Annotated[
-        Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False, readable=False)
-    ],
+    target: Target,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
-    fork: Annotated[
-        Optional[str],
-        typer.Option(
-            help="Start a new run of this name from the newest checkpoint of the run TARGET; any key may be --set.",
-            show_default=False,
-        ),
-    ] = None,
-    debug: Annotated[
-        Optional[str],
-        typer.Option(
-            help="'rollout-only': generate with the first weights, train nothing. 'train-only': train on old shards.",
-            show_default=False,
-        ),
-    ] = None,
-    shards_from: Annotated[
-        Optional[Path],
-        typer.Option(
-            "--from",
-            help="With --debug train-only: the run whose shards are trained on again.",
-            show_default=False,
-            readable=False,
-        ),
-    ] = None,
+    fork: Fork = None,
+    debug: Debug = None,
+    shards_from: ShardsFrom = None,
     code: Code = None,
     redo: Redo = None,
 ) -> None:
@@ -114,22 +75,21 @@ def run(
         opened = open_or_create(
             target, sets, fork=fork, debug=debug, shards_from=shards_from, site=site, code=code, redo=redo, tell=tell
         )
-        console = Console()
+        console, root = Console(), escape(str(opened.run.root))
         if opened.finished:
             console.print(
-                f"[green]done[/green] already: {opened.finished} steps in [bold]{escape(str(opened.run.root))}[/bold]; --set run.steps=… makes more"
+                f"[green]done[/green] already: {opened.finished} steps in [bold]{root}[/bold]; --set run.steps=… makes more"
             )
             return
-        console.print(f"[bold]{escape(str(opened.run.root))}[/bold]", soft_wrap=True)
+        console.print(f"[bold]{root}[/bold]", soft_wrap=True)
         warn_of(opened.run, opened.recipe)
         outcome = run_here(opened, console)
     if outcome["outcome"] == "failed":
         fail(outcome["reason"])
     if outcome["outcome"] == "stopped":
         console.print(
-            f"stopped at step {outcome['step']}; go on with [bold]relax-hpc run {escape(str(opened.run.root))}[/bold]",
-            soft_wrap=True,
+            f"stopped at step {outcome['step']}; go on with [bold]relax-hpc run {root}[/bold]", soft_wrap=True
         )
-        raise typer.Exit(0)
-    shards = f"  ·  relax-hpc shards stats {escape(str(opened.run.root))}" if opened.recipe.generates else ""
-    console.print(f"look closer: [bold]relax-hpc report {escape(str(opened.run.root))}[/bold]{shards}", soft_wrap=True)
+        return
+    shards = f"  ·  relax-hpc shards stats {root}" if opened.recipe.generates else ""
+    console.print(f"look closer: [bold]relax-hpc report {root}[/bold]{shards}", soft_wrap=True)

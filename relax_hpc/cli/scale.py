@@ -8,7 +8,7 @@ from typing import Annotated, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.cli.status import RunPath
+from relax_hpc.cli.options import RunPath
 
 
 def scale(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.cli.status import RunPath
+from relax_hpc.cli.options import RunPath, option
 from relax_hpc.files.errors import Damaged, RunError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def ls(
     run: RunPath,
     last: Annotated[int, typer.Option("--last", "-n", help="Show this many, the last.", min=1)] = 30,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Show all of them.")] = False,
-    status: Annotated[Optional[str], typer.Option(help=STATUS_HELP, show_default=False)] = None,
-    step: Annotated[Optional[int], typer.Option(help="Only what this step took.", show_default=False)] = None,
+    status: Annotated[Optional[str], option(help=STATUS_HELP)] = None,
+    step: Annotated[Optional[int], option(help="Only what this step took.")] = None,
 ) -> None:
     """List shards: one line a request, by its batch (an evaluation's: by its version).
 
@@ -67,7 +67,7 @@ def show(
     request: Annotated[
         str, typer.Argument(help="A request's id as `ls` prints it, or REQUEST/SAMPLE.", show_default=False)
     ],
-    group: Annotated[Optional[int], typer.Option("--group", "-g", help="Only this group.", show_default=False)] = None,
+    group: Annotated[Optional[int], option("--group", "-g", help="Only this group.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Do not shorten texts.")] = False,
 ) -> None:
     """Print one request: its prompts, every answer with its reward, and why groups failed or were filtered.
@@ -142,7 +142,7 @@ def export(
         bool, typer.Option("--tokens", help="Token ids, loss mask, logprobs and versions too, a list a row.")
     ] = False,
     text: Annotated[bool, typer.Option("--text/--no-text", help="Prompts, answers and completions as text.")] = True,
-    status: Annotated[Optional[str], typer.Option(help=STATUS_HELP, show_default=False)] = None,
+    status: Annotated[Optional[str], option(help=STATUS_HELP)] = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave damaged shards and ledger entries out, and name them.")
     ] = False,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.cli.run import Sets, Site
+from relax_hpc.cli.options import Sets, Site, option, path_argument, path_option
 
 if TYPE_CHECKING:
+    from relax_hpc.planning.simulation.assume import Asked
+    from relax_hpc.planning.simulation.sweep import TimesFor
     from relax_hpc.recipe import Recipe
 
 STEPS = 300
@@ -19,88 +22,55 @@ SHARES = (0.5, 1, 2, 4)
 """Shares of the recipe's workers that are tried when nobody says how many."""
 
 
-def _seconds(says: str) -> typer.models.OptionInfo:
-    """Return an option for a time that is otherwise assumed or measured."""
-    option: typer.models.OptionInfo = typer.Option(
-        metavar="S", help=says, min=0.0, show_default=False, rich_help_panel="Times"
-    )
-    return option
+time = partial(option, rich_help_panel="Times")
+seconds = partial(time, metavar="S", min=0.0)
+"""An option for a time that is otherwise assumed or measured."""
+Workers = Annotated[
+    Optional[str],
+    option(metavar="N,N,…", help="Rollout workers. [dim]default: half, all, 2 and 4 times the recipe's[/dim]"),
+]
+Staleness = Annotated[
+    Optional[str], option(metavar="N,N,…", help="async.max_staleness. [dim]default: the recipe's[/dim]")
+]
+OnStale = Annotated[
+    Optional[str],
+    option(metavar="POLICY,…", help="async.on_stale: wait, drop, mask. [dim]default: the recipe's[/dim]"),
+]
+Mtbf = Annotated[
+    str, typer.Option(metavar="HOURS,…", help="Mean time between failures of a node, trainer nodes as well; or none.")
+]
+Config = Annotated[
+    Optional[Path],
+    path_option(help="The model's config.json, where model.path is on another machine, as for `plan`."),
+]
+Sigma = Annotated[
+    Optional[float], time(help="How long the tail of answers is: sigma of a lognormal; for a recipe.", min=0)
+]
+Bandwidth = Annotated[
+    Optional[float], time(metavar="GB/S", help="Of weights and checkpoints; for a recipe.", min=0.001)
+]
 
 
 def simulate(
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RECIPE|RUN", help="A recipe (TOML) or a run's directory.", show_default=False, readable=False
-        ),
-    ],
-    workers: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="N,N,…",
-            help="Rollout workers. [dim]default: half, all, 2 and 4 times the recipe's[/dim]",
-            show_default=False,
-        ),
-    ] = None,
-    staleness: Annotated[
-        Optional[str],
-        typer.Option(metavar="N,N,…", help="async.max_staleness. [dim]default: the recipe's[/dim]", show_default=False),
-    ] = None,
-    on_stale: Annotated[
-        Optional[str],
-        typer.Option(
-            metavar="POLICY,…",
-            help="async.on_stale: wait, drop, mask. [dim]default: the recipe's[/dim]",
-            show_default=False,
-        ),
-    ] = None,
-    mtbf: Annotated[
-        str,
-        typer.Option(metavar="HOURS,…", help="Mean time between failures of a node, trainer nodes as well; or none."),
-    ] = "none",
+    target: Annotated[Path, path_argument(metavar="RECIPE|RUN", help="A recipe (TOML) or a run's directory.")],
+    workers: Workers = None,
+    staleness: Staleness = None,
+    on_stale: OnStale = None,
+    mtbf: Mtbf = "none",
     steps: Annotated[int, typer.Option(help="Training steps of each simulation.", min=20)] = STEPS,
     seed: Annotated[int, typer.Option(help="Same seed, same result.", min=0)] = 0,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
-    config: Annotated[
-        Optional[Path],
-        typer.Option(
-            help="The model's config.json, where model.path is on another machine, as for `plan`.",
-            show_default=False,
-            readable=False,
-        ),
-    ] = None,
-    answer_tokens: Annotated[
-        Optional[float],
-        typer.Option(
-            help="Mean tokens of an answer; for a recipe.", min=1, show_default=False, rich_help_panel="Times"
-        ),
-    ] = None,
-    sigma: Annotated[
-        Optional[float],
-        typer.Option(
-            help="How long the tail of answers is: sigma of a lognormal; for a recipe.",
-            min=0,
-            show_default=False,
-            rich_help_panel="Times",
-        ),
-    ] = None,
-    token_s: Annotated[Optional[float], _seconds("From one token of an answer to the next; for a recipe.")] = None,
-    bandwidth: Annotated[
-        Optional[float],
-        typer.Option(
-            metavar="GB/S",
-            help="Of weights and checkpoints; for a recipe.",
-            min=0.001,
-            show_default=False,
-            rich_help_panel="Times",
-        ),
-    ] = None,
-    train_s: Annotated[Optional[float], _seconds("A training step.")] = None,
-    publish_s: Annotated[Optional[float], _seconds("The trainer publishes a version of the weights.")] = None,
-    fetch_s: Annotated[Optional[float], _seconds("A worker takes a version of the weights.")] = None,
-    checkpoint_s: Annotated[Optional[float], _seconds("The trainer stands still for a checkpoint.")] = None,
-    restart_s: Annotated[Optional[float], _seconds("From a fault until the trainer, or a node, is back.")] = None,
+    config: Config = None,
+    answer_tokens: Annotated[Optional[float], time(help="Mean tokens of an answer; for a recipe.", min=1)] = None,
+    sigma: Sigma = None,
+    token_s: Annotated[Optional[float], seconds(help="From one token of an answer to the next; for a recipe.")] = None,
+    bandwidth: Bandwidth = None,
+    train_s: Annotated[Optional[float], seconds(help="A training step.")] = None,
+    publish_s: Annotated[Optional[float], seconds(help="The trainer publishes a version of the weights.")] = None,
+    fetch_s: Annotated[Optional[float], seconds(help="A worker takes a version of the weights.")] = None,
+    checkpoint_s: Annotated[Optional[float], seconds(help="The trainer stands still for a checkpoint.")] = None,
+    restart_s: Annotated[Optional[float], seconds(help="From a fault until the trainer, or a node, is back.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON: seconds, shares.")] = False,
 ) -> None:
     """Simulate a run: how many rollout workers, which max_staleness, what becomes of stale requests, what faults and file systems cost.
@@ -118,35 +88,15 @@ def simulate(
 
     from relax_hpc.cli.tables import wide_console
     from relax_hpc.cli.tables.simulate_table import show
-    from relax_hpc.files.errors import RunError
-    from relax_hpc.files.run_dir import open_existing
     from relax_hpc.planning.simulation.assume import Asked
-    from relax_hpc.planning.simulation.sweep import Grid, on_stale_of, recommend, sweep, times_of_recipe, times_of_run
-    from relax_hpc.recipe import load_recipe, site_file
-    from relax_hpc.recipe.load import change_on_resume
+    from relax_hpc.planning.simulation.sweep import Grid, on_stale_of, recommend, sweep
 
     asked = Asked(
         answer_tokens, sigma, token_s, train_s, publish_s, fetch_s, checkpoint_s, restart_s,
         None if bandwidth is None else bandwidth * 1e9,
     )  # fmt: skip
     with friendly():
-        if target.is_dir():
-            run = open_existing(target)
-            if site or config:
-                raise RunError(
-                    f"--site and --config are for a recipe: '{target}' is a run, whose recipe and metrics say all"
-                )
-            recipe = change_on_resume(load_recipe(run.recipe), sets)
-        else:
-            recipe = load_recipe(target, sets, site_file(site))
-        if recipe.supervised:
-            raise RunError(
-                f"'{target}' is supervised fine-tuning: no worker generates for its trainer, so there is nothing to simulate"
-            )
-        if target.is_dir():
-            times = times_of_run(recipe, target, asked)
-        else:
-            times = times_of_recipe(recipe, target, config, asked)
+        recipe, times = _recipe_and_times(target, sets, site, config, asked)
         grid = Grid(
             workers=_numbers("--workers", workers, 1) if workers else _some_workers(recipe),
             staleness=_numbers("--staleness", staleness, 0) if staleness else [recipe.async_.max_staleness],
@@ -155,22 +105,52 @@ def simulate(
             steps=steps,
             seed=seed,
         )
-        requests = recipe.requests_per_step
-        notes = [
-            f"{steps} steps (--steps) of {requests} requests (trainer.prompts_per_step / rollout.groups_per_request), so {requests} workers "
-            "and as many for each version of max_staleness have something to do at most",
-            "requests that are given back, or replace a dropped one, last as long again",
-            *times(grid.workers[0])[1],
-        ]
         with Progress(console=Console(stderr=True), transient=True) as bar:
             rows = bar.add_task("simulated", total=grid.points)
             outcomes = sweep(recipe, grid, times, lambda: bar.advance(rows))
         best, why = recommend(outcomes)
+        notes = [*_notes(recipe, steps), *times(grid.workers[0])[1]]
     if as_json:
         about = [outcome.to_json() for outcome in outcomes]
         typer.echo(json.dumps({"from": notes, "rows": about, "recommended": best.to_json(), "why": why}, indent=1))
     else:
         show(outcomes, best, why, notes, wide_console())
+
+
+def _recipe_and_times(
+    target: Path, sets: list[str], site: Path | None, config: Path | None, asked: Asked
+) -> tuple[Recipe, TimesFor]:
+    """The recipe of a file or a run, and its times, assumed or measured. Raises RunError if its trainer waits for
+    nobody."""
+    from relax_hpc.files.errors import RunError
+    from relax_hpc.files.run_dir import open_existing
+    from relax_hpc.planning.simulation.sweep import times_of_recipe, times_of_run
+    from relax_hpc.recipe import change_on_resume, load_recipe, site_file
+
+    is_run = target.is_dir()
+    if is_run:
+        run = open_existing(target)
+        if site or config:
+            raise RunError(
+                f"--site and --config are for a recipe: '{target}' is a run, whose recipe and metrics say all"
+            )
+        recipe = change_on_resume(load_recipe(run.recipe), sets)
+    else:
+        recipe = load_recipe(target, sets, site_file(site))
+    if recipe.supervised:
+        raise RunError(
+            f"'{target}' is supervised fine-tuning: no worker generates for its trainer, so there is nothing to simulate"
+        )
+    return recipe, times_of_run(recipe, target, asked) if is_run else times_of_recipe(recipe, target, config, asked)
+
+
+def _notes(recipe: Recipe, steps: int) -> list[str]:
+    requests = recipe.requests_per_step
+    return [
+        f"{steps} steps (--steps) of {requests} requests (trainer.prompts_per_step / rollout.groups_per_request), so {requests} workers "
+        "and as many for each version of max_staleness have something to do at most",
+        "requests that are given back, or replace a dropped one, last as long again",
+    ]
 
 
 def _numbers(option: str, text: str, least: int) -> list[int]:

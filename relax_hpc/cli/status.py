@@ -8,11 +8,9 @@ from typing import Annotated, Optional
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.cli.run import Sets, Site
+from relax_hpc.cli.options import RecipeFile, RunPath, Sets, Site, option, path_argument, path_option
 
 LOOK_S = 0.1
-
-RunPath = Annotated[Path, typer.Argument(help="The run's directory.", show_default=False, readable=False)]
 
 
 def status(run: RunPath) -> None:
@@ -109,7 +107,7 @@ def stop(run: RunPath) -> None:
 
 
 def recipe(
-    path: Annotated[Path, typer.Argument(help="The recipe (TOML).", show_default=False, readable=False)],
+    path: RecipeFile,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     plain: Annotated[bool, typer.Option("--toml", help="Print TOML that loads back, instead of the table.")] = False,
@@ -137,15 +135,11 @@ def recipe(
 
 def export(
     run: RunPath,
-    output: Annotated[Path, typer.Argument(help="The directory to make.", show_default=False, readable=False)],
-    step: Annotated[
-        Optional[int], typer.Option(help="Which checkpoint; the newest by default.", show_default=False)
-    ] = None,
+    output: Annotated[Path, path_argument(help="The directory to make.")],
+    step: Annotated[Optional[int], option(help="Which checkpoint; the newest by default.")] = None,
     dtype: Annotated[
         Optional[str],
-        typer.Option(
-            help="bfloat16, float16 or float32; by default the model's own, of its config.json.", show_default=False
-        ),
+        option(help="bfloat16, float16 or float32; by default the model's own, of its config.json."),
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model directory that `from_pretrained` loads."""
@@ -156,18 +150,11 @@ def export(
 
 
 def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            help="A Hugging Face model directory, or a Megatron-core checkpoint.", show_default=False, readable=False
-        ),
-    ],
-    output: Annotated[Path, typer.Argument(help="The directory to make.", show_default=False, readable=False)],
+    source: Annotated[Path, path_argument(help="A Hugging Face model directory, or a Megatron-core checkpoint.")],
+    output: Annotated[Path, path_argument(help="The directory to make.")],
     model: Annotated[
         Optional[Path],
-        typer.Option(
-            help="Directory with config.json, when it is not beside the checkpoint.", show_default=False, readable=False
-        ),
+        path_option(help="Directory with config.json, when it is not beside the checkpoint."),
     ] = None,
 ) -> None:
     """Convert a model between Hugging Face and Megatron-core, to the bit. Needs the extra `megatron`."""

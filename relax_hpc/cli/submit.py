@@ -8,20 +8,16 @@ from typing import Annotated
 import typer
 
 from relax_hpc.cli.errors import friendly
-from relax_hpc.cli.run import Code, Redo, Sets, Site, warn_of
+from relax_hpc.cli.options import Code, LocalRootOk, RecipeFile, Redo, Sets, Site, Target
+from relax_hpc.cli.run import warn_of
 
 
 def submit(
-    target: Annotated[
-        Path, typer.Argument(help="A recipe (TOML) or a run's directory.", show_default=False, readable=False)
-    ],
+    target: Target,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the batch scripts; make and send nothing.")] = False,
-    local_root_ok: Annotated[
-        bool,
-        typer.Option("--local-root-ok", help="run.root is shared by the nodes although it looks local, as /tmp does."),
-    ] = False,
+    local_root_ok: LocalRootOk = False,
     code: Code = None,
     redo: Redo = None,
 ) -> None:
@@ -54,7 +50,7 @@ def submit(
 
 
 def render(
-    recipe: Annotated[Path, typer.Argument(help="The recipe (TOML).", show_default=False, readable=False)],
+    recipe: RecipeFile,
     sets: Sets = [],  # noqa: B006
     site: Site = None,
     output: Annotated[
