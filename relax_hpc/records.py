@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -188,3 +188,39 @@ def mask_old(rollouts: Rollouts, oldest: int) -> tuple[Rollouts, int]:
     """Take tokens of versions before `oldest` out of the loss; returns the new rollouts and the number of these tokens."""
     out = (rollouts.versions < oldest) & (rollouts.loss_mask == 1)
     return replace(rollouts, loss_mask=rollouts.loss_mask * ~out, too_old=out.astype(np.uint8)), int(out.sum())
+
+
+def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
+    """Join the rollouts of several shards. Groups are numbered anew, in order. All must have the same columns."""
+    rollouts = list(parts)
+    columns = rollouts[0].columns if rollouts else {}
+    first_group, groups = 0, []
+    for part in rollouts:
+        _, renumbered = np.unique(part.group, return_inverse=True)
+        groups.append(renumbered + first_group)
+        first_group += int(renumbered.max(initial=-1)) + 1
+    types = {
+        "rewards": np.float32, "raw_rewards": np.float32, "prompt_tokens": np.int32, "tokens": np.int32, "loss_mask": np.uint8,
+        "logprobs": np.float32, "versions": np.int32, "finish": np.uint8,
+    }  # fmt: skip
+    flat: dict[str, Any] = {name: joined([getattr(r, name) for r in rollouts], of) for name, of in types.items()}
+    routed = [r.routed_experts for r in rollouts if r.routed_experts is not None]
+    return Rollouts(
+        ids=[i for r in rollouts for i in r.ids],
+        group=joined(groups, np.int64),
+        prompt_offsets=offsets_of([int(n) for r in rollouts for n in np.diff(r.prompt_offsets)]),
+        offsets=offsets_of([int(n) for r in rollouts for n in np.diff(r.offsets)]),
+        routed_experts=np.concatenate(routed) if routed else None,
+        columns={n: joined([r.columns[n] for r in rollouts], np.float32) for n in columns},
+        **flat,
+    )
+
+
+def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each of some parts begins, and the end of the last: [N + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    """Join arrays; no arrays are an empty one."""
+    return np.concatenate(parts).astype(dtype, copy=False) if len(parts) else np.empty(0, dtype)

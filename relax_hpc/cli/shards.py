@@ -205,13 +205,15 @@ def _matches(of: Any, status: str | None, step: int | None) -> bool:
 
 
 def _find(view: RunView, request: str) -> Path:
-    """Return the shard called `request`. Raises RunError naming some that there are."""
+    """Return the shard called `request`. Raises RunError naming its state, and some that there are."""
+    from relax_hpc.spool.queue import RequestQueue
 
     paths = view.shard_paths()
     for path in paths:
         if path.stem == request:
             return path
-    some = [p.stem for p in paths[-5:]]
+    state = RequestQueue(view.run).states().get(request)
     raise RunError(
-        f"no shard of request '{request}' in '{view.run.root}'; there are {len(paths)}, the last: {some} (`relax-hpc shards ls`)"
+        f"no shard of request '{request}' in '{view.run.root}'{f': it is {state}' if state else ''}; there are {len(paths)} shards, "
+        f"the last: {[p.stem for p in paths[-5:]]} (`relax-hpc shards ls`)"
     )

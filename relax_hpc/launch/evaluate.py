@@ -39,7 +39,7 @@ from relax_hpc.records import Group
 from relax_hpc.roles.rollout.runner import RolloutRunner
 from relax_hpc.roles.training.evaluation import Score, evaluation_requests, read_score
 from relax_hpc.spool.request import Request
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.shard_writer import encode
 from relax_hpc.telemetry import Telemetry
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.export import DISTRIBUTED, compare_weights

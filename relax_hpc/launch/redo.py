@@ -21,7 +21,7 @@ from relax_hpc.monitor.analysis.statuses import GroupStatuses, read_entries
 from relax_hpc.recipe import Recipe
 from relax_hpc.records import PartialRollout, Sample
 from relax_hpc.spool import partial_rollouts
-from relax_hpc.spool.queue import Queue, move_to_quarantine
+from relax_hpc.spool.queue import RequestQueue, move_to_quarantine
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
 
@@ -46,7 +46,7 @@ def redo_failed(run: RunDir, recipe: Recipe, how: Redo) -> list[str]:
         NodeCache(run, recipe.spool.node_cache).remove(path.stem)
         move_to_quarantine(run, path, f"its failed groups were to be {'scored' if partial else 'generated'} again")
         if partial is not None:
-            Queue(run).put([request], aborts=number)
+            RequestQueue(run).put([request], aborts=number)
         redone.append(request.id)
     return redone
 

@@ -13,7 +13,7 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm.node_agent import BASE
 from relax_hpc.slurm.overview import is_node_agent
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.supervise.heartbeat_monitor import HeartbeatMonitor
 from relax_hpc.telemetry import Telemetry, read_heartbeat
 
@@ -23,7 +23,7 @@ class RolloutNodes:
 
     def __init__(self, run: RunDir, recipe: Recipe, telemetry: Telemetry) -> None:
         self._run, self._limit_s, self._telemetry = run, recipe.supervision.node_agent_silent_s, telemetry
-        self._queue = Queue(run)
+        self._queue = RequestQueue(run)
         self._heard: dict[str, dict[str, Any]] = {}
         """Node agent -> its last heartbeat."""
         self._silent_s: dict[str, float] = {}

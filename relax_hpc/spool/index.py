@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_hpc.records import Finish
+from relax_hpc.records import Finish, offsets_of
 
 LAST_FINISH = int(max(Finish))
 
@@ -72,7 +72,7 @@ class Index:
         """[N + 1] where each sample's rows begin in `routed_experts`: a sample has one row for each token of prompt and
         answer, less one."""
         of_sample = np.diff(self.prompt_offsets)[self.samples["group"]] + np.diff(self.offsets) - 1
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(of_sample)])
+        return offsets_of(of_sample)
 
 
 def _rises(numbers: NDArray[Any]) -> bool:

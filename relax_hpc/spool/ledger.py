@@ -19,6 +19,7 @@ import xxhash
 from relax_hpc.files.errors import Damaged
 from relax_hpc.files.publish import publish, read_json, to_json
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.spool.request import RequestState
 
 FAILED = "failed: "
 SURPLUS = "surplus: "
@@ -72,6 +73,13 @@ class Entry:
     time: float = field(default_factory=time.time)
 
     @property
+    def states(self) -> dict[str, RequestState]:
+        """Request id -> its state, for those that the entry settles."""
+        return {t.request: RequestState.TRAINED for t in self.take} | {
+            d.request: RequestState.DROPPED for d in self.dropped
+        }
+
+    @property
     def sft_examples(self) -> list[str]:
         """Names for the examples in `learned`, one each, like the ids of samples."""
         return [f"l{self.step:06d}/{k}" for k in range(len(self.learned))]
@@ -122,6 +130,12 @@ class Ledger:
 
     def __init__(self, run: RunDir, commit_dir: Path | None = None) -> None:
         self._run, self._commit_dir = run, commit_dir
+
+    @property
+    def incarnation(self) -> int:
+        """The number of the incarnation that commits."""
+        assert self._commit_dir is not None, "a ledger that is only read"
+        return int(self._commit_dir.name[1:])
 
     def find(self, step: int) -> Entry | None:
         """Return the entry of a step; None if nobody has committed one. Raises Damaged, which names the file."""

@@ -18,12 +18,13 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import names, publish
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.records import PartialRollout, with_experts
-from relax_hpc.spool.queue import Claim, Queue, RequestFile
+from relax_hpc.spool.queue import Claim, RequestFile, RequestQueue
 from relax_hpc.spool.request import Request
-from relax_hpc.spool.shard import Compression, Shard, encode
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard_writer import Compression, encode
 
 
-def put_back(run: RunDir, queue: Queue, claim: Claim, partial: PartialRollout, compression: Compression) -> bool:
+def put_back(run: RunDir, queue: RequestQueue, claim: Claim, partial: PartialRollout, compression: Compression) -> bool:
     """Publish a claim's partial rollout and open the claim again. Return False if another worker's had been published
     before."""
     number = claim.request_file.aborts + 1

@@ -19,17 +19,18 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from relax_hpc.files.publish import Data, is_there, names, publish, read_json, rename_once, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import FolderWatch
-from relax_hpc.spool.request import Request
+from relax_hpc.spool.request import Request, RequestState
 
 LOOK_AT_STARTS_S = 0.1
 """Least time between two calls of `in_progress`, which lists a folder for each worker."""
+WhenRoom = Callable[[Callable[[], None], str], None]
 KNOWN_CLAIMS = 1000
 """How many of its latest claims a worker remembers: an old listing may still name them."""
 _REQUEST_FILE = re.compile(r"(r\d{6}-\w+|e\d{6}(?:l\d+)?-\w+)\.a(\d+)\.v(\d+)(?:\.p(\d+))?")
@@ -73,12 +74,13 @@ class Claim:
     path: Path
 
 
-class Queue:
+class RequestQueue:
     """The request files of a run."""
 
-    def __init__(self, run: RunDir, workers: int = 1) -> None:
-        """workers: how many workers claim from the queue."""
-        self._run = run
+    def __init__(self, run: RunDir, workers: int = 1, when_room: WhenRoom = lambda put, what: put()) -> None:
+        """workers: how many workers claim from the queue. when_room: calls its first argument, again and again while
+        the disk is full; the second says what needs the room."""
+        self._run, self._when_room = run, when_room
         self._open = FolderWatch(run.open_requests, workers)
         self._names: frozenset[str] = frozenset()
         self._request_files: list[RequestFile] = []
@@ -94,22 +96,35 @@ class Queue:
         oldest: raises the oldest version that they may start from. aborts: how often they were given back partly
         generated.
         """
-        for request in requests:
-            request_file = RequestFile(request.id, 0, max(request.min_version, oldest), aborts)
-            publish(self._run.open_requests / request_file.name, to_json(request.to_json()), durable=False)
+        released = [*requests]
+
+        def put() -> None:
+            for request in released:
+                name = RequestFile(request.id, 0, max(request.min_version, oldest), aborts).name
+                publish(self._run.open_requests / name, to_json(request.to_json()), durable=False)
+
+        self._when_room(put, f"{len(released)} requests")
 
     def in_progress(self) -> dict[str, int]:
         """Return request id -> version, for every open request (the oldest it may start from) and claimed one (started
         with)."""
-        # Open ones twice: a request that is claimed or given back meanwhile is seen at least once.
-        before = _request_files(self._run.open_requests)
-        claimed = [request_file for worker in self._workers() for request_file in _request_files(worker)]
         versions: dict[str, int] = {}
-        for request_file in [*before, *claimed, *_request_files(self._run.open_requests)]:
-            versions[request_file.request_id] = min(
-                request_file.version, versions.get(request_file.request_id, request_file.version)
-            )
+        for _, found in self._files():
+            versions[found.request_id] = min(found.version, versions.get(found.request_id, found.version))
         return versions
+
+    def states(self) -> dict[str, RequestState]:
+        """Return request id -> its state, for every open, partial and claimed request."""
+        return {found.request_id: state for state, found in self._files()}
+
+    def _files(self) -> Iterator[tuple[RequestState, RequestFile]]:
+        """Yield all request files. Open ones twice: a request that is claimed or given back meanwhile is seen at least
+        once."""
+        waiting = lambda found: (RequestState.PARTIAL if found.aborts else RequestState.OPEN, found)
+        yield from map(waiting, _request_files(self._run.open_requests))
+        for worker in self._workers():
+            yield from ((RequestState.CLAIMED, found) for found in _request_files(worker))
+        yield from map(waiting, _request_files(self._run.open_requests))
 
     def remove_torn(self) -> None:
         """Remove request files that a power failure left without their content, so that they count as missing."""

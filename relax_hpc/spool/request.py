@@ -1,4 +1,6 @@
-"""Rollout requests: the prompts, samples per prompt and seed of one shard, and names that say what a request is for."""
+"""Rollout requests: the prompts, samples per prompt and seed of one shard, names that say what a request is for, and the
+states that it passes through.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,35 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any, Literal
 
 OnStale = Literal["wait", "drop", "mask"]
+
+
+class RequestState(StrEnum):
+    """The states of a rollout request. A file says which it is, the ledger for the last two. An example:
+
+    OPEN         requests/open/r000012-003.a0.v11         the trainer released it; it may start from version 11
+    CLAIMED      requests/claimed/W/r000012-003.a0.v12    worker W renamed it, and generates with version 12
+    PARTIAL      requests/open/r000012-003.a0.v12.p1      W gave it back when version 13 came; requests/partial/ has its tokens
+    CLAIMED      requests/claimed/X/r000012-003.a0.v12.p1 worker X goes on with version 13
+    PUBLISHED    shards/0000/r000012-003.h5               no step has taken it yet (an evaluation stays so, in evals/)
+    TRAINED      ledger/0000/00000012.json: take          step 12 trains on it
+
+    If X dies, it is open again, one attempt later (.a1). If its shard is damaged before a step takes it, the file is
+    QUARANTINED and the request OPEN again. If it would miss the bound, it is DROPPED, from any state before TRAINED:
+    the ledger says so, and r000012-003x1 is opened in its place.
+    """
+
+    OPEN = "open"
+    CLAIMED = "claimed"
+    PARTIAL = "partial"
+    PUBLISHED = "published"
+    QUARANTINED = "quarantined"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+
 
 _EVALUATION = re.compile(r"e\d{6,}(l\d+)?-\d+")
 

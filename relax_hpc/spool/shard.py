@@ -1,11 +1,9 @@
 """A shard: one HDF5 file with all groups of one request; complete or absent, never changed.
 
-    worker: list[Group] ──encode──► one HDF5 image in memory ──publish──► SHARDS/REQUEST.h5 ──► Shard (any reader)
+    worker: list[Group] ──shard_writer.encode──► bytes ──publish──► SHARDS/REQUEST.h5 ──► Shard (any reader)
                                                                      each row compared with its checksum as it is read
 
-Flat columns plus offsets, so that a file of a thousand samples is a dozen datasets, one write and one read. The file is
-laid out in memory and leaves in one write: a kill in mid-write leaves a temporary name, never a shard. HDF5's file
-locks are off on purpose: a published shard has no writer, and Lustre mounted without flock refuses locks.
+HDF5's file locks are off on purpose: a published shard has no writer, and Lustre mounted without flock refuses locks.
 docs/shard-format.md describes the format for readers that know nothing of this package.
 """
 
@@ -14,98 +12,35 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from relax_hpc.files.errors import Damaged, RunError
-from relax_hpc.files.publish import Data
-from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample
-from relax_hpc.spool import checked, hdf5
+from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample, joined, offsets_of
+from relax_hpc.spool import hdf5
 from relax_hpc.spool.checked import Checked, Rows
 from relax_hpc.spool.index import Index
-from relax_hpc.spool.layout import COLUMNS, EXTRA, GROUP, ROUTED, ROUTED_TYPES, SAMPLE, TOKEN_COLUMNS
-
-FORMAT = "relax_hpc.shard"
-SCHEMA = 3
-ATTRIBUTES = ("format", "schema", "meta_checksum")
-"""Root attributes. HDF5 keeps checksums of its own metadata, attributes included, so the checksum of
-`meta`, which holds those of all columns, is one of them."""
-Compression = Literal["none", "lz4", "zstd"]
+from relax_hpc.spool.layout import (
+    ATTRIBUTES,
+    COLUMNS,
+    EXTRA,
+    FORMAT,
+    ROUTED,
+    ROUTED_TYPES,
+    SCHEMA,
+    TOKEN_COLUMNS,
+    checked_meta,
+)
 
 INDEX = tuple(field.name for field in fields(Index))
-
-
-def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
-    """Return the flat columns of `groups` (see docs/shard-format.md)."""
-    samples = [s for g in groups for s in g.samples]
-    of_group = np.repeat(np.arange(len(groups), dtype=np.int32), [len(g.samples) for g in groups])
-    offsets = _offsets([len(s.tokens) for s in samples])
-    starts, versions = [], []
-    for sample, begin in zip(samples, offsets[:-1].tolist(), strict=True):
-        for start, version in sample.spans:
-            starts.append(begin + start)
-            versions.append(version)
-    table = np.zeros(len(samples), SAMPLE)
-    table["group"] = of_group
-    for name in ("reward", "raw_reward", "finish", "turns"):
-        table[name] = [getattr(s, name) for s in samples]
-    parts: dict[str, list[Any]] = {
-        "prompt_tokens": [g.prompt.tokens for g in groups],
-        "prompt_offsets": [_offsets([len(g.prompt.tokens) for g in groups])],
-        "tokens": [s.tokens for s in samples],
-        "offsets": [offsets],
-        "loss_mask": [s.loss_mask for s in samples],
-        "logprobs": [s.logprobs for s in samples],
-        "span_start": [starts],
-        "span_version": [versions],
-        "samples": [table],
-        "groups": [np.array([(g.prompt.source, g.prompt.index, bool(g.reason)) for g in groups], GROUP)],
-    }
-    flat = {name: hdf5.Column(of_column, COLUMNS[name]) for name, of_column in parts.items()}
-    routed = [s.routed_experts for s in samples if s.routed_experts is not None]
-    if routed and len(routed) == len(samples):
-        flat[ROUTED] = hdf5.Column([part.reshape(-1) for part in routed], routed[0].dtype)
-    for name in dict.fromkeys(key for s in samples for key in s.extra):
-        flat[f"extra/{name}"] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], EXTRA)
-    return flat
-
-
-def encode(request: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> Data:
-    """Return the bytes of a shard, in pieces. `meta`: more about the request, JSON-like (attempt, worker, versions,
-    …)."""
-    flat = columns(groups)
-    reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
-    details = {str(i): g.detail for i, g in enumerate(groups) if g.detail}
-    prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
-    checksums = {name: checked.checksums(column) for name, column in flat.items()}
-    about = {
-        **meta,
-        "request": request,
-        "reasons": reasons,
-        "details": details,
-        "prompts": prompts,
-        "checksums": checksums,
-    }
-    if ROUTED in flat:
-        about[ROUTED] = next(
-            s.routed_experts.shape[1:] for g in groups for s in g.samples if s.routed_experts is not None
-        )
-    text = json.dumps(about, ensure_ascii=False, default=str).encode()
-    flat["meta"] = hdf5.Column([np.frombuffer(text, np.uint8)], np.uint8)
-    root: dict[str, str | int] = {
-        "format": FORMAT,
-        "schema": SCHEMA,
-        "meta_checksum": xxhash.xxh3_64_intdigest(text),
-    }
-    return hdf5.image(flat, root, {} if compression == "none" else dict.fromkeys(TOKEN_COLUMNS, compression))
 
 
 class DamagedShard(Damaged):
@@ -215,7 +150,7 @@ class Shard:
                 dataset.read(0, data)
                 if xxhash.xxh3_64_intdigest(data.data) != self._meta_checksum:
                     raise ValueError("it does not have its checksum")
-                self._cache["meta"] = _understood(json.loads(data.tobytes()))
+                self._cache["meta"] = checked_meta(json.loads(data.tobytes()))
         return cast(dict[str, Any], self._cache["meta"])
 
     @property
@@ -308,11 +243,9 @@ class Shard:
             group=of_group.astype(np.int64),
             rewards=self.samples["reward"][picked],
             raw_rewards=self.samples["raw_reward"][picked],
-            prompt_tokens=_concatenate(
-                [prompts[prompt_offsets[g] : prompt_offsets[g + 1]] for g in of_group], np.int32
-            ),
-            prompt_offsets=_offsets([int(prompt_offsets[g + 1] - prompt_offsets[g]) for g in of_group]),
-            offsets=_offsets(np.diff(self.offsets)[picked].tolist()),
+            prompt_tokens=joined([prompts[prompt_offsets[g] : prompt_offsets[g + 1]] for g in of_group], np.int32),
+            prompt_offsets=offsets_of([int(prompt_offsets[g + 1] - prompt_offsets[g]) for g in of_group]),
+            offsets=offsets_of(np.diff(self.offsets)[picked].tolist()),
             finish=self.samples["finish"][picked],
             routed_experts=self._routed(picked) if routed else None,
             columns={name: gather(functools.partial(_piece, values)) for name, values in columns.items()},
@@ -393,61 +326,5 @@ class Shard:
                 dataset.compare()
 
 
-def _understood(meta: Any) -> dict[str, Any]:
-    """Return `meta` if it has all that a shard must say. Raises ValueError, KeyError or TypeError."""
-    tables = [meta[name] for name in ("reasons", "details", "checksums")]
-    if not all(isinstance(table, dict) for table in tables):
-        raise TypeError("its reasons, details or checksums are no JSON objects")
-    texts = [meta["request"], *(text for table in tables for pair in table.items() for text in pair)]
-    if not all(isinstance(text, str) for text in texts) or not meta["checksums"].keys() >= {*COLUMNS} - {"meta"}:
-        raise ValueError("it lacks a request, reasons that are texts, or the checksum of a column")
-    if not all(isinstance(prompt, dict) and {"answer", "metadata"} <= prompt.keys() for prompt in meta["prompts"]):
-        raise ValueError("a prompt lacks its answer or metadata")
-    if ROUTED in meta:
-        layers, k = meta[ROUTED]
-        if not (isinstance(layers, int) and isinstance(k, int) and min(layers, k) > 0):
-            raise ValueError(f"{ROUTED} is {meta[ROUTED]}, expected [layers, k]")
-    return cast(dict[str, Any], meta)
-
-
-def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
-    """Join the rollouts of several shards. Groups are numbered anew, in order. All must have the same columns."""
-    rollouts = list(parts)
-    columns = rollouts[0].columns if rollouts else {}
-    first_group, groups = 0, []
-    for part in rollouts:
-        _, renumbered = np.unique(part.group, return_inverse=True)
-        groups.append(renumbered + first_group)
-        first_group += int(renumbered.max(initial=-1)) + 1
-    join: Callable[[str, Any], NDArray[Any]] = lambda name, dtype: _concatenate(
-        [getattr(r, name) for r in rollouts], dtype
-    )
-    routed = [r.routed_experts for r in rollouts if r.routed_experts is not None]
-    return Rollouts(
-        ids=[i for r in rollouts for i in r.ids],
-        group=_concatenate(groups, np.int64),
-        rewards=join("rewards", np.float32),
-        raw_rewards=join("raw_rewards", np.float32),
-        prompt_tokens=join("prompt_tokens", np.int32),
-        prompt_offsets=_offsets([int(n) for r in rollouts for n in np.diff(r.prompt_offsets)]),
-        tokens=join("tokens", np.int32),
-        offsets=_offsets([int(n) for r in rollouts for n in np.diff(r.offsets)]),
-        loss_mask=join("loss_mask", np.uint8),
-        logprobs=join("logprobs", np.float32),
-        versions=join("versions", np.int32),
-        finish=join("finish", np.uint8),
-        routed_experts=np.concatenate(routed) if routed else None,
-        columns={n: _concatenate([r.columns[n] for r in rollouts], np.float32) for n in columns},
-    )
-
-
-def _offsets(lengths: Sequence[int]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
-
-
 def _piece(values: NDArray[Any], begin: int, end: int) -> NDArray[Any]:
     return values[begin:end]
-
-
-def _concatenate(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate(parts).astype(dtype, copy=False) if len(parts) else np.empty(0, dtype)

@@ -12,7 +12,7 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.create import Opened
 from relax_hpc.monitor.live_view import in_any_case, live, render
 from relax_hpc.monitor.status import Status
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.supervise.io_retry import IoRetry
 from relax_hpc.supervise.lease import acquire
 from relax_hpc.supervise.processes import LocalProcesses
@@ -28,7 +28,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
     io = IoRetry(run, recipe.supervision.io_wait_s, lambda kind, **about: None)
     lease = io(lambda: acquire(run))
     try:
-        queue, telemetry = Queue(run), Telemetry(run, "supervisor", lease.number)
+        queue, telemetry = RequestQueue(run), Telemetry(run, "supervisor", lease.number)
         io(lambda: _clear(run, queue))
         train_only = io(lambda: read_json(run.identity))["debug"] == "train-only"
         wanted = recipe.rollout.workers if recipe.generates and not train_only else 0
@@ -47,7 +47,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
     return outcome
 
 
-def _clear(run: RunDir, queue: Queue) -> None:
+def _clear(run: RunDir, queue: RequestQueue) -> None:
     """Clear away what a dead supervisor left; the lease is ours now."""
     run.stop.unlink(missing_ok=True)
     sweep(run)

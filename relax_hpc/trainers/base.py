@@ -139,7 +139,7 @@ class Scoring(Protocol):
         """Load a model of its own under `name`, from `folder`."""
         ...
 
-    def take(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
+    def load(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
         """Load the policy with these weights under `name`, in place of earlier ones. where: their place, for errors."""
         ...
 

@@ -126,17 +126,25 @@ def cut(share: list[int], lengths: NDArray[np.int64], budget: int) -> list[list[
 
 
 def plan(rollouts: Rollouts, ranks: int, budget: int) -> list[list[Rows]]:
-    """Plan the micro-batches of each rank; samples without a token in the loss are left out. Raises ValueError for an
-    empty prompt."""
+    """Plan the micro-batches of each rank, of the samples in the loss."""
+    trees = join(rollouts, in_loss(rollouts))
+    lengths = np.array([tree_length(rollouts, tree) for tree in trees], np.int64)
+    shares = balance(lengths, ranks)
+    return [[[[trees[i] for i in row] for row in rows] for rows in cut(share, lengths, budget)] for share in shares]
+
+
+def in_loss(rollouts: Rollouts) -> NDArray[np.int64]:
+    """Return the samples that have a token in the loss, by index. Raises ValueError for an empty prompt."""
     if len(rollouts) and not np.diff(rollouts.prompt_offsets).all():
         empty = int(np.flatnonzero(np.diff(rollouts.prompt_offsets) == 0)[0])
         raise ValueError(f"sample {rollouts.ids[empty]} has no prompt tokens: nothing predicts its first token")
     counted = np.concatenate([[0], np.cumsum(rollouts.loss_mask, dtype=np.int64)])
-    used = np.flatnonzero(counted[rollouts.offsets[1:]] > counted[rollouts.offsets[:-1]])
-    trees = join(rollouts, used)
-    lengths = np.array([tree_length(rollouts, tree) for tree in trees], np.int64)
-    shares = balance(lengths, ranks)
-    return [[[[trees[i] for i in row] for row in rows] for rows in cut(share, lengths, budget)] for share in shares]
+    return np.flatnonzero(counted[rollouts.offsets[1:]] > counted[rollouts.offsets[:-1]])
+
+
+def rounded(tokens: int, unit: int) -> int:
+    """Return `tokens`, or the next multiple of `unit`."""
+    return tokens + -tokens % unit
 
 
 def tree_length(rollouts: Rollouts, tree: Tree) -> int:
@@ -145,9 +153,11 @@ def tree_length(rollouts: Rollouts, tree: Tree) -> int:
     return prompt + sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in tree)
 
 
-def pack(rollouts: Rollouts, rows: Rows) -> MicroBatch:
-    """Make the arrays of one micro-batch."""
-    width = max(sum(tree_length(rollouts, tree) for tree in row) for row in rows)
+def pack(rollouts: Rollouts, rows: Rows, unit: int = 1, row_unit: int = 1) -> MicroBatch:
+    """Make the arrays of one micro-batch; without trees, of a few tokens that enter no loss. unit, row_unit: each tree,
+    and each row, is padded to a multiple of so many tokens."""
+    lengths = [[rounded(tree_length(rollouts, tree), unit) for tree in row] for row in rows]
+    width = rounded(max(1, *map(sum, lengths)), row_unit)
     tokens = np.zeros((len(rows), width), np.int64)
     positions = np.tile(np.arange(width), (len(rows), 1))
     segments = np.full((len(rows), width), PADDING, np.int64)
@@ -157,9 +167,9 @@ def pack(rollouts: Rollouts, rows: Rows) -> MicroBatch:
         at = 0
         for segment, tree in enumerate(row):
             prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[tree[0] : tree[0] + 2])]
-            begin, at = at, at + len(prompt)
+            begin, filled, at = at, at + lengths[r][segment], at + len(prompt)
             asked = at - 1  # where the prompt's last token predicts the first of every answer
-            tokens[r, begin:at], positions[r, begin:at] = prompt, np.arange(len(prompt))
+            tokens[r, begin:at], positions[r, begin:filled] = prompt, np.arange(filled - begin)
             for branch, sample in enumerate(tree, start=1):
                 first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
                 end = at + last - first - 1
@@ -171,4 +181,6 @@ def pack(rollouts: Rollouts, rows: Rows) -> MicroBatch:
                 targets.append(chosen + first)
                 at = end
             segments[r, begin:at] = segment
-    return MicroBatch(tokens, positions, segments, branches, np.concatenate(predictors), np.concatenate(targets))
+            at = filled
+    found, of = (np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (predictors, targets))
+    return MicroBatch(tokens, positions, segments, branches, found, of)

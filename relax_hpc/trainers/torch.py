@@ -253,7 +253,7 @@ class TorchScoring(_Models):
     def hold(self, name: str, folder: Path) -> None:
         self.models[name] = load_model(folder, self.device).requires_grad_(False)
 
-    def take(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
+    def load(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
         if name not in self.models:
             config = AutoConfig.from_pretrained(self._model_dir, local_files_only=True)
             self.models[name] = unfilled(config, torch.float32, self.device)

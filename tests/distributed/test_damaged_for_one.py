@@ -12,10 +12,10 @@ import torch.distributed as dist
 from relax_hpc.files.errors import Damaged
 from relax_hpc.files.publish import read_json, to_json
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.roles.training.load_batch import load, take
-from relax_hpc.roles.training.quarantine import Quarantine
+from relax_hpc.roles.common.load_batch import load, load_batch
+from relax_hpc.roles.common.quarantine import Quarantine
 from relax_hpc.spool.ledger import Entry
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import Shard
 from tests.processes import context
@@ -31,7 +31,9 @@ def rank_of_two(rank: int, root: Path, entry: Entry, memory: Path | None, said: 
     shards = Shards(run, memory)
     quarantine = Quarantine(run, root / "lease" / "000001" / "i000001", lambda **about: events.append(about))
     try:
-        found: Any = load(partial(take, entry, run, shards, ()), entry, shards, quarantine, rank, 2).rollouts.tokens
+        found: Any = load(
+            partial(load_batch, entry, run, shards, ()), entry, shards, quarantine, rank, 2
+        ).rollouts.tokens
         found = found.tolist()
     except Damaged as error:
         found = str(error)
@@ -47,12 +49,12 @@ def test_a_shard_that_a_rank_reads_damaged_is_put_back_from_the_memory_of_one_th
     run = RunDir(tmp_path / "run")
     run.create()
     run.identity.write_bytes(to_json({"id": "this"}))
-    Queue(run).open_claim_dir(WORKER)
+    RequestQueue(run).open_claim_dir(WORKER)
     trainer = Trainer(run, 1, staleness=0)
     assert trainer.entry() is None, "requests are open now"
     generate(run, 0)
     entry, path, memory = trainer.train(), run.shard(REQUEST), tmp_path / "memory"
-    whole = take(entry, run, Shards(run, None), ()).rollouts.tokens.tolist()
+    whole = load_batch(entry, run, Shards(run, None), ()).rollouts.tokens.tolist()
     Shards(run, memory).put(REQUEST, path.read_bytes())
     flip(path)
     made = context()

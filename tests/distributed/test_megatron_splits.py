@@ -187,7 +187,7 @@ def scores(recipe: Recipe, model_dir: Path, trainer: Any, exported: Path) -> Non
     apart = recipe.model_copy(update={"scorer": scorer, "trainer": budgeted})
     scoring = make_scoring(apart, model_dir, dist.get_rank(), WORLD)
     rollouts = replayed() if "experts" in model_dir.name else tiny.random_rollouts(14, seed=2)
-    scoring.take("recomputed", load_file(exported), exported)
+    scoring.load("recomputed", load_file(exported), exported)
     names = ["recomputed"]
     if TEACHER_KEY in recipe.models_beside:
         scoring.hold("teacher", recipe.models_beside[TEACHER_KEY])

@@ -12,7 +12,7 @@ import pytest
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.ledger import Ledger
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.telemetry import read_metrics
 from tests.runs import audited, outcome, pid_of, relax_hpc, start, steps_of, wait_for, write_recipe
 
@@ -44,7 +44,7 @@ def frozen_with_untaken_shards(run: RunDir) -> tuple[int, list[Path]]:
         if trainer is None or Ledger(run).find(0) is None:
             return None
         os.kill(trainer, signal.SIGSTOP)
-        wait_for(lambda: not Queue(run).in_progress())
+        wait_for(lambda: not RequestQueue(run).in_progress())
         taken = trained(run)
         untaken = [path for path in run.shards.glob("*/*.h5") if path.stem not in taken]
         if not untaken:

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.spool.ledger import checksum
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.shard_writer import encode
 
 ALPHABET = "0123456789+= <>&abcdefghijklmnopqrstuvwxyz"
 END = 0

@@ -22,19 +22,22 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.monitor.analysis.audit import audit
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.records import Finish, Group, Prompt, Sample
+from relax_hpc.roles.common.columns import Columns
+from relax_hpc.roles.common.load_batch import load_batch
+from relax_hpc.roles.common.quarantine import MOST, Quarantine
+from relax_hpc.roles.training.arrivals import Arrivals
 from relax_hpc.roles.training.batch_scheduler import BatchScheduler
-from relax_hpc.roles.training.columns import Columns
 from relax_hpc.roles.training.evaluation import Evaluations
-from relax_hpc.roles.training.load_batch import take
-from relax_hpc.roles.training.quarantine import MOST, Quarantine
 from relax_hpc.roles.training.retention import Retention
+from relax_hpc.roles.training.sample_reuse import SampleReuse
+from relax_hpc.roles.training.selection import GroupSelection
 from relax_hpc.roles.training.trainer import TrainerRole
 from relax_hpc.spool.ledger import Entry, Ledger, Taken, sealed
 from relax_hpc.spool.planner import RequestPlanner
-from relax_hpc.spool.queue import Queue, publish_shard
+from relax_hpc.spool.queue import RequestQueue, publish_shard
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.request import Request
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.shard_writer import encode
 from relax_hpc.telemetry import Telemetry, read_metrics
 from relax_hpc.weights import FilePublisher
 from tests import tiny
@@ -49,7 +52,7 @@ FLAT = {f"r{batch:06d}-{k:03d}" for batch, k in ((0, 0), (0, 2), (1, 1), *((3, k
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path)
     run.create()
-    Queue(run).open_claim_dir(WORKER)
+    RequestQueue(run).open_claim_dir(WORKER)
     return run
 
 
@@ -72,23 +75,20 @@ class Trainer:
             trainer={"prompts_per_step": 2}, rollout={"groups_per_request": 1}, algorithm={"group_size": 2}
         )
         self.retention = Retention(run, recipe, commit_dir, ledger, context=64)
-        node_cache, at_once = Shards(run, None), lambda action, what: action()
+        node_cache = Shards(run, None)
         self.said: list[dict[str, Any]] = []
         columns = Columns(run, scored, commit_dir, lambda kind, **about: self.said.append({"kind": kind, **about}))
+        quarantine = Quarantine(run, commit_dir, lambda kind, **about: self.said.append({"kind": kind, **about}))
+        self.arrivals = Arrivals(node_cache, columns, quarantine, self.retention)
+        self.selection = GroupSelection([zero_std], planner.wanted, solved_at)
         self.scheduler = BatchScheduler(
-            run,
             planner,
             ledger,
-            Queue(run),
-            [zero_std],
+            RequestQueue(run),
+            self.arrivals,
+            self.selection,
             self.retention,
-            node_cache,
-            number,
-            at_once,
-            columns,
-            Quarantine(run, commit_dir, lambda kind, **about: self.said.append({"kind": kind, **about})),
-            sample_reuse,
-            solved_at,
+            SampleReuse(ledger, node_cache, sample_reuse, staleness),
         )
         self.step = step
         self.scheduler.begin(state)
@@ -107,15 +107,10 @@ class Trainer:
         return self.scheduler.state_dict()
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.roles.training.batch_scheduler.POLL_FOR_S", 0.02)
-
-
 def generate(run: RunDir, version: int, count: int = 100, request: str | None = None) -> list[str]:
     """A worker that holds `version` generates requests."""
     generated: list[str] = []
-    queue = Queue(run)
+    queue = RequestQueue(run)
     while len(generated) < count and (claim := queue.claim(WORKER, version)):
         if request is None or claim.request.id == request:
             publish_shard(run, claim, image(claim.request.id, version, flat=claim.request.id in FLAT), WORKER)
@@ -145,7 +140,7 @@ def sample(version: int = 0) -> Sample:
 
 
 def in_progress(run: RunDir) -> set[str]:
-    return set(Queue(run).in_progress())
+    return set(RequestQueue(run).in_progress())
 
 
 def names(*batches: int) -> set[str]:
@@ -196,7 +191,7 @@ def test_a_claim_that_its_worker_still_generates_is_not_asked_for_again(run: Run
     trainer = Trainer(run, 1)
     state = trainer.state()
     trainer.entry()
-    claim = Queue(run).claim(WORKER, 0)
+    claim = RequestQueue(run).claim(WORKER, 0)
     successor = Trainer(run, 2, state=state)
     assert successor.entry() is None
     assert claim is not None and not [n for n in os.listdir(run.open_requests) if n.startswith(claim.request.id)]
@@ -208,7 +203,7 @@ def test_a_request_is_not_dropped_that_was_started_with_newer_weights_than_it_as
     trainer.entry()
     generate(run, 0, count=2)
     assert {t.request for t in trainer.train().take} == names(0)
-    queue = Queue(run)
+    queue = RequestQueue(run)
     for claim in [c for _ in range(4) if (c := queue.claim(WORKER, 1))]:
         if claim.request.batch == 2:
             publish_shard(run, claim, image(claim.request.id, 1), WORKER)
@@ -220,7 +215,7 @@ def test_a_late_request_is_replaced_and_its_shard_is_counted_when_it_comes(run: 
     trainer = Trainer(run, 1, on_stale="drop", staleness=0)
     trainer.scheduler.planner.ahead = 0
     trainer.entry()
-    queue = Queue(run)
+    queue = RequestQueue(run)
     first, second = queue.claim(WORKER, 0), queue.claim(WORKER, 0)
     assert first is not None and second is not None and trainer.entry() is None
     publish_shard(run, first, image(first.request.id, 0), WORKER)
@@ -259,7 +254,7 @@ def test_groups_that_do_not_pass_are_replaced_and_a_successor_takes_the_same(run
     if killed == "checkpointed":
         state = trainer.state()
     if killed in ("claimed", "generated"):
-        claim = Queue(run).claim(WORKER, 0)
+        claim = RequestQueue(run).claim(WORKER, 0)
         assert claim is not None
         if killed == "generated":
             publish_shard(run, claim, image(claim.request.id, 0, flat=True), WORKER)
@@ -311,7 +306,7 @@ def test_what_passes_beyond_a_full_batch_stays_out_of_the_loss_and_a_batch_that_
 def test_a_filter_that_returns_no_reason_writes_no_entry(run: RunDir) -> None:
     (run.root / "mine.py").write_text("def keep(group): return True\n")
     trainer = Trainer(run, 1)
-    trainer.scheduler._filters = make_filters([f"{run.root}/mine.py:keep"])
+    trainer.selection.filters = make_filters([f"{run.root}/mine.py:keep"])
     assert trainer.entry() is None
     generate(run, 0)
     with pytest.raises(RunError, match=r"mine.py:keep' returned True \(bool\) for source 0, prompt 0"):
@@ -367,7 +362,7 @@ def evaluations(run: RunDir) -> Evaluations:
     )
     (commit_dir := run.lease / "000001").mkdir(exist_ok=True)
     said = Telemetry(run, "trainer-0", 0).metrics
-    return Evaluations(run, recipe, Queue(run), [(0, i) for i in range(3)], Quarantine(run, commit_dir, said))
+    return Evaluations(run, recipe, RequestQueue(run), [(0, i) for i in range(3)], Quarantine(run, commit_dir, said))
 
 
 def test_a_score_is_asked_for_once_and_told_once(run: RunDir) -> None:
@@ -487,7 +482,7 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     role = SimpleNamespace(
         run=run,
         columns=(),
-        shard_reader=trainer.scheduler.shard_reader,
+        shard_reader=trainer.arrivals.shard_reader,
         bound=2,
         recipe=tiny.recipe(algorithm={"sample_reuse": 3}, **{"async": {"max_staleness": 2}}),
     )
@@ -495,7 +490,7 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
     for step in range(6):
         generate(run, step)
         entry = trainer.train()
-        batch = TrainerRole.take(role, entry)  # type: ignore[arg-type]
+        batch = TrainerRole.read_batch(role, entry)  # type: ignore[arg-type]
         telemetry.trained(step, 1, batch.rollouts.ids)
         reused[step] = entry.reused
         own = len(entry.take) - len(entry.filtered)
@@ -542,7 +537,7 @@ def test_groups_are_trained_on_once_more_within_the_bound_and_the_audit_knows_of
 def test_an_entry_says_how_many_samples_of_each_source_were_solved(run: RunDir) -> None:
     trainer = Trainer(run, 1, solved_at=1.0)
     assert trainer.entry() is None
-    queue = Queue(run)
+    queue = RequestQueue(run)
     claims = [queue.claim(WORKER, 0) for _ in range(2)]
     for claim, source, rewards in zip(claims, (3, 0), ((1.0, 1.0), (0.5, 1.5)), strict=True):
         assert claim is not None
@@ -566,7 +561,7 @@ def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused
     """A sample begun with version 2 and ended with 4, trained at step 5 with a bound of 1: what the trainer's role takes."""
     trainer = Trainer(run, 1)
     assert trainer.entry() is None
-    claim = Queue(run).claim(WORKER, 4)
+    claim = RequestQueue(run).claim(WORKER, 4)
     assert claim is not None
     spans = [(0, 2), (2, 3), (3, 4)]
     sample = Sample(
@@ -579,15 +574,15 @@ def test_tokens_beyond_the_bound_are_masked_where_the_recipe_says_so_and_refused
     role = SimpleNamespace(
         run=run,
         columns=(),
-        shard_reader=trainer.scheduler.shard_reader,
+        shard_reader=trainer.arrivals.shard_reader,
         bound=1,
         recipe=tiny.recipe(rollout=engine, **{"async": {"on_stale": on_stale}}),
     )
     if on_stale == "wait":
         with pytest.raises(RunError, match="1 to 3 versions old, the bound is 1"):
-            TrainerRole.take(role, entry)  # type: ignore[arg-type]
+            TrainerRole.read_batch(role, entry)  # type: ignore[arg-type]
         return
-    batch = TrainerRole.take(role, entry)  # type: ignore[arg-type]
+    batch = TrainerRole.read_batch(role, entry)  # type: ignore[arg-type]
     rollouts, masked = batch.rollouts, batch.masked
     assert rollouts.loss_mask.tolist() == [0, 0, 0, 1, 0] * 2 and masked == 6
 
@@ -663,7 +658,7 @@ def test_a_damaged_shard_that_a_step_took_stops_the_run_and_says_what_can_be_don
     entry = Trainer(run, 2, staleness=0).entry()
     assert entry is not None, "a replay takes what the ledger says"
     with pytest.raises(RunError, match=f"step 0 .*r000000-001.*column '{column}'.*from a copy.*--fork NAME"):
-        take(entry, run, Shards(run, None), ())
+        load_batch(entry, run, Shards(run, None), ())
     assert run.shard("r000000-001").exists()
 
 
@@ -672,7 +667,7 @@ def test_a_damaged_copy_in_a_nodes_memory_is_removed_and_the_published_shard_rea
     trainer = Trainer(run, 1, staleness=0)
     assert trainer.entry() is None, "requests are open now"
     generate(run, 0)
-    trainer.scheduler.shard_reader = shards = Shards(run, tmp_path / "memory")
+    trainer.arrivals.shard_reader = shards = Shards(run, tmp_path / "memory")
     for request in names(0):
         shards.put(request, run.shard(request).read_bytes())
         flip(shards.copy(request))

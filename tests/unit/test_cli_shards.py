@@ -29,7 +29,9 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch import making
 from relax_hpc.records import Group, Prompt
 from relax_hpc.spool.ledger import CHECKSUM, checksum
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.queue import RequestQueue
+from relax_hpc.spool.request import Request
+from relax_hpc.spool.shard_writer import encode
 
 COMMAND = [sys.executable, "-m", "relax_hpc"]
 
@@ -344,3 +346,9 @@ def test_help_imports_nothing_heavy() -> None:
     assert not {"torch", "numpy", "pandas", "pyarrow", "matplotlib", "h5py", "jinja2", "tokenizers", "pydantic"} & set(
         loaded
     )
+
+
+def test_show_says_where_a_request_without_a_shard_is(run: RunDir) -> None:
+    RequestQueue(run).put([Request("r000003-000", ((0, 0),), 2, 0, 0)])
+    assert "no shard of request 'r000003-000'" in (said := call("show", run.root, "r000003-000").stderr)
+    assert "it is open; there are" in said

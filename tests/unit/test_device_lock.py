@@ -20,7 +20,7 @@ FORK = multiprocessing.get_context("fork")
 
 def hold(run: RunDir, alone: bool, said: Connection) -> None:
     turn = DeviceLock(run, alone=alone)
-    said.send(turn.take())
+    said.send(turn.acquire())
     signal.pause()
 
 
@@ -38,11 +38,11 @@ def test_a_turn_is_shared_by_workers_alone_and_ends_with_its_holder(
     try:
         assert here.recv()
         mine = DeviceLock(run, alone=ours)
-        assert mine.take() is free
+        assert mine.acquire() is free
         assert other.pid is not None
         os.kill(other.pid, signal.SIGKILL)
-        wait_for(mine.take)
-        mine.give()
+        wait_for(mine.acquire)
+        mine.release()
         assert not mine.held
     finally:
         other.kill()

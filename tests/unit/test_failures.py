@@ -20,7 +20,7 @@ from relax_hpc.roles.training.evaluation import read_score
 from relax_hpc.roles.training.failures import Failures, count_failures
 from relax_hpc.spool.ledger import Entry, Taken, sealed
 from relax_hpc.spool.reading import Shards
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.shard_writer import encode
 from relax_hpc.telemetry import Telemetry
 from tests import tiny
 

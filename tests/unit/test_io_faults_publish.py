@@ -16,7 +16,7 @@ from relax_hpc.files import folder_checksums, publish, tensor_files
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool import reading
 from relax_hpc.spool.ledger import Entry, Ledger, Taken
-from relax_hpc.spool.queue import Queue, publish_shard
+from relax_hpc.spool.queue import RequestQueue, publish_shard
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import DamagedShard
@@ -51,7 +51,7 @@ def commit_entry(run: RunDir) -> None:
 
 def generate(run: RunDir) -> None:
     """A worker that publishes its request; what one before it, which died, had claimed was given back."""
-    queue = Queue(run)
+    queue = RequestQueue(run)
     if queue.workers():
         queue.give_back("w", lost=True)
     if not queue.in_progress() and not run.shard(REQUEST.id).exists():

@@ -26,7 +26,7 @@ from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.slurm import batch, node_agent, rollout_jobs
 from relax_hpc.slurm.elastic import set_desired_size
 from relax_hpc.slurm.submission.sbatch import jobs, read_leaders
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.supervise import io_retry, supervisor
 from relax_hpc.supervise.fork_server import ForkServer
@@ -107,7 +107,7 @@ class Node(ForkServer):
 
     def __init__(self, run: RunDir) -> None:
         super().__init__(run)
-        self.queue = Queue(run)
+        self.queue = RequestQueue(run)
 
     def spawn(
         self, arguments: Any, log: Path, environment: Mapping[str, str] = MappingProxyType({})
@@ -133,7 +133,7 @@ def test_a_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: p
         Node.faults = faults
         with faults.spared():
             run = prepared(root, tmp_path)
-            Queue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
+            RequestQueue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
         monkeypatch.setattr(
             "sys.argv", ["agent", str(run.root), "--group=base", "--step=s", "--index=0", "--workers=1"]
         )

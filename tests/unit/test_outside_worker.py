@@ -18,7 +18,7 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.slurm.rollout_nodes import RolloutNodes
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import Telemetry, read_heartbeat
@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
     run.create()
     (commit_dir := run.lease / "000001").mkdir()
     FilePublisher(run, commit_dir, 1).publish(VERSION, lambda: [("w", torch.full((2,), float(VERSION)))])
-    Queue(run).put(Request(f"r{batch:06d}-000", ((0, 5), (0, 6)), 2, 1, batch) for batch in (2, 3, 4))
+    RequestQueue(run).put(Request(f"r{batch:06d}-000", ((0, 5), (0, 6)), 2, 1, batch) for batch in (2, 3, 4))
     yield run
     end(run)
 
@@ -84,7 +84,9 @@ def test_it_generates_what_its_version_may_start_and_leaves_with_the_run(run: Ru
     with Shard(run.shard("r000003-000")) as shard:
         assert shard.first_version == VERSION and shard.meta["worker"].startswith("outside-")
         assert [g.prompt.index for g in map(shard.group, range(2))] == [5, 6]
-    assert set(Queue(run).in_progress()) == {"r000004-000"}, "it claimed a request that its weights may not start"
+    assert set(RequestQueue(run).in_progress()) == {"r000004-000"}, (
+        "it claimed a request that its weights may not start"
+    )
     [agent] = run.heartbeats.glob("node-agent-*.json")
     assert (read_heartbeat(run, agent.stem) or {})["state"] == "gone"
 
@@ -94,7 +96,7 @@ def test_it_generates_an_evaluation_by_the_version_that_it_names(run: RunDir) ->
     for number in range(VERSION + 1, VERSION + 6):
         given = {"w": torch.full((2,), float(number))}
         publisher.publish(number, given.items, pinned=[VERSION])
-    Queue(run).put([Request(f"e{VERSION:06d}-000", ((0, 7),), 1, 1, VERSION)])
+    RequestQueue(run).put([Request(f"e{VERSION:06d}-000", ((0, 7),), 1, 1, VERSION)])
     thread = start(run, lambda request, number, alive: groups(request, number), {})
     wait_for(lambda: run.shard(f"e{VERSION:06d}-000").exists() and run.shard("r000004-000").exists())
     end(run)
@@ -125,7 +127,7 @@ def test_what_it_holds_is_given_back_when_it_falls_silent(run: RunDir) -> None:
     agents.look()
     assert len(agents.alive()) == 1 and len(os.listdir(run.open_requests)) == 2
     wait_for(lambda: (agents.look(), len(os.listdir(run.open_requests)) == 3)[1], 30)
-    assert agents.alive() == [] and Queue(run).workers() == []
+    assert agents.alive() == [] and RequestQueue(run).workers() == []
     end(run)
     done.set()
     thread.join(30)

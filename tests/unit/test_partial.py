@@ -24,7 +24,7 @@ from relax_hpc.roles.common.process import RoleProcess, Stop
 from relax_hpc.roles.rollout import worker as worker_module
 from relax_hpc.roles.rollout.worker import RolloutWorker
 from relax_hpc.spool import partial_rollouts
-from relax_hpc.spool.queue import Claim, Queue
+from relax_hpc.spool.queue import Claim, RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
@@ -49,7 +49,7 @@ class Setup:
         self.weights = load_file(tiny.folder(recipe, self.run.model) / "model.safetensors")
         (commit_dir := self.run.lease / "000001").mkdir()
         self.publisher = FilePublisher(self.run, commit_dir, 1)
-        self.queue = Queue(self.run)
+        self.queue = RequestQueue(self.run)
         self.workers: list[RolloutWorker] = []
         self.publish(0)
         self.queue.put([ORDER])
@@ -148,7 +148,7 @@ def test_at_a_publish_a_request_is_given_back_and_another_worker_goes_on_with_th
     setup.generate(first)
     assert setup.open_requests() == ["r000000-000.a0.v0.p1"] and setup.partials() == ["r000000-000.p1.h5"]
     assert not setup.run.shard(ORDER.id).exists()
-    partial = partial_rollouts.read(setup.run, ORDER, Queue(setup.run).claim("rollout-0", 1).request_file)  # type: ignore[union-attr]
+    partial = partial_rollouts.read(setup.run, ORDER, RequestQueue(setup.run).claim("rollout-0", 1).request_file)  # type: ignore[union-attr]
     assert (
         partial is not None
         and partial.cut

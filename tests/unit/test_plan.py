@@ -37,7 +37,7 @@ from relax_hpc.planning.sizing.trainer import trainer_memory
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Group, Prompt, Sample
 from relax_hpc.spool.planner import RequestPlanner
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.shard_writer import encode
 from relax_hpc.trainers import make_trainer
 from tests import tiny
 from tests.runs import SMALL

@@ -17,7 +17,7 @@ from relax_hpc.files.node_cache import NodeCache
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool import publisher
 from relax_hpc.spool.publisher import ShardPublisher
-from relax_hpc.spool.queue import Claim, Queue
+from relax_hpc.spool.queue import Claim, RequestQueue
 from relax_hpc.spool.request import Request
 
 WORKER = "w"
@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def claims(run: RunDir, count: int) -> Iterator[Claim]:
-    queue = Queue(run)
+    queue = RequestQueue(run)
     queue.open_claim_dir(WORKER)
     queue.put(Request(f"r{k:06d}-000", ((0, k),), 4, k, 0) for k in range(count))
     while claim := queue.claim(WORKER, 0):
@@ -107,4 +107,4 @@ def test_a_worker_that_is_killed_leaves_each_request_as_a_whole_shard_or_as_a_cl
     process.join()
     shards = {path.stem: path.read_bytes() for path in run.shards.rglob("r*.h5")}
     assert {*shards.values()} == {IMAGE}
-    assert {*shards} | {*Queue(run).in_progress()} == {f"r{k:06d}-000" for k in range(count)}
+    assert {*shards} | {*RequestQueue(run).in_progress()} == {f"r{k:06d}-000" for k in range(count)}

@@ -16,8 +16,10 @@ from relax_hpc.files import watch
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import FolderWatch, backoff
-from relax_hpc.spool.queue import Queue, RequestFile, publish_shard
-from relax_hpc.spool.request import Request
+from relax_hpc.monitor.analysis.statuses import GroupStatuses
+from relax_hpc.spool.ledger import Dropped, Entry, Taken
+from relax_hpc.spool.queue import RequestFile, RequestQueue, publish_shard
+from relax_hpc.spool.request import Request, RequestState
 from tests.io_faults import inject
 
 FORK = multiprocessing.get_context("fork")
@@ -35,15 +37,15 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.fixture
-def queue(run: RunDir) -> Queue:
-    queue = Queue(run)
+def queue(run: RunDir) -> RequestQueue:
+    queue = RequestQueue(run)
     for worker in ("a", "b"):
         queue.open_claim_dir(worker)
     return queue
 
 
 def test_a_request_that_is_released_again_may_go_to_the_worker_that_generated_it_before(
-    run: RunDir, queue: Queue
+    run: RunDir, queue: RequestQueue
 ) -> None:
     """Its shard was damaged, say, and there is one worker, whose version does not change before the request comes."""
     for _ in range(2):
@@ -55,7 +57,7 @@ def test_a_request_that_is_released_again_may_go_to_the_worker_that_generated_it
 
 
 def claim_all(root: Path, worker: str, all_here: Any, results: Any) -> None:
-    queue, mine = Queue(RunDir(root)), []
+    queue, mine = RequestQueue(RunDir(root)), []
     queue.open_claim_dir(worker)
     all_here.wait()
     while os.listdir(RunDir(root).open_requests):
@@ -66,7 +68,7 @@ def claim_all(root: Path, worker: str, all_here: Any, results: Any) -> None:
     results.put(mine)
 
 
-def test_processes_that_race_claim_every_request_once(run: RunDir, queue: Queue) -> None:
+def test_processes_that_race_claim_every_request_once(run: RunDir, queue: RequestQueue) -> None:
     requests = [request(k) for k in range(200)]
     queue.put(requests)
     results, all_here = FORK.Queue(), FORK.Barrier(6)
@@ -80,14 +82,14 @@ def test_processes_that_race_claim_every_request_once(run: RunDir, queue: Queue)
     assert sum(bool(mine) for mine in claimed) > 1, "one process took all: no race"
 
 
-def test_a_request_is_claimed_whole_evaluations_first_then_in_order(queue: Queue) -> None:
+def test_a_request_is_claimed_whole_evaluations_first_then_in_order(queue: RequestQueue) -> None:
     queue.put([request(1), request(0), request(5, kind="e", batch=9)])
     claims = [queue.claim("a", 3) for _ in range(4)]
     assert [c.request for c in claims if c] == [request(5, kind="e", batch=9), request(0), request(1)]
     assert claims[0] is not None and claims[0].request_file == RequestFile("e000009-005", 0, 0)
 
 
-def test_older_weights_than_asked_for_claim_nothing(queue: Queue) -> None:
+def test_older_weights_than_asked_for_claim_nothing(queue: RequestQueue) -> None:
     queue.put([request(0, version=5), request(1, version=4)])
     claim = queue.claim("a", 4)
     assert claim is not None and claim.request.id == "r000000-001"
@@ -95,7 +97,7 @@ def test_older_weights_than_asked_for_claim_nothing(queue: Queue) -> None:
     assert queue.in_progress() == {"r000000-000": 5, "r000000-001": 4}
 
 
-def test_what_nobody_started_may_be_told_to_start_later(queue: Queue) -> None:
+def test_what_nobody_started_may_be_told_to_start_later(queue: RequestQueue) -> None:
     queue.put([request(0, 1), request(1, 1), request(2, 9)])
     queue.claim("a", 2)
     assert queue.raise_oldest(6)
@@ -107,7 +109,7 @@ def test_what_nobody_started_may_be_told_to_start_later(queue: Queue) -> None:
 
 
 def test_a_dead_workers_claims_are_open_again_with_the_version_they_were_started_with(
-    queue: Queue, run: RunDir
+    queue: RequestQueue, run: RunDir
 ) -> None:
     queue.put([request(0), request(1)])
     queue.claim("a", 3)
@@ -122,8 +124,8 @@ def test_a_dead_workers_claims_are_open_again_with_the_version_they_were_started
     assert sorted(os.listdir(run.open_requests)) == ["r000000-000.a1.v3", "r000000-001.a1.v4"]
 
 
-def test_a_worker_that_is_thought_dead_claims_nothing_more(queue: Queue) -> None:
-    zombie = Queue(queue._run)
+def test_a_worker_that_is_thought_dead_claims_nothing_more(queue: RequestQueue) -> None:
+    zombie = RequestQueue(queue._run)
     queue.put([request(0), request(1)])
     assert zombie.claim("a", 0) is not None
     queue.give_back("a", lost=True)
@@ -133,11 +135,11 @@ def test_a_worker_that_is_thought_dead_claims_nothing_more(queue: Queue) -> None
 
 
 def test_nothing_stays_with_a_worker_that_claims_while_it_is_given_up(
-    queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    queue: RequestQueue, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker claims once more between the last look into its folder and the folder's end."""
     queue.put([request(0), request(1)])
-    zombie, rmdir = Queue(run), Path.rmdir
+    zombie, rmdir = RequestQueue(run), Path.rmdir
     assert zombie.claim("a", 0) is not None
 
     def late(folder: Path) -> None:
@@ -150,7 +152,7 @@ def test_nothing_stays_with_a_worker_that_claims_while_it_is_given_up(
     assert queue.workers() == ["b"] and len(os.listdir(run.open_requests)) == 2
 
 
-def test_the_loser_of_a_name_is_quarantined_with_its_reason(queue: Queue, run: RunDir) -> None:
+def test_the_loser_of_a_name_is_quarantined_with_its_reason(queue: RequestQueue, run: RunDir) -> None:
     queue.put([request(0)])
     zombies = queue.claim("a", 0)
     queue.give_back("a", lost=True)
@@ -165,7 +167,7 @@ def test_the_loser_of_a_name_is_quarantined_with_its_reason(queue: Queue, run: R
     assert queue.in_progress() == {}
 
 
-def test_a_zombie_that_comes_second_loses_and_harms_nothing(queue: Queue, run: RunDir) -> None:
+def test_a_zombie_that_comes_second_loses_and_harms_nothing(queue: RequestQueue, run: RunDir) -> None:
     queue.put([request(0)])
     zombies = queue.claim("a", 0)
     queue.give_back("a", lost=True)
@@ -181,7 +183,7 @@ def _publish(root: Path, worker: str, claim: Any, results: Any) -> None:
     results.put(publish_shard(RunDir(root), claim, worker.encode() * 100_000, worker))
 
 
-def test_of_attempts_that_race_one_wins(queue: Queue, run: RunDir) -> None:
+def test_of_attempts_that_race_one_wins(queue: RequestQueue, run: RunDir) -> None:
     queue.put([request(0)])
     claim = queue.claim("a", 0)
     results = FORK.Queue()
@@ -196,14 +198,14 @@ def test_of_attempts_that_race_one_wins(queue: Queue, run: RunDir) -> None:
     assert len(list(run.quarantine.glob("*.h5"))) == len(list(run.quarantine.glob("*.reason.json"))) == 4
 
 
-def test_withdrawn_is_what_is_still_open(queue: Queue) -> None:
+def test_withdrawn_is_what_is_still_open(queue: RequestQueue) -> None:
     queue.put([request(0), request(1), request(2)])
     queue.claim("a", 0)
     queue.withdraw(["r000000-000", "r000000-001"])
     assert set(queue.in_progress()) == {"r000000-000", "r000000-002"}
 
 
-def test_a_request_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_moves_while_it_is_listed_is_seen(queue: RequestQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between any two looks at folders, the request moves on: open, claimed, open again."""
     for first in ("open", "claimed"):
         queue.put([request(0)])
@@ -230,14 +232,35 @@ def test_a_request_that_moves_while_it_is_listed_is_seen(queue: Queue, monkeypat
         queue.withdraw(["r000000-000"])
 
 
-def test_of_two_attempts_in_generates_the_older_start_counts(queue: Queue, run: RunDir) -> None:
+def test_a_request_passes_through_the_states_that_its_files_say(queue: RequestQueue, run: RunDir) -> None:
+    def states() -> dict[str, RequestState]:
+        return queue.states()
+
+    queue.put([request(0), request(1)])
+    assert states() == dict.fromkeys(("r000000-000", "r000000-001"), RequestState.OPEN)
+    claim = queue.claim("a", 3)
+    assert claim is not None and states()["r000000-000"] is RequestState.CLAIMED
+    queue.put_back(claim, aborts=1)
+    assert states()["r000000-000"] is RequestState.PARTIAL
+    assert queue.claim("b", 3) is not None and states()["r000000-000"] is RequestState.CLAIMED
+    assert queue.give_back("b", lost=True) and states()["r000000-000"] is RequestState.PARTIAL
+    claim = queue.claim("a", 4)
+    assert claim is not None and publish_shard(run, claim, b"shard", "a") and states().keys() == {"r000000-001"}
+    found = GroupStatuses([Entry(7, 1, 0, (Taken("r000000-001", 0),), {}, (Dropped("r000000-002", "stale", "x"),))])
+    at = lambda name: found.of(run.shard(name)).state
+    assert at("r000000-000") is RequestState.PUBLISHED and at("r000000-001") is RequestState.TRAINED
+    assert at("r000000-002") is RequestState.DROPPED and at("e000000-000") is RequestState.PUBLISHED
+    assert found.of(run.quarantine / "r000000-000.a.h5").state is RequestState.QUARANTINED
+
+
+def test_of_two_attempts_in_generates_the_older_start_counts(queue: RequestQueue, run: RunDir) -> None:
     (run.open_requests / "r000000-000.a1.v7").write_text("{}")
     (run.claimed_requests / "a" / "r000000-000.a0.v9").write_text("{}")
     (run.claimed_requests / "b" / "r000000-000.a0.v4").write_text("{}")
     assert queue.in_progress() == {"r000000-000": 4}
 
 
-def test_a_request_file_that_a_power_failure_emptied_stops_nobody(queue: Queue, run: RunDir) -> None:
+def test_a_request_file_that_a_power_failure_emptied_stops_nobody(queue: RequestQueue, run: RunDir) -> None:
     queue.put([request(0), request(1), request(2)])
     (run.open_requests / "r000000-000.a0.v0").write_bytes(b"")
     claim = queue.claim("a", 0)
@@ -354,7 +377,7 @@ def test_where_times_are_whole_seconds_a_name_of_the_same_second_is_seen_soon(
 
 
 def test_a_worker_does_not_take_its_own_claim_for_an_answer_that_was_lost(
-    queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch
+    queue: RequestQueue, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its claim stays while the shard is published, and a listing of before speaks of the request still."""
     there = Coarse(monkeypatch)
@@ -368,7 +391,7 @@ def test_a_worker_does_not_take_its_own_claim_for_an_answer_that_was_lost(
     assert again is not None and again.request.id == "r000000-000", "what was put back may be ours again"
 
 
-def test_an_answer_that_was_lost_is_a_claim(queue: Queue, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_was_lost_is_a_claim(queue: RequestQueue, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.put([request(0)])
     for error in (errno.ENOENT, errno.EIO):
         faults = inject(monkeypatch, run.open_requests)
@@ -403,7 +426,7 @@ def test_a_folder_whose_time_was_wrong_once_is_listed_every_second(
 
 @pytest.mark.parametrize("stray", ["evil", "r000000-001", "r000000-001.a0", "x.a0.v0", "r000000-001.a0.v0.bak", "r000000-001.a0.vx"])  # fmt: skip
 def test_names_that_are_no_requests_are_left_alone_and_end_nothing(
-    queue: Queue, run: RunDir, stray: str, caplog: pytest.LogCaptureFixture
+    queue: RequestQueue, run: RunDir, stray: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for folder in (run.open_requests, run.claimed_requests / "a", run.claimed_requests):
         (folder / stray).write_text("not ours")

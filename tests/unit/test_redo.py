@@ -15,18 +15,17 @@ from relax_hpc.launch.redo import redo_failed
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.spool import partial_rollouts
 from relax_hpc.spool.ledger import Ledger
-from relax_hpc.spool.queue import Queue, publish_shard
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.queue import RequestQueue, publish_shard
+from relax_hpc.spool.shard_writer import encode
 from tests import tiny
 from tests.unit.test_batch_scheduler import WORKER, Trainer, generate, in_progress, names
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr("relax_hpc.roles.training.batch_scheduler.POLL_FOR_S", 0.02)
+def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path)
     run.create()
-    Queue(run).open_claim_dir(WORKER)
+    RequestQueue(run).open_claim_dir(WORKER)
     return run
 
 
@@ -36,7 +35,7 @@ def sample() -> Sample:
 
 def fail(run: RunDir, reason: str, samples: int = 2) -> None:
     """Every open request is generated with weights 0, and its group fails."""
-    queue = Queue(run)
+    queue = RequestQueue(run)
     while claim := queue.claim(WORKER, 0):
         [(source, index)] = claim.request.prompts
         prompt = Prompt(source, index, "x", sample().tokens, "1")
@@ -48,7 +47,7 @@ def fail(run: RunDir, reason: str, samples: int = 2) -> None:
 def stopped(run: RunDir, reason: str, samples: int = 2) -> None:
     """A run whose first step had too many failed groups."""
     trainer = Trainer(run, 1)
-    trainer.scheduler._max_failed = 0.5
+    trainer.selection.max_failed = 0.5
     assert trainer.entry() is None
     fail(run, reason, samples)
     with pytest.raises(RunError, match=r"step 0: 2 of 2 groups failed.*KeyError: 1;.*--code new.*--redo generate"):
@@ -75,7 +74,7 @@ def test_failed_groups_are_scored_or_generated_again_and_trained_on_once(
     assert in_progress(run) == (names(0, 1) if scores else set())
     successor = Trainer(run, 2)
     assert successor.entry() is None and in_progress(run) == names(0, 1)
-    queue = Queue(run)
+    queue = RequestQueue(run)
     queue.raise_oldest(5)  # of what nobody has started
     claim = queue.claim(WORKER, 7)
     assert claim is not None and claim.request == successor.scheduler.planner.outstanding[claim.request.id]

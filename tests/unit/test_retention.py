@@ -12,7 +12,7 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.roles.training.retention import Retention
 from relax_hpc.spool.ledger import Dropped, Entry, Ledger, Taken
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.shard_writer import encode
 from tests import tiny
 
 NAMES = ["r000000-000", "r000000-001", "r000001-000", "r000001-001", "r000001-001x1", "r000002-000"]

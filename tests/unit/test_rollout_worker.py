@@ -25,7 +25,7 @@ from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.records import Finish
 from relax_hpc.roles.common.process import RoleProcess, Stop
 from relax_hpc.roles.rollout.worker import RolloutWorker
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
@@ -58,10 +58,10 @@ class Setup:
         self.publisher.publish(version, lambda: given, pinned=pinned)
 
     def release(self, batch: int) -> None:
-        Queue(self.run).put([Request(f"r{batch:06d}-000", ((0, 1),), 1, 1, 0)])
+        RequestQueue(self.run).put([Request(f"r{batch:06d}-000", ((0, 1),), 1, 1, 0)])
 
     def evaluate(self, version: int) -> None:
-        Queue(self.run).put([Request(f"e{version:06d}-000", ((0, 1), (0, 2)), 2, 1, version)])
+        RequestQueue(self.run).put([Request(f"e{version:06d}-000", ((0, 1), (0, 2)), 2, 1, version)])
 
     def generate(self) -> None:
         claim, waited_s = self.worker.wait_for_claim()
@@ -117,7 +117,7 @@ def test_versions_are_read_with_a_request_not_before(setup: Setup) -> None:
 
 def test_a_request_whose_weights_are_damaged_is_open_again_and_no_worker_died_on_it(setup: Setup) -> None:
     setup.publish(0)
-    setup.worker.take()
+    setup.worker.sync()
     setup.publish(1)
     for partial in setup.run.weights.glob("v00000001.*/part-*"):
         data = bytearray(partial.read_bytes())
@@ -131,7 +131,7 @@ def test_a_request_whose_weights_are_damaged_is_open_again_and_no_worker_died_on
 
 def test_a_worker_that_is_asked_to_stop_while_it_waits_for_weights_gives_its_request_back(setup: Setup) -> None:
     setup.publish(0)
-    setup.worker.take()
+    setup.worker.sync()
     setup.publish(1)
     for folder in setup.run.weights.glob("v00000001.*.i*"):
         shutil.rmtree(folder)
@@ -154,7 +154,7 @@ def test_an_evaluation_is_generated_by_the_version_that_it_names_however_many_ca
     setup.evaluate(0)
     for version in range(1, 7):
         setup.publish(version, pinned=[0])
-    setup.worker.take()
+    setup.worker.sync()
     assert setup.worker.held is not None and setup.worker.held.number == 6
     setup.generate()
     assert setup.versions_of("e000000-000") == {0}
@@ -225,7 +225,7 @@ def test_an_environment_that_raises_fails_its_group_alone_and_what_there_is_of_i
     setup: Setup,
 ) -> None:
     setup.publish(0)
-    Queue(setup.run).put([Request("r000000-000", ((0, 0), (0, 1), (0, 2)), 2, 1, 0)])
+    RequestQueue(setup.run).put([Request("r000000-000", ((0, 0), (0, 1), (0, 2)), 2, 1, 0)])
     setup.generate()
     with Shard(setup.run.shard("r000000-000")) as shard:
         fine, failed, last = (shard.group(g) for g in range(3))
@@ -246,7 +246,7 @@ def test_an_environment_that_raises_fails_its_group_alone_and_what_there_is_of_i
 @pytest.mark.parametrize("setup", [odd(turns=3, long=300)], indirect=True)
 def test_an_observation_that_outgrows_the_context_ends_its_sample_at_the_length_limit(setup: Setup) -> None:
     setup.publish(0)
-    Queue(setup.run).put([Request("r000000-000", ((0, 0), (0, 2)), 2, 1, 0)])
+    RequestQueue(setup.run).put([Request("r000000-000", ((0, 0), (0, 2)), 2, 1, 0)])
     setup.generate()
     with Shard(setup.run.shard("r000000-000")) as shard:
         groups = [shard.group(g) for g in range(2)]
@@ -258,7 +258,7 @@ def test_an_observation_that_outgrows_the_context_ends_its_sample_at_the_length_
 @pytest.mark.parametrize("setup", [{"rollout": {"max_attempts": 1}}], indirect=True)
 def test_a_request_that_others_died_on_is_seen_in_the_trajectories(setup: Setup) -> None:
     setup.publish(0)
-    Queue(setup.run).put([Request("r000000-000", ((0, 0), (0, 2)), 2, 1, 0)])
+    RequestQueue(setup.run).put([Request("r000000-000", ((0, 0), (0, 2)), 2, 1, 0)])
     os.rename(setup.run.open_requests / "r000000-000.a0.v0", setup.run.open_requests / "r000000-000.a1.v0")
     setup.generate()
     rows = open_run(setup.run.root).trajectories()

@@ -18,7 +18,7 @@ from relax_hpc.launch.prepare import check_scores
 from relax_hpc.records import Rollouts
 from relax_hpc.roles.scoring.pending_columns import PendingColumns
 from relax_hpc.spool.column import DamagedColumn, encode, read_column
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.shard import Shard
 from relax_hpc.trainers import BACKENDS, fit, make_scoring, make_trainer
 from relax_hpc.weights import DamagedWeights, WeightsError, reference
@@ -29,11 +29,10 @@ KL = {"kl_coef": 0.1}
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    monkeypatch.setattr("relax_hpc.roles.training.batch_scheduler.POLL_FOR_S", 0.02)
+def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path)
     run.create()
-    Queue(run).open_claim_dir(WORKER)
+    RequestQueue(run).open_claim_dir(WORKER)
     return run
 
 
@@ -60,15 +59,15 @@ def test_a_scorer_says_what_the_trainers_own_reference_says(backend: str, tmp_pa
         assert not make_trainer(recipe, tmp_path, 0, 1).reference, "the trainer holds none beside the scorer"
         models = make_scoring(recipe, tmp_path, 0, 1)
         models.hold("teacher", tmp_path)
-        models.take("reference", dict(inside.export()), tmp_path)
+        models.load("reference", dict(inside.export()), tmp_path)
         for name in ("teacher", "reference"):
             np.testing.assert_allclose(models.logprobs(name, rollouts), expected, atol=2e-6)
         other = {name: tensor * 1.1 for name, tensor in inside.export()}
-        models.take("reference", other, tmp_path)
+        models.load("reference", other, tmp_path)
         assert np.abs(models.logprobs("reference", rollouts) - expected).max() > 0.1, "other weights are taken"
         del other["model.norm.weight"]
         with pytest.raises(RunError, match=r"model.norm.weight.*missing"):
-            models.take("reference", other, tmp_path)
+            models.load("reference", other, tmp_path)
 
 
 def column(shard: Shard, name: str = "reference", model: str = "m", first: float = -1.0) -> bytes:

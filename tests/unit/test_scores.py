@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.rewards.scores import Answers, answers, bootstrap, pass_at, powers_of_two, score, wilson
-from relax_hpc.spool.shard import Shard, encode
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard_writer import encode
 
 
 @pytest.mark.parametrize("n", range(1, 8))

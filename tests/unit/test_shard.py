@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.spool.shard import Shard, concatenate, encode
+from relax_hpc.records import Finish, Group, Prompt, Sample, concatenate
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard_writer import encode
 
 ROOT = Path(__file__).parents[2]
 

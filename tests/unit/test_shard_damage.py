@@ -18,7 +18,8 @@ from relax_hpc.records import Finish, Group, Prompt, Sample
 from relax_hpc.spool import checked
 from relax_hpc.spool.column import DamagedColumn, read_column
 from relax_hpc.spool.column import encode as encode_column
-from relax_hpc.spool.shard import DamagedShard, Shard, encode
+from relax_hpc.spool.shard import DamagedShard, Shard
+from relax_hpc.spool.shard_writer import encode
 
 COLUMNS = ("prompt_tokens", "prompt_offsets", "tokens", "offsets", "loss_mask", "logprobs", "span_start", "span_version", "samples", "groups")  # fmt: skip
 ROOM_BYTES = 4 << 30

@@ -23,7 +23,7 @@ from relax_hpc.slurm.rollout_jobs import BaseJobs, RolloutJobs
 from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.slurm.submission import refusals
 from relax_hpc.slurm.submission.sbatch import ended_by_us, record
-from relax_hpc.spool.queue import Queue, RequestFile
+from relax_hpc.spool.queue import RequestFile, RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.supervise.io_retry import at_first
 from relax_hpc.telemetry import Telemetry, read_heartbeat, read_metrics
@@ -53,7 +53,7 @@ def telemetry(run: RunDir) -> Telemetry:
 
 def claimed(run: RunDir, claim_dir: str) -> None:
     """A worker in `claim_dir` generates a request."""
-    queue = Queue(run)
+    queue = RequestQueue(run)
     queue.put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
     queue.open_claim_dir(claim_dir)
     assert queue.claim(claim_dir, 0) is not None

@@ -18,7 +18,7 @@ from relax_hpc.slurm.job_registry import JobRegistry
 from relax_hpc.slurm.rollout_nodes import RolloutNodes
 from relax_hpc.slurm.submission.sbatch import jobs, record
 from relax_hpc.spool.ledger import Ledger
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.supervise.supervisor import sweep
 from relax_hpc.telemetry import Telemetry
@@ -42,7 +42,7 @@ def run(tmp_path: Path, recipe: Recipe) -> RunDir:
     done = run.checkpoint(40)
     done.mkdir()
     (done / "DONE").touch()
-    Queue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
+    RequestQueue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
     Telemetry(run, "trainer-0", 0).heartbeat("training", step=3)
     return run
 
@@ -75,10 +75,10 @@ def test_a_stray_name_changes_nothing(
             path.write_bytes(b'{"id": 1}\n' if kind == "file" else b"")
     voice = Telemetry(run, "supervisor", 0)
     assert run.checkpoint_steps() == [40]
-    assert set(Queue(run).in_progress()) == {"r000000-000"}
-    Queue(run).remove_torn()
-    for claim_dir in Queue(run).workers():
-        Queue(run).give_back(claim_dir, lost=True)
+    assert set(RequestQueue(run).in_progress()) == {"r000000-000"}
+    RequestQueue(run).remove_torn()
+    for claim_dir in RequestQueue(run).workers():
+        RequestQueue(run).give_back(claim_dir, lost=True)
     agents = RolloutNodes(run, recipe, voice)
     agents.look()
     assert agents.alive() == [] and agents.failed() == []

@@ -23,7 +23,7 @@ from relax_hpc.launch.create import Opened
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.roles.common.process import Exit, passes, place_of
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.supervise import io_retry, local, supervisor
 from relax_hpc.supervise.fork_server import ForkServer
@@ -76,7 +76,7 @@ class Stage(ForkServer):
 
     def __init__(self, run: RunDir, faults: Faults) -> None:
         super().__init__(run)
-        self.faults, self.queue = faults, Queue(run)
+        self.faults, self.queue = faults, RequestQueue(run)
         self.spawned = list[tuple[str, int]]()
 
     def spawn(
@@ -145,7 +145,7 @@ def prepared(root: Path, recipe: Recipe) -> RunDir:
     run.create()
     write_file(run.identity, to_json({"id": root.name, "debug": None, "shards_from": None}))
     write_file(run.recipe, dump_recipe(recipe).encode())
-    queue = Queue(run)
+    queue = RequestQueue(run)
     queue.put([Request(f"r000000-00{k}", ((0, k),), 4, k, 0) for k in range(2)])
     queue.open_claim_dir("rollout-0-before")
     assert queue.claim("rollout-0-before", 0) is not None
@@ -161,7 +161,7 @@ def check(run: RunDir, outcome: dict[str, Any], stage: Stage) -> None:
     """The run came to its end, and all that had to be done was done."""
     assert (outcome["outcome"], outcome["step"]) == ("done", 6), outcome
     assert read_json(run.outcome) == outcome
-    assert set(Queue(run).in_progress()) == {"r000000-000", "r000000-001"} and stage.claimed() == []
+    assert set(RequestQueue(run).in_progress()) == {"r000000-000", "r000000-001"} and stage.claimed() == []
     assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
     assert {("trainer-0", 0), ("trainer-0", 1), ("rollout-0", 0), ("rollout-0", 1)} <= set(stage.spawned)
     lost = [r["role"] for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]

@@ -16,7 +16,8 @@ import psutil
 
 from relax_hpc.files.publish import Data, read_json, replace
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.spool.shard import Shard, encode
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard_writer import encode
 from relax_hpc.telemetry import read_heartbeat, read_metrics
 
 ENOUGH_GRADIENTS = 0.9

@@ -91,7 +91,7 @@ def audit(path: str | Path) -> Audit:
             continue
         drawn.update(entry.learned)
         found.lost.extend(name for name in entry.sft_examples if name not in counts)
-        settled |= {d.request for d in entry.dropped} | {t.request for t in entry.take}
+        settled |= entry.states.keys()
         extended |= {request_name(step, state["requests_per_step"] + k) for k in range(entry.extra_requests)}
         for taken in entry.take:
             _look_at(run, taken, entry, counts, reused, None if masked else state["max_staleness"], found)
@@ -145,7 +145,7 @@ def _settled_before(run: RunDir) -> set[str]:
         parent = open_existing(about["fork_of"])
         settled = _settled_before(parent)
         for entry in (Ledger(parent).find(step) for step in range(about["fork_step"])):
-            settled |= {*(o.request for o in entry.take), *(o.request for o in entry.dropped)} if entry else set()
+            settled |= entry.states.keys() if entry else set()
     return settled
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from relax_hpc.monitor.analysis.tables import sample_columns
+from relax_hpc.spool.request import RequestState
 
 if TYPE_CHECKING:
     from relax_hpc.monitor.analysis import RunView
@@ -39,7 +40,7 @@ def best_and_worst(view: RunView, paths: Sequence[Path], count: int) -> dict[str
     statuses = view.statuses()
     best: list[Found] = []
     worst: list[Found] = []
-    for shard in view.iter_shards([p for p in paths if statuses.of(p).status == "trained"], broken=[]):
+    for shard in view.iter_shards([p for p in paths if statuses.of(p).state is RequestState.TRAINED], broken=[]):
         groups = list(_groups(shard))
         best = heapq.nlargest(count, best + [max(group) for group in groups])
         least = worst + [min(group) for group in groups]

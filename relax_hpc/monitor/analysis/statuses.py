@@ -1,7 +1,6 @@
 """The status of every group that was generated, from the ledger alone.
 
-ledger entries ──► request: taken at a step | dropped | not decided
-               ──► group: trained | filtered | failed | dropped | unused
+ledger entries ──► request: a RequestState ──► group: trained | filtered | failed | dropped | unused | evaluation
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.spool.ledger import FAILED, Entry, read_entry
+from relax_hpc.spool.request import RequestState
 
 GroupStatus = Literal["trained", "filtered", "failed", "dropped", "unused", "evaluation"]
 STATUSES: tuple[GroupStatus, ...] = ("trained", "filtered", "failed", "dropped", "unused", "evaluation")
@@ -25,6 +25,13 @@ trained: in the loss. filtered: taken by a step, kept out of its loss by a filte
 failed: the group could not be generated or scored, whatever became of its request. dropped: its request was given up,
 too old. unused: no step has taken its request, or its file lost a race. evaluation: a held-out prompt.
 """
+OF_STATE: dict[RequestState, GroupStatus] = {
+    RequestState.TRAINED: "trained",
+    RequestState.DROPPED: "dropped",
+    RequestState.PUBLISHED: "unused",
+    RequestState.QUARANTINED: "unused",
+}
+"""The status of a request's groups, as far as they have none of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +48,18 @@ class Verdict:
 class RequestStatus:
     """The status of one request and of each of its groups."""
 
-    status: GroupStatus
+    state: RequestState
     step: int | None = None
     """The step that took the request."""
     reason: str = ""
     filtered: dict[int, str] | None = None
     """Group -> why a filter kept it out of the loss."""
+    evaluates: bool = False
+
+    @property
+    def status(self) -> GroupStatus:
+        """The status of its groups, as far as they have none of their own."""
+        return "evaluation" if self.evaluates else OF_STATE[self.state]
 
     def group(self, group: int, failure: str = "", detail: str = "") -> Verdict:
         """Return the verdict on a group; `failure` and `detail` are what the shard says of a group that failed."""
@@ -73,18 +86,18 @@ class GroupStatuses:
                 request, _, group = name.rpartition("/")
                 filtered.setdefault(request, {})[int(group)] = reason
             for taken in entry.take:
-                self.requests[taken.request] = RequestStatus("trained", entry.step, "", filtered.get(taken.request))
+                kept_out = filtered.get(taken.request)
+                self.requests[taken.request] = RequestStatus(RequestState.TRAINED, entry.step, "", kept_out)
             for dropped in entry.dropped:
-                self.requests[dropped.request] = RequestStatus("dropped", None, dropped.reason)
+                self.requests[dropped.request] = RequestStatus(RequestState.DROPPED, None, dropped.reason)
 
     def of(self, path: Path) -> RequestStatus:
         """The status of the request whose shard is at `path` (in shards/, evals/ or quarantine/)."""
         if path.parent.name == "quarantine":
             note: dict[str, Any] = read_json(path.with_suffix(".reason.json")) or {}
-            return RequestStatus("unused", None, str(note.get("reason", "quarantined")))
-        if path.parent.name == "evals":
-            return RequestStatus("evaluation")
-        return self.requests.get(path.stem, RequestStatus("unused"))
+            return RequestStatus(RequestState.QUARANTINED, None, str(note.get("reason", "quarantined")))
+        published = RequestStatus(RequestState.PUBLISHED, evaluates=path.parent.name == "evals")
+        return self.requests.get(path.stem, published)
 
 
 def read_entries(run: RunDir, broken: list[RunError] | None = None) -> list[Entry]:

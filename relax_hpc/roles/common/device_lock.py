@@ -25,7 +25,7 @@ class DeviceLock:
         self._kind = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
         self.held = False
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Try to take the lock; return True if it is ours now, False while the others have it."""
         if not self.held:
             with contextlib.suppress(BlockingIOError):
@@ -34,7 +34,7 @@ class DeviceLock:
                 self.held = True
         return self.held
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release the lock, so that the others may have the devices."""
         fcntl.lockf(self._file, fcntl.LOCK_UN)
         self.held = False

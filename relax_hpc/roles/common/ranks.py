@@ -52,18 +52,19 @@ def begin_attempt(process: RoleProcess, commit_dir: Path, wait: Callable[[], Non
         wait()
 
 
-def as_attempt(process: RoleProcess, commit_dir: Path, work: Callable[[], None]) -> Exit:
-    """Do `work`, which ends when asked to stop or superseded; return the exit code."""
+def until_fenced(process: RoleProcess, commit_dir: Path, work: Callable[[], Exit]) -> Exit:
+    """Return the exit code of `work`. A superseded process cannot commit: its folder was renamed or removed, so its
+    paths lead nowhere."""
     try:
-        work()
+        return work()
     except FileNotFoundError as error:
         if commit_dir.exists():
             raise
-        process.log.warning("fenced: another attempt took over (%s)", error)
+        process.log.warning("fenced: a successor took over (%s)", error)
+        return Exit.FENCED
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return Exit.FENCED
 
 
 def told(command: T | None, world: int) -> T:
@@ -82,11 +83,6 @@ def gathered(value: T, world: int) -> list[T]:
     if world > 1:
         dist.all_gather_object(values, value)
     return values
-
-
-def everywhere(flag: bool, world: int) -> bool:
-    """Return True if the flag is set on every rank; collective."""
-    return all(gathered(flag, world))
 
 
 def together(work: Callable[[], T], world: int) -> T:

@@ -21,7 +21,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Failure, Group, PartialRollout, Prompt, failed_group
 from relax_hpc.rewards import RewardRunner
 from relax_hpc.roles.common import gpus
-from relax_hpc.roles.rollout.episodes import RolloutAborted, generate
+from relax_hpc.roles.rollout.episodes import Asked, Episodes, RolloutAborted, RolloutSetup
 from relax_hpc.spool.request import Request, request_seed
 
 
@@ -31,12 +31,11 @@ class RolloutRunner:
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
         torch.set_num_threads(recipe.rollout.threads)
         gpus.computes_on_gpu(recipe.rollout.device, "rollout")
-        self._max_turns = recipe.rollout.max_turns
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self.engine = make_engine(recipe, model_dir)
-        self.sources = PromptSources.of(recipe, self._tokenizer, self.engine.context)
-        self._environments = Environments(recipe)
-        self._reward_runner = RewardRunner(recipe)
+        self.sources = PromptSources.of(recipe, tokenizer, self.engine.context)
+        environments, rewards = Environments(recipe), RewardRunner(recipe)
+        self._setup = RolloutSetup(self.engine, tokenizer, environments, rewards, recipe.rollout.max_turns)
         r, asked = recipe.rollout, recipe.evaluation
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self._evaluation = dataclasses.replace(self._training, temperature=asked.temperature if asked else 0.0)
@@ -57,15 +56,14 @@ class RolloutRunner:
         RunError for faults that a person must mend.
 
         aborts: how often the request was given back partly generated; partial: the partial rollout from then. Raises
-        RolloutAborted as `generate` does.
+        RolloutAborted as Episodes.generate does.
         """
         # The rest of an answer must not be drawn from the same random numbers as its beginning.
         seed = request_seed(request.seed, f"part {aborts}") if aborts else request.seed
+        sampling = self._evaluation if request.evaluates else self._training
+        asked = Asked(prompts, request.samples_per_prompt, seed, sampling)
         try:
-            return generate(
-                prompts, request.samples_per_prompt, seed, self._evaluation if request.evaluates else self._training, self._max_turns,
-                self.engine, self._tokenizer, self._environments, self._reward_runner, progress, partial,
-            )  # fmt: skip
+            return Episodes(self._setup, asked, progress).generate(partial)
         except (EngineError, RunError, RolloutAborted):
             raise
         except Exception as error:
@@ -77,10 +75,10 @@ class RolloutRunner:
     @property
     def scored_s(self) -> float:
         """Seconds that scoring took so far."""
-        return self._reward_runner.seconds
+        return self._setup.rewards.seconds
 
     def close(self) -> None:
         """End the engine and the processes of rewards and environments."""
-        self._reward_runner.close()
-        self._environments.close()
+        self._setup.rewards.close()
+        self._setup.environments.close()
         self.engine.close()

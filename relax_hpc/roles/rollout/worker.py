@@ -10,29 +10,31 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from relax_hpc.engines import Abort, EngineRestarted
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.node_cache import NodeCache
 from relax_hpc.files.watch import SHARED_PAUSE_S, backoff
 from relax_hpc.recipe.tables.staleness import Partial
-from relax_hpc.records import Failure, Finish, Group, PartialRollout, Prompt, Sample, failed_group
+from relax_hpc.records import Failure, Group, PartialRollout, Prompt, failed_group
 from relax_hpc.roles.common import gpus
 from relax_hpc.roles.common.device_lock import DeviceLock
 from relax_hpc.roles.common.process import Exit, RoleProcess, Stop
 from relax_hpc.roles.rollout.episodes import RolloutAborted
 from relax_hpc.roles.rollout.poll_leader import PollLeader
+from relax_hpc.roles.rollout.request_metrics import request_metrics, shard_meta
 from relax_hpc.roles.rollout.runner import RolloutRunner
 from relax_hpc.spool import partial_rollouts
 from relax_hpc.spool.publisher import ShardPublisher
-from relax_hpc.spool.queue import Claim, Queue, end_claim
+from relax_hpc.spool.queue import Claim, RequestQueue, end_claim
 from relax_hpc.spool.request import Request, evaluated_version
-from relax_hpc.spool.shard import encode
+from relax_hpc.spool.shard_writer import encode
 from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver, named
 
+T = TypeVar("T")
 GONE_S = 120.0
 """Seconds for which an evaluation's version is looked for: a file system may show a folder a minute late."""
 MAX_ABORTS = 3
@@ -68,7 +70,7 @@ class RolloutWorker:
         self.engine = self.runner.engine
         self.release_devices()
         self.receiver = make_receiver(self.recipe, process.run, claim_dir)
-        self.queue = Queue(process.run, self.recipe.rollout.nodes)
+        self.queue = RequestQueue(process.run, self.recipe.rollout.nodes)
         self.poll_leader = PollLeader(process.run)
         self.queue.open_claim_dir(claim_dir)
         self.run_id = process.run.read_id()
@@ -93,7 +95,7 @@ class RolloutWorker:
         """Wait until the devices are ours, where they are shared with the trainer. Raises Stop when asked to stop."""
         if self.device_lock is not None:
             for pause_s in backoff():
-                if self.device_lock.take():
+                if self.device_lock.acquire():
                     return
                 self.progress("waiting for devices")
                 time.sleep(pause_s)
@@ -101,7 +103,7 @@ class RolloutWorker:
     def acquire_devices(self) -> bool:
         """Return True if the devices are ours and the engine is onloaded; the trainer may still have them."""
         if self.device_lock is not None and not self.device_lock.held:
-            if not self.device_lock.take():
+            if not self.device_lock.acquire():
                 return False
             self.poll_leader.leave()  # the node's workers wake side by side
             self.engine.onload(lambda: self.progress("syncing"))
@@ -112,7 +114,7 @@ class RolloutWorker:
         if self.device_lock is not None and self.device_lock.held:
             self.engine.offload()
             self.held = None
-            self.device_lock.give()
+            self.device_lock.release()
 
     def wait_for_claim(self) -> tuple[Claim, float]:
         """Wait for a request and hold the weights for it. Return both, and the seconds waited. Raises Stop when asked
@@ -126,7 +128,7 @@ class RolloutWorker:
             self.progress("idle" if self.held or self.device_lock else "syncing")
             self.report_published()
             if self.held is None and self.device_lock is None:
-                self.take_or_again()
+                self.again(self.sync)
             elif not self.poll_leader.looks():
                 if not self.poll_leader.called.wait(SHARED_PAUSE_S):  # none is open: else the leader had left
                     self.release_devices()
@@ -163,7 +165,7 @@ class RolloutWorker:
         tried_s = 0.0
         for pause_s in backoff():
             if self.acquire_devices():
-                if self.take_or_again(request):
+                if self.again(lambda: self.sync(request)):
                     return
                 tried_s += pause_s
             if request.evaluates and tried_s > GONE_S:
@@ -175,13 +177,18 @@ class RolloutWorker:
             self.progress("syncing")
             time.sleep(pause_s)
 
-    def take_or_again(self, request: Request | None = None) -> bool:
-        """Do `take`, once more if the engine was lost and came back."""
+    def again(self, work: Callable[[], T], request: Request | None = None) -> T:
+        """Return `work()`; if the engine was lost and came back, do it once more, with the weights for `request`."""
         try:
-            return self.take(request)
+            return work()
         except EngineRestarted as error:
-            self.report_restart(error)
-            return self.take(request)
+            self.held = None
+            self.process.log.warning("%s", error)
+            about = {"request": request.id} if request else {}
+            self.process.telemetry.metrics(kind="engine_restart", **about, reason=str(error))
+            if request:
+                self.wait_for_weights(request)
+            return work()
 
     def version_for(self, request: Request | None) -> Version | None:
         """Return the version that a request is to be generated with; None if there is none yet."""
@@ -193,7 +200,7 @@ class RolloutWorker:
             self.process.log.warning("%s", error)
             return None
 
-    def take(self, request: Request | None = None) -> bool:
+    def sync(self, request: Request | None = None) -> bool:
         """Load the version for a request unless it is held: the one that an evaluation names, else the newest. It is
         verified whole before any of it is served. Return True if it is held now."""
         version = self.version_for(request)
@@ -219,57 +226,42 @@ class RolloutWorker:
 
     def generate(self, claim: Claim, waited_s: float) -> None:
         """Generate the claimed request and publish its shard, or give it back partly generated."""
-        held = self.held
+        held, request = self.held, claim.request
         assert held is not None
-        if self.process.run.shard(claim.request.id).exists():  # a worker given up for lost published it after all
+        if self.process.run.shard(request.id).exists():  # a worker given up for lost published it after all
             end_claim(self.process.run, claim)
             return
-        request, began, began_at, scored_s = claim.request, time.perf_counter(), time.time(), self.runner.scored_s
+        began, began_at, scored_s = time.perf_counter(), time.time(), self.runner.scored_s
         sync_s, self.fetch_s = self.fetch_s, 0.0
         prompts = self.runner.prompts(request)
         partial = partial_rollouts.read(self.process.run, request, claim.request_file)
-        cap = self.recipe.rollout.max_attempts
-        if claim.request_file.attempt >= cap:
-            died = Failure(
-                f"{claim.request_file.attempt} workers died on the request (rollout.max_attempts = {cap})", ""
-            )
-            groups = [failed_group(p, request.samples_per_prompt, held.number, died) for p in prompts]
-        else:
-            try:
-                groups = self.episodes_or_again(claim, prompts, partial)
-            except RolloutAborted as generated:
-                self.give_back(claim, generated.partial, time.perf_counter() - began)
-                return
+        try:
+            groups = self.poison(claim, prompts) or self.again(lambda: self.episodes(claim, prompts, partial), request)
+        except RolloutAborted as generated:
+            self.give_back(claim, generated.partial, time.perf_counter() - began)
+            return
         refuse_other_weights(request, held, groups)
         score_s = self.runner.scored_s - scored_s
         generate_s = time.perf_counter() - began - score_s
         swap_s, self.fetch_s = self.fetch_s, 0.0
-        meta = {
-            "run": self.run_id, "version": held.number, "lineage": held.lineage, "weights": held.checksum,
-            "attempt": claim.request_file.attempt, "worker": self.claim_dir,
-            "seed": request.seed, "samples_per_prompt": request.samples_per_prompt, "created": time.time(), "generate_s": generate_s,
-            "aborts": claim.request_file.aborts,
-        }  # fmt: skip
-        image = encode(request.id, groups, meta, self.recipe.spool.compression)
-        samples = [s for g in groups for s in g.samples]
-        lengths, kept = [len(s.tokens) for s in samples], partial.samples if partial else []
-        tokens = said_by_model(samples) - said_by_model(kept)
-        about = {
-            "request": request.id, "version": held.number, "samples": len(samples), "tokens": sum(lengths),
-            "length_max": max(lengths, default=0), "turns_mean": mean([s.turns for s in samples]),
-            "truncated": mean([s.finish is Finish.LENGTH for s in samples]),
-            "longest_s": max((s.seconds for s in samples), default=0.0),
-            "tokens_per_s": tokens / generate_s, "tokens_per_device_s": tokens / generate_s / self.recipe.rollout.devices_each,
-            "reward": mean([s.raw_reward for s in samples]), "failed": sum(bool(g.reason) for g in groups),
-            "aborts": claim.request_file.aborts, "continued_samples": len(partial.cut) if partial else 0,
-            "kept_tokens": sum(len(s.tokens) for s in kept),
+        about = {"run": self.run_id, "worker": self.claim_dir, "created": time.time(), "generate_s": generate_s}
+        image = encode(request.id, groups, shard_meta(claim, held) | about, self.recipe.spool.compression)
+        line = request_metrics(claim, held, groups, partial, generate_s, self.recipe.rollout.devices_each) | {
             "began": round(began_at, 3), "wait_s": waited_s, "sync_s": sync_s, "blocked_s": self.blocked_s,
             "generate_s": generate_s, "swap_s": swap_s, "score_s": score_s,
         }  # fmt: skip
-        self.publisher.put(claim, image, about)
+        self.publisher.put(claim, image, line)
         began = time.perf_counter()
         self.report_published()
         self.blocked_s = time.perf_counter() - began
+
+    def poison(self, claim: Claim, prompts: list[Prompt]) -> list[Group] | None:
+        """Return failed groups for a request on which too many workers died; None for any other."""
+        attempt, cap = claim.request_file.attempt, self.recipe.rollout.max_attempts
+        if attempt < cap or self.held is None:
+            return None
+        died = Failure(f"{attempt} workers died on the request (rollout.max_attempts = {cap})", "")
+        return [failed_group(p, claim.request.samples_per_prompt, self.held.number, died) for p in prompts]
 
     def give_back(self, claim: Claim, partial: PartialRollout, seconds: float) -> None:
         """Keep a request's partial rollout, and leave it to the next worker that claims it, with the newest weights
@@ -304,22 +296,6 @@ class RolloutWorker:
         finally:
             self.limits, self.swapping = Limits(), False
 
-    def episodes_or_again(self, claim: Claim, prompts: list[Prompt], partial: PartialRollout | None) -> list[Group]:
-        """Generate the groups of a request; once more from where it was claimed, if the engine was lost and came
-        back."""
-        try:
-            return self.episodes(claim, prompts, partial)
-        except EngineRestarted as error:
-            self.report_restart(error, request=claim.request.id)
-            self.wait_for_weights(claim.request)
-            return self.episodes(claim, prompts, partial)
-
-    def report_restart(self, error: EngineRestarted, **about: str) -> None:
-        """Report that the engine was lost, and during which request; its weights are gone."""
-        self.held = None
-        self.process.log.warning("%s", error)
-        self.process.telemetry.metrics(kind="engine_restart", **about, reason=str(error))
-
     def progress(self, state: str) -> None:
         """Send a heartbeat during long work. A stop is noticed here, and that a request is to be given back."""
         self.process.telemetry.heartbeat(state, requests=self.requests)
@@ -328,7 +304,7 @@ class RolloutWorker:
         if self.process.stopping:
             raise Stop
         if self.swapping and state == "generating" and self.engine.version >= 0:  # else it is being started again
-            self.take()
+            self.sync()
 
     def should_abort(self) -> bool:
         """Return True if the request at hand is to be given back partly generated."""
@@ -371,12 +347,3 @@ def refuse_other_weights(request: Request, held: Version, groups: Sequence[Group
             f"evaluation {request.id} was generated by versions {sorted(made_by)} (number, lineage), not by the one that it names: this is a "
             "defect of relax_hpc, or somebody else changed the engine's weights; nothing of it was kept"
         )
-
-
-def said_by_model(samples: Sequence[Sample]) -> int:
-    """Return the number of tokens that the model itself generated."""
-    return sum(int(sample.loss_mask.sum()) for sample in samples)
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / max(len(values), 1)

@@ -19,12 +19,9 @@ import math
 import os
 import shutil
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn
 
-import torch
 from torch import Tensor
 
 from relax_hpc import checkpoint
@@ -32,37 +29,21 @@ from relax_hpc.algorithms import ActorCritic, make_algorithm
 from relax_hpc.algorithms.base import VALUES
 from relax_hpc.files import tensor_files
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import Data, read_json
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.files.watch import FolderWatch, backoff
+from relax_hpc.files.watch import FolderWatch
 from relax_hpc.recipe.schema import CRITIC_KEY
-from relax_hpc.roles.common import gpus
-from relax_hpc.roles.common.process import Exit, RoleProcess, Stop
-from relax_hpc.roles.common.ranks import (
-    as_attempt,
-    attempt_folder,
-    begin_attempt,
-    everywhere,
-    first_said,
-    meet,
-    room_for_all,
-    told,
-)
-from relax_hpc.roles.scoring.pending_columns import PendingColumns, described, opened, put, whole
-from relax_hpc.roles.training.columns import Columns, columns_of
-from relax_hpc.roles.training.load_batch import load, take
-from relax_hpc.roles.training.quarantine import Quarantine
-from relax_hpc.spool.column import encode
+from relax_hpc.roles.common.columns import Columns, columns_of
+from relax_hpc.roles.common.load_batch import load, load_batch
+from relax_hpc.roles.common.process import Exit, RoleProcess
+from relax_hpc.roles.common.quarantine import Quarantine
+from relax_hpc.roles.common.ranks import attempt_folder, room_for_all, until_fenced
+from relax_hpc.roles.common.role import Command
+from relax_hpc.roles.scoring.column_role import ColumnRole, Lacking
 from relax_hpc.spool.ledger import Entry, Ledger
-from relax_hpc.spool.reading import Shards
 from relax_hpc.trainers import CriticTrainer, make_critic
 from relax_hpc.trainers.build import SMALL_FILES, weights_folder
 from relax_hpc.weights import DamagedWeights, WeightsError, reference
 
-POLL_FOR_S = 1.0
-"""Seconds that one wait lasts before the other processes hear that there is nothing yet."""
-LOOK_AGAIN_S = 0.2
-"""Seconds between looks for the weights of before step 0, and, on other ranks, for this attempt's folder."""
 POLICY = "policy"
 """Folder within the attempt's with the policy's weights of before step 0, as which the critic begins."""
 KEPT = 2
@@ -71,79 +52,49 @@ KEPT = 2
 
 def body(process: RoleProcess) -> Exit:
     commit_dir = attempt_folder(process.run.critic, process.arguments.attempt)
-    return as_attempt(process, commit_dir, lambda: Critic(process, commit_dir).work())
+    return until_fenced(process, commit_dir, lambda: Critic(process, commit_dir).work())
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Rank 0's decision, which all ranks act on."""
-
-    do: Literal["value", "learn", "save", "wait", "stop"]
-    request: str = ""
-    behind: int = 0
-    """How many requests lack values."""
-    entry: Entry | None = None
-    waited_s: float = 0.0
-
-
-class Critic:
+class Critic(ColumnRole):
     """One process of the critic role."""
+
+    commit_dir: Path
+    version = 0
+    """How many steps were learned."""
+    saved, learned = -1, 0
 
     def __init__(self, process: RoleProcess, commit_dir: Path) -> None:
         """commit_dir: the attempt's folder."""
-        arguments, recipe = process.arguments, process.recipe
-        assert recipe.critic is not None
-        self.process, self.recipe, self.run = process, recipe, process.run
-        self.rank, self.world = arguments.rank, arguments.world
-        process.telemetry.heartbeat("starting", requests=0)
-        about = read_json(process.run.identity)
-        self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
-        """The run whose shards are trained on."""
-        self.shard_reader, self.ledger = Shards(self.shards, recipe.spool.node_cache), Ledger(process.run)
-        self.own, self.commit_dir = RunDir(process.run.critic), commit_dir
-        self.bound = recipe.run.steps if about["debug"] else recipe.async_.max_staleness
-        algorithm = make_algorithm(recipe.algorithm)
-        assert isinstance(algorithm, ActorCritic)
-        self.algorithm, needed = algorithm, tuple(sorted(algorithm.returns_need))
-        self.pending = PendingColumns(process.run, self.shards, (VALUES,), recipe.async_.max_staleness)
+        algorithm = make_algorithm(process.recipe.algorithm)
+        assert process.recipe.critic is not None and isinstance(algorithm, ActorCritic)
+        super().__init__(process, commit_dir)
+        self.algorithm, self.ledger, self.own = algorithm, Ledger(process.run), RunDir(process.run.critic)
+        self.bound = self.recipe.run.steps if self.identity["debug"] else self.recipe.async_.max_staleness
+        self.pending = self.pending_columns((VALUES,))
+        needed = tuple(sorted(algorithm.returns_need))
         self.columns = Columns(process.run, needed, self.commit_dir, process.telemetry.metrics)
         self.checkpoints = FolderWatch(process.run.checkpoints)
-        torch.set_num_threads(recipe.trainer.threads)
-        self.version = int(about.get("fork_step") or 0)
-        """How many steps were learned."""
-        self.saved, self.requests, self.learned, self.usual_s = -1, 0, 0, 0.0
-        self.begin_attempt()
+        self.actions = {"value": self.value, "learn": self.learn, "save": lambda _: self.save()}
+        self.version = int(self.identity.get("fork_step") or 0)
         self.trainer = self.made()
 
-    def work(self) -> NoReturn:
+    def work(self) -> Exit:
         """Value requests and learn steps until asked to stop."""
         if self.saved < 0:
             self.save()
             shutil.rmtree(self.commit_dir / POLICY, ignore_errors=True)  # all ranks have it: they met when they saved
-        while True:
-            command = self.agree()
-            if command.do == "value":
-                self.value(command)
-            elif command.do == "learn":
-                self.learn(command)
-            elif command.do == "save":
-                self.save()
-            elif command.do == "stop":
-                if self.saved != self.version:
-                    self.save()
-                raise Stop
+        last = self.act()
+        if self.saved != self.version:
+            self.save()
+        return last.exit
 
-    def begin_attempt(self) -> None:
-        """Take over from earlier attempts; meet the other ranks."""
-        begin_attempt(self.process, self.commit_dir, lambda: self.wait(LOOK_AGAIN_S))
-        recipe, device = self.recipe, self.recipe.trainer.device
-        if gpus.computes_on_gpu(device, "critic"):
-            nodes, scorers = recipe.trainer.nodes, recipe.scorer.processes if recipe.scorer else 0
-            if recipe.scores_together:  # on the first node; the critic is on the last one
-                scorers *= nodes == 1
-            first = recipe.trainer.processes // nodes + math.ceil(scorers / nodes)
-            gpus.take_beside(recipe, "critic", first, self.rank, self.world)
-        meet(self.commit_dir, self.rank, self.world, device)
+    def first_gpu(self) -> int:
+        """See ColumnRole. The critic is on the last node, scorers of one group are on the first one."""
+        recipe = self.recipe
+        nodes, scorers = recipe.trainer.nodes, recipe.scorer.processes if recipe.scorer else 0
+        if recipe.scores_together:
+            scorers *= nodes == 1
+        return super().first_gpu() + math.ceil(scorers / nodes)
 
     def made(self) -> CriticTrainer:
         """Return the trainer as the newest checkpoint has it, or as it begins: with the body of a model of its own, or
@@ -153,17 +104,10 @@ class Critic:
         if folder is None:  # that of a checkpoint has the same shape, and its weights come next
             folder = self.policy_before() if not found else weights_folder(self.recipe.model, self.run.model)
         trainer = make_critic(self.recipe, folder, self.rank, self.world)
-        agree = partial(first_said, world=self.world)
-        state = checkpoint.restore(self.own, trainer.load, agree, self.move_to_quarantine)
+        state = self.restore(self.own, trainer.load)
         if state is not None:
             self.version = self.saved = state["step"]
         return trainer
-
-    def move_to_quarantine(self, step: int, damage: str) -> None:
-        """Quarantine a damaged checkpoint."""
-        if self.rank == 0:
-            checkpoint.move_to_quarantine(self.own, self.commit_dir, self.run.quarantine, step, damage)
-            self.process.telemetry.metrics(kind="damaged_checkpoint", step=step, reason=damage)
 
     def policy_before(self) -> Path:
         """Return a model directory with the policy's weights of before step 0, once the trainer has kept them. It is
@@ -173,17 +117,17 @@ class Critic:
             tensors = self.kept_weights()
             self.process.when_room(partial(self.write_model, folder, tensors), "what the critic begins as")
         while not folder.exists():
-            self.wait(LOOK_AGAIN_S)
+            self.wait()
         return folder
 
     def kept_weights(self) -> dict[str, Tensor]:
         while True:
             try:
-                return reference.read(self.run, self.wait)[1]
+                return reference.read(self.run, lambda: self.wait(0.0))[1]
             except DamagedWeights as error:
                 raise RunError(f"{error}; put the reference back from a copy of the run, or begin a new run") from error
             except WeightsError:  # it is not there yet, or just being replaced
-                self.wait(LOOK_AGAIN_S)
+                self.wait()
 
     def write_model(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         staged = folder.with_suffix(".staged")
@@ -194,44 +138,20 @@ class Critic:
         tensor_files.write(staged / "model.safetensors", tensors.items(), durable=False)
         os.rename(staged, folder)
 
-    def wait(self, pause_s: float = 0.0) -> None:
-        """Wait before the first command: each process may leave on its own. A role that is starting is given more
-        time."""
-        if self.process.stopping:
-            raise Stop
-        self.heartbeat("starting")
-        time.sleep(pause_s)
-
-    def agree(self) -> Command:
-        """Broadcast rank 0's command and return it, on every rank."""
-        command = told(self.decide() if self.rank == 0 else None, self.world)
-        if command.do == "wait":
-            if not self.commit_dir.exists():
-                raise FileNotFoundError(self.commit_dir)  # fenced: on a node that was cut off it may wait here for ever
-            self.heartbeat("idle")
-        return command
-
     def decide(self) -> Command:
         """Decide what to do next. Requests come before steps, for the trainer waits for them."""
-        began = time.perf_counter()
-        for pause_s in backoff(usual_s=self.usual_s):
-            if self.process.stopping:
-                return Command("stop")
-            if self.twin_wanted():
-                return Command("save")
-            waited_s = time.perf_counter() - began
-            ready, lacking = self.pending.first(self.shard_reader, self.version, lambda: self.heartbeat("idle"))
-            if ready is not None:
-                self.usual_s = max(waited_s, self.usual_s / 2)
-                return Command("value", request=ready, behind=lacking, waited_s=waited_s)
-            entry = self.ledger.find(self.version) if self.version < self.recipe.run.steps else None
-            if entry is not None and columns_of(entry, self.shard_reader, self.columns) is not None:
-                return Command("learn", entry=entry, waited_s=waited_s)
-            if waited_s > POLL_FOR_S:
-                return Command("wait")
-            self.heartbeat("idle")
-            time.sleep(pause_s)
-        raise AssertionError("backoff ends never")
+        return self.poll(self.look)
+
+    def look(self, waited_s: float) -> Command | None:
+        if self.twin_wanted():
+            return Command("save")
+        ready, lacking = self.pending.first(self.shard_reader, self.version, lambda: self.heartbeat(self.idle))
+        if ready is not None:
+            return Command("value", Lacking(ready, lacking, waited_s))
+        entry = self.ledger.find(self.version) if self.version < self.recipe.run.steps else None
+        if entry is not None and columns_of(entry, self.shard_reader, self.columns) is not None:
+            return Command("learn", (entry, waited_s))
+        return None
 
     def twin_wanted(self) -> bool:
         """Return True if the trainer made a checkpoint out of turn (it was stopped, or needs room) and ours is
@@ -239,58 +159,30 @@ class Critic:
         steps = [int(name[5:]) for name in self.checkpoints.names() if name.startswith("step-")]
         return any(self.saved < step <= self.version for step in steps)
 
-    def value(self, command: Command) -> None:
+    def value(self, lacking: Lacking) -> None:
         """Compute and publish the values of a request."""
         began = time.perf_counter()
-        read = opened(self.shards, self.shard_reader, command.request, whole)
-        if not everywhere(read is not None, self.world):
-            self.pending.done(command.request)
+        shard = self.read(lacking.request, self.pending)
+        if shard is None:
             return
-        assert read is not None
-        rollouts, about, of_shard = read
-        values = self.trainer.values(rollouts, lambda: self.heartbeat("valuing"))
+        values = self.trainer.values(shard.rollouts, lambda: self.heartbeat("valuing"))
+        self.pending.done(lacking.request)
         valued_s = time.perf_counter() - began
-        self.pending.done(command.request)
-        self.requests += 1
-        path = self.run.column(command.request, VALUES)
-        image = encode(VALUES, command.request, of_shard, f"critic {self.version}", values)
-        self.process.when_room(
-            partial(self.publish, path, image, self.shards.shard(command.request)), f"column {path.name}"
-        )
-        if self.rank != 0:
-            return
-        publish_s = time.perf_counter() - began - valued_s
-        more = {"wait_s": command.waited_s, "publish_s": publish_s, "behind": command.behind}
-        self.process.telemetry.metrics(
-            **described(command.request, [VALUES], rollouts, about["created"], valued_s, **more)
-        )
+        self.publish_columns(lacking, shard, {VALUES: (f"critic {self.version}", values)}, valued_s)
 
-    def publish(self, path: Path, image: Data, shard: Path) -> None:
-        with room_for_all(self.world):
-            if self.rank == 0:
-                put(path, image, shard, self.commit_dir)
-
-    def learn(self, command: Command) -> None:
-        """Learn a step."""
-        entry, began = command.entry, time.perf_counter()
-        assert entry is not None
+    def learn(self, work: tuple[Entry, float]) -> None:
+        """Learn a step: its entry, and the seconds waited for it."""
+        (entry, waited_s), began = work, time.perf_counter()
         oldest = entry.step - self.bound if self.recipe.async_.on_stale == "mask" else None
-        read = partial(take, entry, self.run, self.shard_reader, self.columns.names, oldest=oldest)
+        read = partial(load_batch, entry, self.run, self.shard_reader, self.columns.names, oldest=oldest)
         quarantine = Quarantine(self.run, self.commit_dir, self.process.telemetry.metrics)
         rollouts = load(read, entry, self.shard_reader, quarantine, self.rank, self.world).rollouts
         metrics = self.trainer.learn(rollouts, self.algorithm, entry.step, lambda: self.heartbeat("learning"))
         self.version += 1
         self.learned += 1
         if self.rank == 0:
-            learn_s = time.perf_counter() - began
-            self.process.telemetry.metrics(
-                kind="critic",
-                step=entry.step,
-                version=self.version,
-                wait_s=command.waited_s,
-                learn_s=learn_s,
-                **metrics,
-            )
+            seconds = {"wait_s": waited_s, "learn_s": time.perf_counter() - began}
+            self.process.telemetry.metrics(kind="critic", step=entry.step, version=self.version, **seconds, **metrics)
         if self.version == self.recipe.run.steps or self.version % self.recipe.run.checkpoint_every == 0:
             self.save()
 

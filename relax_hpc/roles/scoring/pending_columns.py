@@ -1,23 +1,17 @@
-"""Shared by scorers and the critic, which make columns: which requests lack them, and how one is read, published and
-described.
-"""
+"""Which requests lack columns: for scorers and the critic, which make them."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import Data, publish
 from relax_hpc.files.run_dir import STEPS_PER_SHARD_FOLDER, RunDir
 from relax_hpc.files.watch import FolderWatch
-from relax_hpc.records import Rollouts
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import DamagedShard, Shard
 
@@ -148,30 +142,6 @@ def opened(shards: RunDir, shard_reader: Shards, request: str, read: Callable[[S
         if shards.shard(request).exists():
             raise
         return None
-
-
-def whole(shard: Shard, routed: bool = False) -> tuple[Rollouts, dict[str, Any], int]:
-    """Return all of its samples that have tokens (`routed`: with their experts), what it says about itself, its
-    checksum."""
-    return shard.rollouts(np.flatnonzero(np.diff(shard.offsets)), routed), shard.meta, shard.checksum
-
-
-def put(path: Path, image: Data, shard: Path, commit_dir: Path | None = None) -> None:
-    """Publish a column of `shard`, unless the shard was removed meanwhile: nobody would remove the column any more."""
-    publish(path, image, commit_dir=commit_dir)
-    if not shard.exists():
-        path.unlink(missing_ok=True)
-
-
-def described(
-    request: str, names: Sequence[str], rollouts: Rollouts, created: float, score_s: float, **more: float
-) -> dict[str, Any]:
-    """Return the line of metrics about columns just made. created: when the shard was."""
-    tokens = int(rollouts.loss_mask.sum())
-    return {
-        "kind": "column", "request": request, "columns": list(names), "samples": len(rollouts), "tokens": tokens, "score_s": score_s,
-        "tokens_per_s": tokens * len(names) / score_s, "lag_s": max(time.time() - created, 0.0), **more,
-    }  # fmt: skip
 
 
 def _changed(folder: Path) -> int:

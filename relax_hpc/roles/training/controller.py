@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptCursor
@@ -17,33 +16,29 @@ from relax_hpc.data.curriculum import SourceWeights
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.tables.source import left_out
+from relax_hpc.roles.common.columns import Columns
+from relax_hpc.roles.common.load_batch import Batch
 from relax_hpc.roles.common.process import Exit
-from relax_hpc.roles.training.batch_scheduler import BatchScheduler, Replay
-from relax_hpc.roles.training.columns import Columns
+from relax_hpc.roles.common.role import Command
+from relax_hpc.roles.training.arrivals import Arrivals
+from relax_hpc.roles.training.batch_scheduler import BatchScheduler
 from relax_hpc.roles.training.evaluation import Evaluations
 from relax_hpc.roles.training.failures import Failures
+from relax_hpc.roles.training.ledger_replay import LedgerReplay
 from relax_hpc.roles.training.retention import Retention, newest_step
+from relax_hpc.roles.training.sample_reuse import SampleReuse
+from relax_hpc.roles.training.selection import GroupSelection
 from relax_hpc.roles.training.sft import SftBatches
 from relax_hpc.roles.training.skipped_steps import SkippedSteps
 from relax_hpc.roles.training.state import TrainerState
-from relax_hpc.roles.training.step_metrics import Batch, Clock, describe
+from relax_hpc.roles.training.step_metrics import Clock, describe
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.spool.planner import RequestPlanner
-from relax_hpc.spool.queue import Queue
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.weights import Export, make_publisher
 
 MARGIN_S = 10.0
 """Seconds kept free before the allocation's end, besides what a step and a checkpoint were seen to take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Rank 0's decision, which all ranks act on."""
-
-    do: Literal["step", "wait", "publish", "checkpoint", "end"]
-    entry: Entry | None = None
-    exit: Exit = Exit.DONE
-    error: str = ""
 
 
 class Controller:
@@ -52,39 +47,15 @@ class Controller:
     def __init__(self, role: TrainerState) -> None:
         recipe, run, commit_dir = role.recipe, role.run, role.commit_dir
         self.role, self.process, self.recipe = role, role.process, role.recipe
-        self.incarnation = int(commit_dir.name[1:])
-        ledger, queue = Ledger(run, commit_dir), Queue(run)
+        self.ledger, self.queue = Ledger(run, commit_dir), RequestQueue(run, when_room=self.process.when_room)
+        self.incarnation = self.ledger.incarnation
         self.critic = RunDir(run.critic) if "values" in role.columns else None
         """The critic's directory, if it has processes of its own."""
-        self.retention = Retention(run, recipe, commit_dir, ledger, role.context, self.critic)
-        columns = Columns(run, role.columns, commit_dir, self.process.telemetry.metrics)
-        self.scheduler: BatchScheduler | SftBatches | Replay
-        if recipe.supervised:
-            self.scheduler = SftBatches(role.examples, recipe.trainer.prompts_per_step, ledger, self.incarnation)
-        elif role.shards == run:
-            filters = make_filters(recipe.algorithm.filters)
-            planner = self.new_planner()
-            self.scheduler = BatchScheduler(
-                run,
-                planner,
-                ledger,
-                queue,
-                filters,
-                self.retention,
-                role.shard_reader,
-                self.incarnation,
-                self.process.when_room,
-                columns,
-                role.quarantine,
-                recipe.algorithm.sample_reuse,
-                recipe.curriculum.solved_at if recipe.curriculum else None,
-                recipe.rollout.max_failed_fraction,
-            )
-        else:
-            self.scheduler = Replay(role.shards, ledger, role.shard_reader, columns)
+        self.retention = Retention(run, recipe, commit_dir, self.ledger, role.context, self.critic)
+        self.scheduler = self.new_scheduler()
         self.publisher = make_publisher(recipe, run, commit_dir, self.incarnation)
         evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []
-        self.evaluations = Evaluations(run, recipe, queue, evaluated, role.quarantine)
+        self.evaluations = Evaluations(run, recipe, self.queue, evaluated, role.quarantine)
         self.failures = Failures(role.shard_reader, self.process.log)
         self.skipped_steps = SkippedSteps(recipe.trainer.max_skipped_steps, self.process.log)
         deadline = self.process.arguments.deadline
@@ -101,11 +72,30 @@ class Controller:
         if state is not None:
             self.retention.removed_before = state["removed_before"]
             self.remove_before(min(self.role.run.checkpoint_steps()))
-        if not isinstance(self.scheduler, Replay):
+        if not isinstance(self.scheduler, LedgerReplay):
             self.scheduler.begin(state)
         self.evaluations.resume()
         for warning in (*self.recipe.warnings, *left_out(read_json(self.role.run.rows) or {})):
             self.process.log.warning("%s", warning)
+
+    def new_scheduler(self) -> BatchScheduler | SftBatches | LedgerReplay:
+        """Return what says which samples, prompts or entries of another run each step trains on."""
+        role, recipe, ledger = self.role, self.recipe, self.ledger
+        columns = Columns(role.run, role.columns, role.commit_dir, self.process.telemetry.metrics)
+        if recipe.supervised:
+            return SftBatches(role.examples, recipe.trainer.prompts_per_step, ledger)
+        if role.shards != role.run:
+            return LedgerReplay(role.shards, ledger, role.shard_reader, columns)
+        planner = self.new_planner()
+        selection = GroupSelection(
+            make_filters(recipe.algorithm.filters),
+            planner.wanted,
+            recipe.curriculum.solved_at if recipe.curriculum else None,
+            recipe.rollout.max_failed_fraction,
+        )
+        arrivals = Arrivals(role.shard_reader, columns, role.quarantine, self.retention)
+        reuse = SampleReuse(ledger, role.shard_reader, recipe.algorithm.sample_reuse, planner.max_staleness)
+        return BatchScheduler(planner, ledger, self.queue, arrivals, selection, self.retention, reuse)
 
     def new_planner(self) -> RequestPlanner:
         """Return a planner that has not asked for anything yet."""
@@ -150,34 +140,35 @@ class Controller:
 
     def decide(self) -> Command:
         """Decide what all ranks do next."""
-        role, steps = self.role, self.recipe.run.steps
-        self.report_scores()
         self.skipped_steps.check()
-        if self.process.stopping or role.run.stop.exists() or self.out_of_time():
-            return Command("end", exit=Exit.STOPPED)
+        if self.process.stopping or self.role.run.stop.exists() or self.out_of_time():
+            return Command("end")
         if self.publisher.wanted():  # by a worker that could not take it when it was published
             return Command("publish")
+        began = time.perf_counter()
+        command = self.role.poll(self.look)
+        self.waited_s += time.perf_counter() - began
+        return (self.make_room() or command) if command.do == "wait" else command
+
+    def look(self, waited_s: float) -> Command | None:
+        """Return the next step, or the end when all is done; None while it must be waited for."""
+        role, steps = self.role, self.recipe.run.steps
+        self.report_scores()
         if role.step >= steps:
             self.request_score()
             if not self.evaluations.pending and (self.critic is None or newest_step(self.critic) >= steps):
-                return Command("end")
-            time.sleep(0.02)
-            return Command("wait")
-        began = time.perf_counter()
+                return Command("end", exit=Exit.DONE)
+            return None
         entry = self.process.when_room(
             lambda: self.scheduler.next_entry(role.step, role.version, self.publisher.lineage),
             f"ledger entry {role.step}",
         )
         if self.scheduler.live:
             self.request_score()
-        if entry is not None and self.would_overtake():
-            time.sleep(0.02)
-            entry = None
-        self.waited_s += time.perf_counter() - began
-        if entry is not None:
-            self.failures.note(entry)
-            return Command("step", entry)
-        return self.make_room() or Command("wait")
+        if entry is None or self.would_overtake():
+            return None
+        self.failures.note(entry)
+        return Command("step", entry)
 
     def would_overtake(self) -> bool:
         """Return True if the next step would publish a version to be scored while another is being scored: each stays

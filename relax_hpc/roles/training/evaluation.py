@@ -20,8 +20,8 @@ from relax_hpc.files.watch import FolderWatch
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.source import labels
 from relax_hpc.rewards.scores import SourceScore, answers, score
-from relax_hpc.roles.training.quarantine import Quarantine
-from relax_hpc.spool.queue import Queue
+from relax_hpc.roles.common.quarantine import Quarantine
+from relax_hpc.spool.queue import RequestQueue
 from relax_hpc.spool.request import Request, evaluated_version, evaluation_name, is_evaluation, request_seed
 from relax_hpc.spool.shard import DamagedShard, Shard
 from relax_hpc.telemetry import read_metrics
@@ -89,7 +89,7 @@ class Evaluations:
 
     run: RunDir
     recipe: Recipe
-    queue: Queue
+    queue: RequestQueue
     prompts: list[tuple[int, int]]
     """(source, index) of all prompts that are evaluated."""
     quarantine: Quarantine

@@ -74,7 +74,7 @@ class Retention:
             entry = self._ledger.find(trained)
             if entry is None:
                 continue
-            for request_id in [*(t.request for t in entry.take), *(d.request for d in entry.dropped)]:
+            for request_id in entry.states:
                 self._remove(self._run.shard(request_id))  # first: a scorer that is late sees that it is gone
                 for name in self._recipe.columns:
                     self._remove(self._run.column(request_id, name))

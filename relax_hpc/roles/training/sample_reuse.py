@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from relax_hpc.roles.training.quarantine import decided
+from relax_hpc.roles.common.quarantine import decided
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import Shard

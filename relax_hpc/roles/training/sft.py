@@ -17,7 +17,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.roles.common.process import RoleProcess, Stop
-from relax_hpc.roles.training.batch_scheduler import WithoutRequests
+from relax_hpc.roles.training.ledger_replay import WithoutRequests
 from relax_hpc.spool.ledger import Entry, Ledger
 from relax_hpc.trainers import Trainer
 from relax_hpc.trainers.token_loss import as_rollouts
@@ -35,8 +35,8 @@ SEED_OFFSET = 0x5EED
 class SftBatches(WithoutRequests):
     """Stands in for the batch scheduler in supervised fine-tuning: the examples of each step come from the loader."""
 
-    def __init__(self, examples: ExampleLoader, prompts_per_step: int, ledger: Ledger, incarnation: int) -> None:
-        self._examples, self._count, self._ledger, self._incarnation = examples, prompts_per_step, ledger, incarnation
+    def __init__(self, examples: ExampleLoader, prompts_per_step: int, ledger: Ledger) -> None:
+        self._examples, self._count, self._ledger = examples, prompts_per_step, ledger
         self._committed: Entry | None = None
         self.live = False
         """True from the ledger's end on; before it, steps are replayed."""
@@ -49,7 +49,7 @@ class SftBatches(WithoutRequests):
         if self._committed is None or self._committed.step != step:
             learned = tuple(map(_name, self._examples.of(step, self._count)))
             found = None if self.live else self._ledger.find(step)
-            entry = Entry(step, self._incarnation, lineage, take=(), learned=learned)
+            entry = Entry(step, self._ledger.incarnation, lineage, take=(), learned=learned)
             self._committed, self.live = found or self._ledger.commit(entry), found is None
         return self._committed
 

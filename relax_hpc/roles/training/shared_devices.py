@@ -25,14 +25,14 @@ class SharedDevices:
         if not self._shared:
             return
         for pause_s in backoff():
-            if self._role.everywhere(self._lock is None or self._lock.take()):
+            if self._role.everywhere(self._lock is None or self._lock.acquire()):
                 return
             if not self._role.commit_dir.exists():
                 raise FileNotFoundError(self._role.commit_dir)
             self._role.heartbeat("waiting for devices")
             time.sleep(pause_s)
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Bring the trainer's state onto the devices."""
         if self._offloaded:
             began = time.perf_counter()
@@ -41,13 +41,13 @@ class SharedDevices:
             self._offloaded = False
             self._role.switch_s += time.perf_counter() - began
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Leave the devices to the workers."""
         if self._shared and not self._offloaded:
             began = time.perf_counter()
             self._role.trainer.offload()
             self._role.everywhere(True)  # the first of a node gives for all of it
             if self._lock is not None:
-                self._lock.give()
+                self._lock.release()
             self._offloaded = True
             self._role.switch_s += time.perf_counter() - began

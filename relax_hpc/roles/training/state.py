@@ -9,20 +9,20 @@ import torch
 from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.data import PromptSources
 from relax_hpc.data.examples import ExampleLoader
-from relax_hpc.files.publish import read_json
-from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import CRITIC_KEY
 from relax_hpc.roles.common import gpus
 from relax_hpc.roles.common.process import RoleProcess
-from relax_hpc.roles.common.ranks import everywhere, meet
-from relax_hpc.roles.training.quarantine import Quarantine
-from relax_hpc.spool.reading import Shards
+from relax_hpc.roles.common.quarantine import Quarantine
+from relax_hpc.roles.common.ranks import meet
+from relax_hpc.roles.common.role import GroupRole
 from relax_hpc.trainers.base import Trainer
 
 
-class TrainerState:
-    """One process of the trainer: its run, its place among the ranks, its progress."""
+class TrainerState(GroupRole):
+    """One process of the trainer, and its progress."""
 
+    idle = "waiting for data"
+    commit_dir: Path
     trainer: Trainer
     sources: PromptSources
     examples: ExampleLoader
@@ -32,21 +32,15 @@ class TrainerState:
 
     def __init__(self, process: RoleProcess) -> None:
         """Meet the other ranks, on devices that are this process's own."""
-        arguments, recipe = process.arguments, process.recipe
-        self.process, self.recipe, self.run = process, recipe, process.run
+        super().__init__(process, Path(process.arguments.incarnation))
+        recipe = self.recipe
         self.step, self.saved_step, self.save_s = 0, -1, 0.0
         self.switch_s = 0.0
         """Seconds that leaving and taking shared devices took since the step before, without generation."""
-        self.rank, self.world = arguments.rank, arguments.world
-        self.commit_dir = Path(arguments.incarnation)
         self.quarantine = Quarantine(self.run, self.commit_dir, process.telemetry.metrics)
         process.telemetry.heartbeat("starting", step=0, steps=recipe.run.steps)
-        about = read_json(process.run.identity)
-        self.debug: str | None = about["debug"]
-        self.forked_at: int | None = about.get("fork_step")
-        self.shards = RunDir(about["shards_from"]) if about["shards_from"] else process.run
-        """The run whose shards are trained on."""
-        self.shard_reader = Shards(self.shards, recipe.spool.node_cache)
+        self.debug: str | None = self.identity["debug"]
+        self.forked_at: int | None = self.identity.get("fork_step")
         self.columns = () if self.debug == "rollout-only" else recipe.columns
         """Names of the columns that other roles make."""
         begins_elsewhere = "values" in self.columns and CRITIC_KEY not in recipe.models_beside
@@ -62,10 +56,6 @@ class TrainerState:
     def version(self) -> int:
         """The version of the policy's weights: how many steps were trained."""
         return 0 if self.debug == "rollout-only" else self.step
-
-    def everywhere(self, flag: bool) -> bool:
-        """Return True if the flag is set on every rank; collective."""
-        return everywhere(flag, self.world)
 
     def heartbeat(self, state: str) -> None:
         self.process.telemetry.heartbeat(state, step=self.step)

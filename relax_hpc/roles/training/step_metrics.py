@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,23 +14,13 @@ from numpy.typing import NDArray
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Rollouts
 from relax_hpc.rewards.scores import pass_at, powers_of_two
+from relax_hpc.roles.common.load_batch import Batch
 from relax_hpc.roles.training.failures import count_failures
 from relax_hpc.spool.ledger import SURPLUS, Entry
 
 REPEATED = 4
 """Tokens of an n-gram whose repetition is measured."""
 _MIX, _HASH_BITS = np.uint64(0x9E3779B97F4A7C15), np.uint64(40)
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A step's batch, as it was read."""
-
-    rollouts: Rollouts
-    masked: int
-    """Tokens kept out of the loss for their age (async.on_stale = "mask")."""
-    generated: list[NDArray[np.float32]]
-    """[samples] raw rewards of each group that was generated, also of those that a filter kept out."""
 
 
 class Clock:

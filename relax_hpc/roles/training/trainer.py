@@ -1,4 +1,4 @@
-"""The trainer role: one page of loop. Rank 0 decides, the others follow; every rank makes every step.
+"""The trainer role: a step is one page. Rank 0 decides (controller.py); every rank makes every step.
 
 shards ──take: bound checked, ledger entry linked──► advantages ► packed micro-batches ► step ► version s + 1 ► workers
   └─► columns, where scorers or a critic make them
@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -25,14 +24,15 @@ from relax_hpc.data.examples import ExampleLoader
 from relax_hpc.engines.model_folder import context_of
 from relax_hpc.files.errors import RunError
 from relax_hpc.records import Rollouts
+from relax_hpc.roles.common.load_batch import Batch, load, load_batch
 from relax_hpc.roles.common.process import Exit, RoleProcess, is_full
-from relax_hpc.roles.common.ranks import first_said, room_for_all
+from relax_hpc.roles.common.ranks import room_for_all, told, until_fenced
+from relax_hpc.roles.common.role import Command
 from relax_hpc.roles.training import sft
-from relax_hpc.roles.training.controller import Command, Controller
-from relax_hpc.roles.training.load_batch import load, take
+from relax_hpc.roles.training.controller import Controller
 from relax_hpc.roles.training.shared_devices import SharedDevices
 from relax_hpc.roles.training.state import TrainerState
-from relax_hpc.roles.training.step_metrics import Batch, Clock
+from relax_hpc.roles.training.step_metrics import Clock
 from relax_hpc.spool.ledger import Entry
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.base import Saving
@@ -40,18 +40,7 @@ from relax_hpc.weights import reference
 
 
 def body(process: RoleProcess) -> Exit:
-    role = TrainerRole(process)
-    try:
-        return role.train()
-    except FileNotFoundError as error:
-        # A superseded incarnation cannot commit: its folder was renamed, so its paths lead nowhere.
-        if role.commit_dir.exists():
-            raise
-        process.log.warning("fenced: a successor took over (%s)", error)
-        return Exit.FENCED
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return until_fenced(process, Path(process.arguments.incarnation), lambda: TrainerRole(process).train())
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,50 +73,55 @@ class TrainerRole(TrainerState):
         if recipe.supervised:
             self.examples = ExampleLoader(self.sources, recipe.run.seed, recipe.trainer.data_workers)
         self.controller = Controller(self) if self.rank == 0 else None
+        self.actions = {
+            "step": self.train_step,
+            "publish": lambda _: self.publish_alone(),
+            "checkpoint": lambda _: self.save(keep=1),
+        }
 
     def train(self) -> Exit:
-        """The loop: ends when all steps are trained, or when asked to stop."""
+        """Train until all steps are done, or until asked to stop."""
         self.begin()
-        while True:
-            self.devices.give()
-            command = self.agree()
-            if command.do == "wait":
-                continue
-            self.devices.take()
-            if command.do == "end":
-                break
-            if command.do == "checkpoint":
-                self.save(keep=1)
-            if command.do == "publish":
-                self.publish_alone()
-            if command.do != "step":
-                continue
-            assert command.entry is not None
-            clock = Clock()
-            read = partial(self.take, command.entry)
-            batch = load(read, command.entry, self.shard_reader, self.quarantine, self.rank, self.world)
-            clock.lap("read_s")
-            metrics = {} if self.debug == "rollout-only" else self.update(batch.rollouts)
-            self.step += 1
-            clock.lap("train_s")
-            self.publish()
-            clock.lap("publish_s")
-            if self.controller:
-                self.controller.after_step(command.entry, batch, metrics, clock)
-            self.settle_saving(wait=False)
-            if self.step % self.recipe.run.checkpoint_every == 0:
-                self.save(keep=self.recipe.run.keep_checkpoints, wait=not self.recipe.run.async_checkpoints)
-            if self.controller:
-                self.controller.checkpoint_s = clock.lap("checkpoint_s")
-        if command.error:
-            raise RunError(command.error)
+        last = self.act()
         self.settle_saving()
         if self.saved_step != self.step:
             self.save(keep=self.recipe.run.keep_checkpoints)
         if self.controller:
             self.controller.publisher.close()
-        self.heartbeat("done" if command.exit is Exit.DONE else "stopped")
-        return command.exit
+        self.heartbeat("done" if last.exit is Exit.DONE else "stopped")
+        return last.exit
+
+    def decide(self) -> Command:
+        assert self.controller is not None
+        return self.controller.decide()
+
+    def agree(self) -> Command:
+        """See GroupRole. While it waits, the workers may have the devices."""
+        self.devices.release()
+        command = super().agree()
+        if command.do != "wait":
+            self.devices.acquire()
+            self.heartbeat("training")
+        return command
+
+    def train_step(self, entry: Entry) -> None:
+        """Make a step: read its batch, update, publish the new version, checkpoint where one is due."""
+        clock = Clock()
+        read = partial(self.read_batch, entry)
+        batch = load(read, entry, self.shard_reader, self.quarantine, self.rank, self.world)
+        clock.lap("read_s")
+        metrics = {} if self.debug == "rollout-only" else self.update(batch.rollouts)
+        self.step += 1
+        clock.lap("train_s")
+        self.publish()
+        clock.lap("publish_s")
+        if self.controller:
+            self.controller.after_step(entry, batch, metrics, clock)
+        self.settle_saving(wait=False)
+        if self.step % self.recipe.run.checkpoint_every == 0:
+            self.save(keep=self.recipe.run.keep_checkpoints, wait=not self.recipe.run.async_checkpoints)
+        if self.controller:
+            self.controller.checkpoint_s = clock.lap("checkpoint_s")
 
     def update(self, rollouts: Rollouts) -> dict[str, float]:
         """Make one optimizer step and return its metrics."""
@@ -156,8 +150,8 @@ class TrainerRole(TrainerState):
         """Let rank 0 use the weights that all ranks export, as often as it asks for them."""
         if self.controller:
             use(self.controller)
-            self._tell("published")
-        while not self.controller and self._tell("") == "export":
+            told("published", self.world)
+        while not self.controller and told("", self.world) == "export":
             for _ in self.trainer.export():
                 pass
 
@@ -171,7 +165,7 @@ class TrainerRole(TrainerState):
     def _export(self) -> Iterator[tuple[str, Tensor]]:
         """Export the weights once more, on every rank (rank 0 asks); to the end even if the reader gives up, for the
         others do so too."""
-        self._tell("export")
+        told("export", self.world)
         tensors = self.trainer.export()
         try:
             yield from tensors
@@ -179,17 +173,9 @@ class TrainerRole(TrainerState):
             for _ in tensors:
                 pass
 
-    def _tell(self, command: str) -> str:
-        """Broadcast rank 0's command and return it, on every rank."""
-        words: list[Any] = [command]
-        if self.world > 1:
-            dist.broadcast_object_list(words, src=0)
-        return str(words[0])
-
     def begin(self) -> None:
         """Take back the newest checkpoint, or begin: warm up, save, publish version 0."""
-        agree = partial(first_said, world=self.world)
-        state = checkpoint.restore(self.run, self.trainer.load, agree, self.move_to_quarantine)
+        state = self.restore(self.run, self.trainer.load)
         if state is not None:
             self.step = self.saved_step = state["step"]
             if self.recipe.supervised:
@@ -206,30 +192,7 @@ class TrainerRole(TrainerState):
         if state is None:
             self.save(keep=self.recipe.run.keep_checkpoints)
 
-    def move_to_quarantine(self, step: int, damage: str) -> None:
-        """Quarantine a damaged checkpoint."""
-        if self.controller:
-            checkpoint.move_to_quarantine(self.run, self.commit_dir, self.run.quarantine, step, damage)
-            self.process.telemetry.metrics(kind="damaged_checkpoint", step=step, reason=damage)
-
-    def agree(self) -> Command:
-        """Broadcast rank 0's command and return it, on every rank. A stop is agreed on here, before the optimizer
-        steps, never inside a step."""
-        words: list[Any] = [None]
-        if self.controller:
-            try:
-                words = [self.controller.decide()]
-            except RunError as error:
-                words = [Command("end", exit=Exit.FATAL, error=str(error))]
-        if self.world > 1:
-            dist.broadcast_object_list(words, src=0)
-        command: Command = words[0]
-        if command.do == "wait" and not self.commit_dir.exists():
-            raise FileNotFoundError(self.commit_dir)  # fenced: a node that was cut off may wait here for ever
-        self.heartbeat("waiting for data" if command.do == "wait" else "training")
-        return command
-
-    def take(self, entry: Entry) -> Batch:
+    def read_batch(self, entry: Entry) -> Batch:
         """Load the samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every
         token."""
         if self.recipe.supervised:
@@ -237,7 +200,7 @@ class TrainerRole(TrainerState):
         recipe = self.recipe
         routed = recipe.rollout.routed_experts and recipe.trainer.backend == "megatron"
         oldest = entry.step - self.bound if recipe.async_.on_stale == "mask" else None
-        batch = take(entry, self.run, self.shard_reader, self.columns, routed, oldest)
+        batch = load_batch(entry, self.run, self.shard_reader, self.columns, routed, oldest)
         rollouts = batch.rollouts
         ages = entry.step - rollouts.versions[rollouts.loss_mask == 1]
         if ages.size and not 0 <= ages.min() <= ages.max() <= self.bound:

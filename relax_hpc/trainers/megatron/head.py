@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
-from relax_hpc.trainers.megatron.packing import MicroBatch
+from relax_hpc.trainers.megatron.packing import LocalBatch
 
 
 class Policy(GPTModel):  # type: ignore[misc]
@@ -54,7 +54,7 @@ class Critic(Policy):
             torch.nn.init.zeros_(self.output_layer.bias)
 
 
-def token_values(model: Critic, hidden: Tensor, batch: MicroBatch) -> Tensor:
+def token_values(model: Critic, hidden: Tensor, batch: LocalBatch) -> Tensor:
     """[M] float32, on every process: the value before each token in the loss. hidden: output of the last stage."""
     groups = model.pg_collection
     if model.config.sequence_parallel:  # every process has the whole gradient of what it gathers
@@ -64,7 +64,7 @@ def token_values(model: Critic, hidden: Tensor, batch: MicroBatch) -> Tensor:
 
 
 def token_logprobs(
-    model: Policy, hidden: Tensor, batch: MicroBatch, targets: Tensor, temperature: float
+    model: Policy, hidden: Tensor, batch: LocalBatch, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """([M] logprobs of `targets` [M] under logits / temperature, [M] entropies), float32, on every process. hidden:
     output of the last stage."""
@@ -130,7 +130,7 @@ class _SplitLogprobs(torch.autograd.Function):
         return gradient, None, None
 
 
-def _everywhere(values: Tensor, batch: MicroBatch, group: Any) -> Tensor:
+def _everywhere(values: Tensor, batch: LocalBatch, group: Any) -> Tensor:
     """Collect the [m] values of each context-parallel process as [M] on all of them."""
     if group.size() == 1:
         return values

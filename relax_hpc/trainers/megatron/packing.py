@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_hpc.records import Rollouts
-from relax_hpc.trainers.packing import balance
+from relax_hpc.trainers import packing
+from relax_hpc.trainers.packing import balance, in_loss, rounded, tree_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +75,9 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """The input of one forward on one process. T tokens in all, t of them here; M tokens that enter the loss, m of them
-    predicted here."""
+class LocalBatch:
+    """This process's part of a MicroBatch: the input of one forward. T tokens in all, t of them here; M tokens that
+    enter the loss, m of them predicted here."""
 
     tokens: Tensor  # [1, t] int64
     positions: Tensor  # [1, t] int64 within the sequence
@@ -92,8 +93,7 @@ def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[lis
 
     Samples without a token in the loss are left out; a sample above the budget stands alone.
     """
-    counted = np.concatenate([[0], np.cumsum(rollouts.loss_mask, dtype=np.int64)])
-    used = np.flatnonzero(counted[rollouts.offsets[1:]] > counted[rollouts.offsets[:-1]])
+    used = in_loss(rollouts)
     lengths = rollouts.lengths()[used] - 1
     shares = balance(lengths, ranks)
     count = max(1, math.ceil(max(sum(int(lengths[i]) for i in share) for share in shares) / budget))
@@ -113,46 +113,32 @@ def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[lis
         count += max(1, count // 8)
 
 
-def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.device) -> MicroBatch:
-    """Make the arrays of one micro-batch; without samples, of a few tokens that enter no loss."""
-    sequences, targets, predictors, routed = [], [], [], []
-    experts = rollouts.routed_experts
-    recorded = np.cumsum([0, *(rollouts.lengths() - 1)])
-    at = 0
-    for sample in samples:
-        first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
-        prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[sample : sample + 2])]
-        sequence = np.concatenate([prompt, rollouts.tokens[first : last - 1]])  # the last token predicts nothing
-        chosen = np.flatnonzero(rollouts.loss_mask[first:last])
-        targets.append(chosen + first)
-        predictors.append(at + len(prompt) - 1 + chosen)
-        sequences.append(_filled(sequence, layout.unit))
-        if experts is not None:
-            routed.append(_routes(experts[recorded[sample] : recorded[sample + 1]], len(sequences[-1])))
-        at += len(sequences[-1])
+def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.device) -> LocalBatch:
+    """Make this process's part of one micro-batch: one row of samples, one behind the other."""
+    whole = packing.pack(rollouts, [[(sample,) for sample in samples]], layout.unit, layout.unit * layout.tensor)
+    each = [rounded(tree_length(rollouts, (sample,)), layout.unit) for sample in samples]
     # padding goes behind the last sequence: causal attention does not see it
-    whole = layout.unit * layout.tensor
-    last_sequence = sequences.pop() if sequences else np.zeros(0, np.int64)
-    at -= len(last_sequence)
-    sequences.append(_filled(last_sequence, whole, max(1, at + len(last_sequence)) - at, at))
-    lengths = np.array([len(s) for s in sequences], np.int64)
+    lengths = np.array(each or [0], np.int64)
+    lengths[-1] += whole.tokens.shape[1] - lengths.sum()
+    positions = np.concatenate([np.arange(n) for n in lengths])
     held = _held(lengths, layout, layout.context_rank)
     mine_only = np.array_split(held, layout.tensor)[layout.tensor_rank]  # equal parts
     here = np.full(int(lengths.sum()), -1)
     here[held] = np.arange(len(held))
-    chosen = here[np.concatenate([np.zeros(0, np.int64), *predictors])]
+    chosen = here[whole.predictors]
     mine = np.flatnonzero(chosen >= 0)
-    positions = np.concatenate([np.arange(n) for n in lengths])
     to = partial(_tensor, device=device)
     packed = _packed(lengths, layout, device)
-    if experts is not None:
+    if (experts := rollouts.routed_experts) is not None:
+        recorded = np.cumsum([0, *(rollouts.lengths() - 1)])
+        routed = [_routes(experts[slice(*recorded[s : s + 2])], n) for s, n in zip(samples, each, strict=True)]
         every = np.concatenate([experts[:0], *routed])
         packed.routed = to(_routes(every, int(lengths.sum()))[mine_only].astype(np.int64))
-    return MicroBatch(
-        tokens=to(np.concatenate(sequences).astype(np.int64)[held])[None],
+    return LocalBatch(
+        tokens=to(whole.tokens[0, held])[None],
         positions=to(positions[held])[None],
         packed=packed,
-        targets=np.concatenate([np.zeros(0, np.int64), *targets]),
+        targets=whole.targets,
         predictors=to(chosen[mine]),
         mine=to(mine),
     )
@@ -160,13 +146,6 @@ def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.d
 
 def _tensor(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-
-def _filled(sequence: NDArray[np.int64], unit: int, least: int = 1, before: int = 0) -> NDArray[np.int64]:
-    """Pad `sequence` with zeros to at least `least` tokens, so that with `before` tokens in front it is a multiple of
-    `unit`."""
-    length = max(len(sequence), least)
-    return np.pad(sequence, (0, length + -(before + length) % unit - len(sequence)))
 
 
 def _routes(experts: NDArray[np.integer[Any]], length: int) -> NDArray[np.integer[Any]]:

@@ -37,7 +37,7 @@ class MegatronScoring(Split):
         self._keep(name, self._read(Policy, folder))
 
     @supported
-    def take(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
+    def load(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
         if name not in self.models:
             self._keep(name, build(self.hf, transformer_config(self.hf, self.recipe.trainer), self.groups))
         weights.take(self.models[name], tensors, where, self.hf, self.groups)

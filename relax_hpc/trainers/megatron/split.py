@@ -25,7 +25,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, token_values
 from relax_hpc.trainers.megatron.model import build, transformer_config
-from relax_hpc.trainers.megatron.packing import Layout, MicroBatch, pack, plan
+from relax_hpc.trainers.megatron.packing import Layout, LocalBatch, pack, plan
 
 
 class Split:
@@ -47,7 +47,7 @@ class Split:
         self,
         models: list[Any],
         rollouts: Rollouts,
-        batches: list[MicroBatch],
+        batches: list[LocalBatch],
         temperature: float,
         loss_of: Callable[..., Tensor],
         forward_only: bool = False,
@@ -107,7 +107,7 @@ class Split:
         """Return True on the process whose numbers count: those that share sequences or matrices compute the same ones."""
         return bool(self.groups.tp.rank() == self.groups.cp.rank() == 0)
 
-    def _batches(self, rollouts: Rollouts) -> list[MicroBatch]:
+    def _batches(self, rollouts: Rollouts) -> list[LocalBatch]:
         parallel = self.recipe.trainer.parallel
         # interleaved stages take micro-batches in rounds of as many as there are stages
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1

@@ -31,7 +31,8 @@ from relax_hpc.spool.index import Index
 from relax_hpc.spool.publisher import ShardPublisher
 from relax_hpc.spool.queue import Claim, RequestFile
 from relax_hpc.spool.request import Request
-from relax_hpc.spool.shard import Shard, encode
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard_writer import encode
 
 GROUP = 8
 PROMPT_TOKENS = 64

@@ -16,7 +16,8 @@ import payload
 
 from relax_hpc.files.publish import publish
 from relax_hpc.records import Finish, Group, Prompt, Sample
-from relax_hpc.spool.shard import Shard, encode
+from relax_hpc.spool.shard import Shard
+from relax_hpc.spool.shard_writer import encode
 
 GROUP, DISTINCT = 8, 2048
 BYTES_PER_TOKEN = 9

@@ -8,6 +8,7 @@ critic both use it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,20 +16,30 @@ from numpy.typing import NDArray
 
 from relax_hpc.files.errors import Damaged
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.records import Rollouts, mask_old
+from relax_hpc.records import Rollouts, concatenate, mask_old
+from relax_hpc.roles.common.columns import read_columns
+from relax_hpc.roles.common.quarantine import Quarantine, decided
 from relax_hpc.roles.common.ranks import gathered, together
-from relax_hpc.roles.training.columns import read_columns
-from relax_hpc.roles.training.quarantine import Quarantine, decided
-from relax_hpc.roles.training.step_metrics import Batch
 from relax_hpc.spool.ledger import Entry
 from relax_hpc.spool.reading import Shards
-from relax_hpc.spool.shard import Shard, concatenate
+from relax_hpc.spool.shard import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A step's batch, as it was read."""
+
+    rollouts: Rollouts
+    masked: int
+    """Tokens kept out of the loss for their age (async.on_stale = "mask")."""
+    generated: list[NDArray[np.float32]]
+    """[samples] raw rewards of each group that was generated, also of those that a filter kept out."""
 
 
 def load(
     read: Callable[[], Batch], entry: Entry, shard_reader: Shards, quarantine: Quarantine, rank: int, world: int
 ) -> Batch:
-    """Return what `read`, this rank's `take` of `entry`, returns; collective. Raises Damaged or RunError, on every
+    """Return what `read`, this rank's `load_batch` of `entry`, returns; collective. Raises Damaged or RunError, on every
     rank."""
     while True:
         try:
@@ -59,7 +70,7 @@ def repair(entry: Entry, shard_reader: Shards, quarantine: Quarantine, rank: int
     return together(put_back, world)
 
 
-def take(
+def load_batch(
     entry: Entry,
     run: RunDir,
     shard_reader: Shards,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import FolderWatch
-from relax_hpc.roles.training.quarantine import decided
+from relax_hpc.roles.common.quarantine import decided
 from relax_hpc.spool.column import Column, DamagedColumn, read_column
 from relax_hpc.spool.ledger import Entry
 from relax_hpc.spool.reading import Shards
