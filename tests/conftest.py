@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,15 @@ for name in filter(
 
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:  # as under nohup, or behind a shell's `&`: children would inherit it
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A role that runs within the test takes signals: given back at its end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
         signal.signal(number, handler)
 
 

@@ -98,23 +98,20 @@ def simulate(
     with friendly():
         recipe, times = _recipe_and_times(target, sets, site, config, asked)
         grid = Grid(
-            workers=_numbers("--workers", workers, 1) if workers else _some_workers(recipe),
-            staleness=_numbers("--staleness", staleness, 0) if staleness else [recipe.async_.max_staleness],
-            on_stale=on_stale_of(on_stale.split(",")) if on_stale else [recipe.async_.on_stale],
-            mtbf_h=_hours(mtbf),
-            steps=steps,
-            seed=seed,
-        )
+            _numbers("--workers", workers, 1) if workers else _some_workers(recipe),
+            _numbers("--staleness", staleness, 0) if staleness else [recipe.async_.max_staleness],
+            on_stale_of(on_stale.split(",")) if on_stale else [recipe.async_.on_stale],
+            _hours(mtbf), steps, seed,
+        )  # fmt: skip
         with Progress(console=Console(stderr=True), transient=True) as bar:
             rows = bar.add_task("simulated", total=grid.points)
             outcomes = sweep(recipe, grid, times, lambda: bar.advance(rows))
         best, why = recommend(outcomes)
         notes = [*_notes(recipe, steps), *times(grid.workers[0])[1]]
-    if as_json:
-        about = [outcome.to_json() for outcome in outcomes]
-        typer.echo(json.dumps({"from": notes, "rows": about, "recommended": best.to_json(), "why": why}, indent=1))
-    else:
-        show(outcomes, best, why, notes, wide_console())
+    if not as_json:
+        return show(outcomes, best, why, notes, wide_console())
+    about = [outcome.to_json() for outcome in outcomes]
+    typer.echo(json.dumps({"from": notes, "rows": about, "recommended": best.to_json(), "why": why}, indent=1))
 
 
 def _recipe_and_times(

@@ -120,7 +120,7 @@ class ProcessGroup(ABC):
         return None
 
     def _where(self, rank: int) -> tuple[str, str]:
-        """What messages call a process, and its host; no host where it is this machine."""
+        """Name a process as messages do, with its host; no host where it is this machine."""
         return self.names[rank], ""
 
     def _of(self, rank: int) -> Process:

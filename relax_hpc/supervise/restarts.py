@@ -70,7 +70,7 @@ class RestartPolicy:
 
 
 class Workers(Protocol):
-    """What works beside the trainer, as its supervisor sees it: a rollout worker, the scorers, all jobs of rollouts."""
+    """Companions of the trainer as its supervisor sees them: a rollout worker, the scorers, all jobs of rollouts."""
 
     failure: str
     """Why the run cannot go on; empty while it can."""

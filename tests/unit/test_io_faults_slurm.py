@@ -48,7 +48,6 @@ SETS = (
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The folder of Slurm's commands."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
     for module, name in ((io_retry, "FIRST_PAUSE_S"), (io_retry, "LONGEST_PAUSE_S"), (supervisor, "POLL_S"), (supervisor, "LEASE_LOOK_S"),
                          (node_agent, "POLL_S"), (batch, "LOOK_S"), (rollout_jobs, "LOOK_S"), (rollout_jobs, "BY_HAND_S")):  # fmt: skip
         monkeypatch.setattr(module, name, 1e-3)
@@ -60,8 +59,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
     yield commands
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def program(folder: Path, name: str, *lines: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,7 +125,6 @@ Make = Callable[..., Setup]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
     monkeypatch.setattr("relax_hpc.engines.torch.PROGRESS_EVERY_S", 0.0)
     made: list[Setup] = []
 
@@ -138,8 +136,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     for worker in made[0].workers:
         worker.publisher.close()
         worker.runner.close()
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_at_a_publish_a_request_is_given_back_and_another_worker_goes_on_with_the_new_weights(make: Make) -> None:

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Collection, Iterator
@@ -80,13 +79,10 @@ class Setup:
 @pytest.fixture
 def setup(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Setup]:
     """With the tables that the test asks for."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)}
     made = Setup(tmp_path / "run", **getattr(request, "param", {}))
     yield made
     made.worker.publisher.close()
     made.worker.runner.close()
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_versions_are_read_with_a_request_not_before(setup: Setup) -> None:

@@ -26,7 +26,7 @@ class TrainerState(GroupRole):
     trainer: Trainer
     sources: PromptSources
     examples: ExampleLoader
-    """What supervised fine-tuning learns; no other algorithm has one."""
+    """The examples of supervised fine-tuning; no other algorithm has one."""
     context: int
     """The model's longest sequence, in tokens."""
 
