@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -81,8 +82,6 @@ def simulate(
     [dim]relax-hpc simulate runs/countdown --staleness 0,1,2,4 --on-stale wait,drop[/dim]
     [dim]relax-hpc simulate recipe.toml --workers 2048 --set trainer.prompts_per_step=4096 --mtbf none,2000,500[/dim]
     """
-    import json
-
     from rich.console import Console
     from rich.progress import Progress
 
