@@ -50,7 +50,9 @@ class RecipeError(Exception):
 
 def explain(error: ValidationError, where: str) -> RecipeError:
     """Put all problems of a recipe in one error; with more than one, a line each."""
-    lines = list(dict.fromkeys(_line(dict(problem)) for problem in error.errors(include_url=False)))
+    # A default that is made from other keys is missing only because one of those is wrong, which is said already.
+    problems = [p for p in error.errors(include_url=False) if p["type"] != "default_factory_not_called"]
+    lines = list(dict.fromkeys(_line(dict(problem)) for problem in problems))
     if len(lines) == 1:
         return RecipeError(f"{where}: {lines[0]}")
     return RecipeError("\n  ".join([f"{where}: {len(lines)} problems", *lines]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 
@@ -18,7 +20,7 @@ from relax_hpc.recipe import (
     resumable,
     sources,
 )
-from relax_hpc.recipe.describe import keys, tables
+from relax_hpc.recipe.describe import alias, keys, member_key, member_name, tables
 from relax_hpc.recipe.tables.algorithm import Grpo
 from relax_hpc.recipe.tables.model import TinyModel
 from relax_hpc.recipe.tables.source import FileSource, ReasoningGymSource
@@ -389,6 +391,30 @@ def test_ratios_that_are_1_by_construction_are_warned_of(tiny: Path) -> None:
 def test_a_key_of_an_older_recipe_is_refused_with_its_new_name(tiny: Path, old: str, new: str) -> None:
     said = problem(tiny, old)
     assert new in said and "\n" not in said
+
+
+def every_key(
+    table: type[Table] = Recipe, prefix: str = "", member: tuple[str, ...] = ()
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each key, tables too, as --set takes it, with what chooses the members of unions on the way."""
+    for name, field in table.model_fields.items():
+        key, inner = prefix + alias(name, field), tables(field.annotation)
+        yield key, member
+        place = f"{key}.0" if get_origin(field.annotation) is list else key
+        for one in inner:
+            choice = (f"{place}={{{member_key(one)} = '{member_name(one)}'}}",) if member_name(one) else ()
+            yield from every_key(one, f"{place}.", choice or member)
+
+
+@pytest.mark.parametrize("value", ["[[{a = nan}]]", "-1e999", "{b = 2024-01-01}"])
+def test_no_wrong_value_of_any_key_is_more_than_a_recipe_error(tiny: Path, value: str) -> None:
+    found = list(every_key())
+    assert len(found) > 200
+    for key, member in found:
+        try:
+            load_recipe(tiny, [*member, f"{key}={value}"])
+        except RecipeError as error:
+            assert key.partition(".")[0] in str(error)
 
 
 def test_every_key_has_a_sentence() -> None:
