@@ -3,7 +3,8 @@
 Three pairs of runs of one small recipe, each against an undisturbed run:
 
     max_staleness 0   half of the kills; the final weights must have the same bits
-    max_staleness 1   the other half; lengths of groups against the undisturbed run (Kolmogorov-Smirnov)
+    max_staleness 1   the other half, with a policy that stands still (when a worker dies decides which versions answer, and
+                      policies that learn drift apart); lengths of groups against the undisturbed run (Kolmogorov-Smirnov)
     spare worker      rollout workers alone are killed, one more than the trainer needs: how long it waits then
 
 That the bits say something: every step has a gradient (gradient_fraction), and one bit of one token that is trained on ends
@@ -48,6 +49,8 @@ MOMENTS = ("any", "publishing a shard", "checkpointing")
 MOMENT_S = 1.0
 """How long a kill waits for its moment before it comes anyway."""
 CONTROL_STEPS = 20
+STILL = "trainer.learning_rate=1e-30"
+"""Smaller than any weight's last bit: lengths of two runs are then of one policy."""
 RECIPE = common.ROOT / "tools" / "bench" / "chaos.toml"
 
 
@@ -199,7 +202,8 @@ def measure(kills: int, spare_kills: int, seed: int) -> dict[str, Any]:
             steps = max(count * STEPS_A_KILL, 20)
             for name, number in (("calm", 0), ("killed", count)):
                 common.console.print(f"max_staleness {bound}: {steps} steps, {number} kills")
-                each = monkey(folder, f"{name}-{bound}", steps, seed, everyone, done, f"async.max_staleness={bound}")
+                sets = [f"async.max_staleness={bound}", *([STILL] if bound else [])]
+                each = monkey(folder, f"{name}-{bound}", steps, seed, everyone, done, *sets)
                 each.drive(number, steps)
                 pairs[name, bound] = each
                 found = audit(each.run.root)
