@@ -3,10 +3,12 @@ call."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -74,6 +76,17 @@ class RewardRunner:
                 batch.settle(i, self._verdict(samples[i][0], BROKE))
         self.seconds += time.perf_counter() - began
         return batch.verdicts()
+
+    def warm_up(self, progress: Callable[[], None] = lambda: None) -> None:
+        """Start the processes now, so that no request waits for their Python; for as long as one reward may take."""
+        if all(reward.is_quick for reward in self._rewards):
+            return
+        self._pool = make_pool(self._sources, self._processes)
+        until = time.monotonic() + self._limit_s
+        with contextlib.suppress(RuntimeError):  # raised by pebble where the pool broke: the first score meets it again
+            ready = [self._pool.schedule(os.getpid) for _ in range(self._processes)]
+            while wait(ready, _HEARTBEAT_S).not_done and self._pool.active and time.monotonic() < until:
+                progress()
 
     def close(self) -> None:
         """Stop the processes, also in the middle of a reward."""

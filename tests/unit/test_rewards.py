@@ -219,6 +219,16 @@ def test_a_pool_whose_idle_child_was_killed_goes_on() -> None:
         assert scores(reward_runner, *[(prompt(), "fine")] * 10) == [0.5] * 10
 
 
+def test_processes_that_were_warmed_up_are_those_that_score() -> None:
+    with opened({"prompts": "x.jsonl"}) as quick, opened(BY_ANSWER) as reward_runner:
+        quick.warm_up()
+        assert pool_children() == []
+        reward_runner.warm_up()
+        begun = {child.pid for child in pool_children()}
+        assert scores(reward_runner, (prompt(), "fine")) == [0.5]
+        assert begun == {child.pid for child in pool_children()} != set()
+
+
 def pool_children() -> list[psutil.Process]:
     """Of all pools of this process, those that are alive.
 

@@ -72,6 +72,10 @@ class RolloutRunner:
             failure = Failure(f"the request raised {type(error).__name__}", str(error))
             return [failed_group(p, request.samples_per_prompt, self.engine.version, failure) for p in prompts]
 
+    def warm_up(self, progress: Callable[[], None]) -> None:
+        """Start the processes that score, before a request waits for them."""
+        self._setup.rewards.warm_up(progress)
+
     @property
     def scored_s(self) -> float:
         """Seconds that scoring took so far."""

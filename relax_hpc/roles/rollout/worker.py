@@ -87,6 +87,7 @@ class RolloutWorker:
 
     def work(self) -> NoReturn:
         """Generate requests until asked to stop."""
+        self.runner.warm_up(lambda: self.progress("starting"))
         while True:
             claim, waited_s = self.wait_for_claim()
             self.generate(claim, waited_s)
