@@ -33,6 +33,7 @@ BENCHMARKS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_takes_json(name: str) -> None:
     script = common.ROOT / "tools" / "bench" / f"{name}.py"

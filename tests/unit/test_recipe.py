@@ -406,6 +406,7 @@ def every_key(
             yield from every_key(one, f"{place}.", choice or member)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", ["[[{a = nan}]]", "-1e999", "{b = 2024-01-01}"])
 def test_no_wrong_value_of_any_key_is_more_than_a_recipe_error(tiny: Path, value: str) -> None:
     found = list(every_key())
