@@ -8,9 +8,10 @@ NFS may show an old time for a while: every folder is listed once in a while, an
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 RECENT_S, COARSE_RECENT_S = 0.1, 1.5
@@ -72,6 +73,22 @@ class FolderWatch:
 
     def _time(self) -> int:
         return os.stat(self.folder).st_mtime_ns
+
+
+class FolderWatches:
+    """Watches of the folders over which many files are spread."""
+
+    def __init__(self) -> None:
+        self._watches: dict[Path, FolderWatch] = {}
+
+    def names(self, folder: Path) -> frozenset[str]:
+        """The names in a folder now, as FolderWatch has them."""
+        return self._watches.setdefault(folder, FolderWatch(folder)).names()
+
+    def look(self) -> Callable[[Path], bool]:
+        """Return a function that tells whether a path is there: one stat a folder, however many paths are asked for."""
+        names = functools.cache(self.names)
+        return lambda path: path.name in names(path.parent)
 
 
 def backoff(first_s: float = 0.002, last_s: float = 0.02, watchers: int = 1, usual_s: float = 0.0) -> Iterator[float]:

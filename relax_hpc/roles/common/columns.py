@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.files.watch import FolderWatch
+from relax_hpc.files.watch import FolderWatches
 from relax_hpc.roles.common.quarantine import decided
 from relax_hpc.spool.column import Column, DamagedColumn, read_column
 from relax_hpc.spool.ledger import Entry
@@ -47,7 +47,7 @@ class Columns:
     def __init__(self, run: RunDir, names: Sequence[str], commit_dir: Path, say: Callable[..., None]) -> None:
         """names: names of the columns; commit_dir: the folder of our incarnation; say: writes an event down."""
         self._run, self.names, self._commit_dir, self._say = run, names, commit_dir, say
-        self._watches: dict[Path, FolderWatch] = {}
+        self._watches = FolderWatches()
         self._versions: dict[str, dict[str, str]] = {}
         """Request -> versions of its columns, for requests that have all of them."""
         self._reference: str | None = None
@@ -60,16 +60,13 @@ class Columns:
 
         shards: request -> its shard.
         """
-        names: dict[Path, frozenset[str]] = {}  # one stat a folder, whatever waits
-        return [request for request, shard in shards.items() if not self.names or self._ready(request, shard, names)]
+        is_there = self._watches.look()
+        return [request for request, shard in shards.items() if not self.names or self._ready(request, shard, is_there)]
 
-    def _ready(self, request: str, shard: Shard, names: dict[Path, frozenset[str]]) -> bool:
+    def _ready(self, request: str, shard: Shard, is_there: Callable[[Path], bool]) -> bool:
         paths = {name: self._run.column(request, name) for name in self.names}
-        for path in paths.values():
-            if path.parent not in names:
-                names[path.parent] = self._watches.setdefault(path.parent, FolderWatch(path.parent)).names()
-            if path.name not in names[path.parent]:
-                return False
+        if not all(map(is_there, paths.values())):
+            return False
         found = [
             column for name, path in paths.items() if (column := self._read(name, path, request, shard)) is not None
         ]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import STEPS_PER_SHARD_FOLDER, RunDir
-from relax_hpc.files.watch import FolderWatch
+from relax_hpc.files.watch import FolderWatch, FolderWatches
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.shard import DamagedShard, Shard
 
@@ -48,7 +48,7 @@ class PendingColumns:
         self._rank, self._processes = rank, processes
         self._recent = 2 + max_staleness // STEPS_PER_SHARD_FOLDER
         self._folders = FolderWatch(shards.shards)
-        self._watches: dict[Path, FolderWatch] = {}
+        self._watches = FolderWatches()
         self._columns: dict[str, frozenset[str]] = {}
         self._done: dict[str, float] = {}
         self._behind: dict[str, tuple[int, int]] = {}
@@ -69,7 +69,7 @@ class PendingColumns:
         again = now - self._looked_at > LOOK_AGAIN_S or any(f not in self._columns for f in active)
         if again:
             self._looked_at = now
-            self._columns = {f: self._watch(self._run.columns / f) for f in active}
+            self._columns = {f: self._watches.names(self._run.columns / f) for f in active}
             self._done = {request: at for request, at in self._done.items() if now - at < SEEN_S}
         pending = {f: self._of(f) for f in active}
         if again:
@@ -78,7 +78,7 @@ class PendingColumns:
 
     def _of(self, folder: str) -> list[str]:
         there = self._columns[folder]
-        shards = sorted(name.removesuffix(".h5") for name in self._watch(self._shards.shards / folder))
+        shards = sorted(name.removesuffix(".h5") for name in self._watches.names(self._shards.shards / folder))
         return [
             request
             for request in shards
@@ -125,9 +125,6 @@ class PendingColumns:
     def _times(self, folder: str) -> tuple[int, int]:
         """Return when names of shards, and of columns, last came or went."""
         return _changed(self._shards.shards / folder), _changed(self._run.columns / folder)
-
-    def _watch(self, folder: Path) -> frozenset[str]:
-        return self._watches.setdefault(folder, FolderWatch(folder)).names()
 
 
 def opened(shards: RunDir, shard_reader: Shards, request: str, read: Callable[[Shard], T]) -> T | None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable
-from pathlib import Path
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.watch import FolderWatch
+from relax_hpc.files.watch import FolderWatches
 from relax_hpc.roles.common.columns import Columns
 from relax_hpc.roles.common.quarantine import Quarantine
 from relax_hpc.roles.training.retention import Retention
@@ -26,7 +25,7 @@ class Arrivals:
     def __init__(self, shard_reader: Shards, columns: Columns, quarantine: Quarantine, retention: Retention) -> None:
         self.run, self.shard_reader, self.columns = shard_reader.run, shard_reader, columns
         self._quarantine, self._retention = quarantine, retention
-        self._watches: dict[Path, FolderWatch] = {}
+        self._watches = FolderWatches()
         self.unscored: dict[str, Shard] = {}
         """Outstanding requests that are published and lack columns."""
         self.complete: dict[str, Shard] = {}
@@ -84,12 +83,5 @@ class Arrivals:
         return arrived
 
     def _published(self, request_ids: Iterable[str]) -> list[str]:
-        names: dict[Path, frozenset[str]] = {}
-        found = []
-        for request_id in request_ids:
-            path = self.run.shard(request_id)
-            if path.parent not in names:
-                names[path.parent] = self._watches.setdefault(path.parent, FolderWatch(path.parent)).names()
-            if path.name in names[path.parent]:
-                found.append(request_id)
-        return found
+        is_there = self._watches.look()
+        return [request_id for request_id in request_ids if is_there(self.run.shard(request_id))]
