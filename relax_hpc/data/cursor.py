@@ -53,7 +53,7 @@ class PromptCursor:
         """Prompts taken since the beginning."""
         return sum(self.taken)
 
-    def take(self, count: int, weights: Sequence[float] | None = None) -> list[PromptRef]:
+    def draw(self, count: int, weights: Sequence[float] | None = None) -> list[PromptRef]:
         """Draw the next `count` prompts. weights: of the sources, for a curriculum; None means those of the recipe,
         always.
 

@@ -58,10 +58,10 @@ class ExampleLoader:
         """Return the next `count` examples as those of `step`: the same again where they are asked for again (while the
         disk is full)."""
         if self._step != step:
-            self._step, self._of_step = step, self.take(count)
+            self._step, self._of_step = step, self.draw(count)
         return self._of_step
 
-    def take(self, count: int) -> list[Example]:
+    def draw(self, count: int) -> list[Example]:
         """Return the next `count` examples. Raises RunError for one that cannot be learned."""
         taken = []
         if self._examples is None:

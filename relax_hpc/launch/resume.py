@@ -43,7 +43,7 @@ def resume(
     new = change_on_resume(old, overrides)
     changes = [change._asdict() for change in differences(old, new)]
     if code is not None:
-        new, edited = user_code.take_new(run, new)
+        new, edited = user_code.copy_edited(run, new)
         check_code(run, new, fork_server)
         changes += [{"key": "code", **one._asdict()} for one in edited]
     if changes:

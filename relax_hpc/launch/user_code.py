@@ -86,7 +86,7 @@ def edited(run: RunDir, recipe: Recipe) -> list[Edited]:
     ]
 
 
-def take_new(run: RunDir, recipe: Recipe) -> tuple[Recipe, list[Edited]]:
+def copy_edited(run: RunDir, recipe: Recipe) -> tuple[Recipe, list[Edited]]:
     """Copy the user's files as they are now. Return the recipe that names the new copies, and what differs from the old
     ones.
 

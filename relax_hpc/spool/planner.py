@@ -41,7 +41,7 @@ class Weights(Protocol):
 class Cursor(Protocol):
     """A checkpointable stream of prompts (data.cursor)."""
 
-    def take(self, count: int, weights: Sequence[float] | None = None) -> list[Any]: ...
+    def draw(self, count: int, weights: Sequence[float] | None = None) -> list[Any]: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -100,7 +100,7 @@ class RequestPlanner:
     def _request(self, name: str, oldest: int, step: int) -> Request:
         """Make a request and count it as outstanding. step: the earliest step before which it may be released."""
         weights = () if self.weights is None else (self.weights.at(step),)
-        prompts = tuple((ref.source, ref.index) for ref in self.cursor.take(self.groups_per_request, *weights))
+        prompts = tuple((ref.source, ref.index) for ref in self.cursor.draw(self.groups_per_request, *weights))
         request = Request(name, prompts, self.samples_per_prompt, request_seed(self.seed, name), max(0, oldest))
         self.outstanding[name] = request
         return request

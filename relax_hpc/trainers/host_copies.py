@@ -24,7 +24,7 @@ class HostCopies:
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         """Host memory of earlier copies, by its size: pinning it takes long."""
 
-    def take_away(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
+    def offload(self, kept: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
         """Copy `kept` to the host and free their memory; the content of `dropped` is lost. Tensors may share memory."""
         seen: set[int] = set()
         for storage in _storages(kept, seen):
@@ -41,7 +41,7 @@ class HostCopies:
         if any(storage.device.type == "cuda" for storage, _ in self._away):
             torch.cuda.empty_cache()
 
-    def bring_back(self) -> None:
+    def onload(self) -> None:
         """Give every tensor its memory and content back; dropped ones are zero."""
         for storage, host in self._away:
             storage.resize_(host.numel())

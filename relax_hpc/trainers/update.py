@@ -177,10 +177,10 @@ class PolicyUpdating(Updating):
 
     def offload(self) -> None:
         modules, optimizers = self._held()
-        self.host.take_away(state_of(modules, optimizers), gradients_of(modules))
+        self.host.offload(state_of(modules, optimizers), gradients_of(modules))
 
     def onload(self) -> None:
-        self.host.bring_back()
+        self.host.onload()
 
     @abstractmethod
     def _held(self) -> tuple[Sequence[Module], Sequence[Optimizer]]:

@@ -147,7 +147,7 @@ def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs
     examples = ExampleLoader(sources, recipe.run.seed)
     for step in range(steps):
         entry = ledger.find(step)
-        assert entry.learned == tuple((ref.source, ref.index, ref.epoch) for ref in cursor.take(8))
+        assert entry.learned == tuple((ref.source, ref.index, ref.epoch) for ref in cursor.draw(8))
         trainer.step(read(entry, examples), algorithm, step)
     kept = load_file(run.checkpoint(steps) / "model.safetensors")
     assert all(torch.equal(kept[name], tensor) for name, tensor in trainer.export())

@@ -43,7 +43,7 @@ def make(
     holdout=st.sampled_from([0.0, 0.3]),
 )
 def test_resuming_at_any_point_gives_the_same_stream(folder: Path, takes: list[int], seed: int, holdout: float) -> None:
-    whole = PromptCursor(make(folder, holdout=holdout), seed).take(sum(takes) + 5)
+    whole = PromptCursor(make(folder, holdout=holdout), seed).draw(sum(takes) + 5)
     pieces: list[PromptRef] = []
     state: str | None = None
     for count in [*takes, 5]:
@@ -51,7 +51,7 @@ def test_resuming_at_any_point_gives_the_same_stream(folder: Path, takes: list[i
         if state is not None:
             cursor.load_state_dict(json.loads(state))
         assert cursor.position == len(pieces)
-        pieces += cursor.take(count)
+        pieces += cursor.draw(count)
         state = json.dumps(cursor.state_dict())
     assert pieces == whole
 
@@ -61,26 +61,26 @@ def test_taking_state_does_not_move_the_stream_and_steps_do_not_matter(folder: P
     refs = []
     for _ in range(50):
         watched.state_dict()
-        refs += watched.take(1)
-    assert refs == plain.take(50)
+        refs += watched.draw(1)
+    assert refs == plain.draw(50)
 
 
 def test_a_state_does_not_follow_the_cursor_it_was_taken_from(folder: Path) -> None:
     cursor = PromptCursor(make(folder), 5)
-    cursor.take(3)
+    cursor.draw(3)
     state = cursor.state_dict()
-    after = cursor.take(10)
+    after = cursor.draw(10)
     cursor.load_state_dict(state)
-    assert cursor.take(10) == after
+    assert cursor.draw(10) == after
 
 
 def test_resuming_far_into_the_stream_replays_nothing(folder: Path) -> None:
     cursor = PromptCursor(make(folder, (1000,), (1.0,)), 0)
-    cursor.take(1)
+    cursor.draw(1)
     state = json.loads(json.dumps(cursor.state_dict()).replace("[1]", "[50000000]"))
     cursor.load_state_dict(state)
     assert cursor.position == 50_000_000
-    assert cursor.take(2)[0].epoch == 50_000
+    assert cursor.draw(2)[0].epoch == 50_000
 
 
 @pytest.mark.parametrize("holdout", [0.0, 0.4])
@@ -88,7 +88,7 @@ def test_every_epoch_goes_once_through_what_is_not_held_out(folder: Path, holdou
     sources = make(folder, (30,), (1.0,), holdout)
     allowed = [i for i in range(30) if not sources.is_held_out(0, i)]
     assert holdout == 0.0 or 5 < len(allowed) < 28
-    refs = PromptCursor(sources, 1).take(4 * len(allowed))
+    refs = PromptCursor(sources, 1).draw(4 * len(allowed))
     requests = []
     for epoch in range(4):
         indices = [ref.index for ref in refs if ref.epoch == epoch]
@@ -100,7 +100,7 @@ def test_every_epoch_goes_once_through_what_is_not_held_out(folder: Path, holdou
 
 def test_every_prefix_follows_the_weights(folder: Path) -> None:
     for holdout in (0.0, 0.4):
-        refs = PromptCursor(make(folder, holdout=holdout), 3).take(400)
+        refs = PromptCursor(make(folder, holdout=holdout), 3).draw(400)
         counts: Counter[int] = Counter()
         for n, ref in enumerate(refs, 1):
             counts[ref.source] += 1
@@ -110,7 +110,7 @@ def test_every_prefix_follows_the_weights(folder: Path) -> None:
 
 def test_the_stream_is_the_seeds_and_names(folder: Path) -> None:
     def first(seed: int, stream: str = "train") -> list[object]:
-        return [*PromptCursor(make(folder), seed, stream).take(40)]
+        return [*PromptCursor(make(folder), seed, stream).draw(40)]
 
     assert first(1) == first(1)
     assert len({str(s) for s in (first(1), first(2), first(1, "sft_warm_start"))}) == 3
@@ -120,9 +120,9 @@ def test_the_cursor_leaves_torchs_random_state_alone(folder: Path) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
     cursor = PromptCursor(make(folder), 0)
-    cursor.take(3)
+    cursor.draw(3)
     cursor.load_state_dict(cursor.state_dict())
-    cursor.take(3)
+    cursor.draw(3)
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -136,7 +136,7 @@ def test_the_state_of_another_run_is_refused(folder: Path) -> None:
 
 def test_a_source_that_is_held_out_whole_is_an_error_not_a_hang(folder: Path) -> None:
     with pytest.raises(RunError, match="source 2 has 4 prompts, and all of them are held out"):
-        PromptCursor(make(folder, (1, 1, 4), (1e-9, 1e-9, 1.0), 0.9999999), 0).take(1)
+        PromptCursor(make(folder, (1, 1, 4), (1e-9, 1e-9, 1.0), 0.9999999), 0).draw(1)
 
 
 def test_the_shuffle_is_pinned_and_uniform() -> None:

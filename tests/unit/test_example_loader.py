@@ -40,20 +40,20 @@ def said(examples: list[Example]) -> list[tuple[object, list[int], list[int]]]:
 def test_examples_come_in_the_cursors_order_and_go_on_where_a_state_was_taken(
     sources: PromptSources, workers: int
 ) -> None:
-    refs = PromptCursor(sources, 3).take(12)
-    whole = ExampleLoader(sources, 3).take(12)
+    refs = PromptCursor(sources, 3).draw(12)
+    whole = ExampleLoader(sources, 3).draw(12)
     assert [e.ref for e in whole] == refs
     for e in whole:
         prompt, answer = sources.example(e.ref.source, e.ref.index)
         assert (prompt.tokens.tolist(), answer.tolist()) == (e.prompt.tolist(), e.answer.tolist())
     for at in (0, 1, 5):
         first = ExampleLoader(sources, 3, workers)
-        assert said(first.take(at)) == said(whole[:at])
+        assert said(first.draw(at)) == said(whole[:at])
         state = json.loads(json.dumps(first.state_dict()))
-        assert said(first.take(3)) == said(whole[at : at + 3]), "asking for the state changes nothing"
+        assert said(first.draw(3)) == said(whole[at : at + 3]), "asking for the state changes nothing"
         second = ExampleLoader(sources, 3, workers)
         second.load_state_dict(state)
-        assert said(second.take(12 - at)) == said(whole[at:])
+        assert said(second.draw(12 - at)) == said(whole[at:])
         assert second.state_dict() != state
 
 
@@ -62,7 +62,7 @@ def test_what_is_wrong_with_a_row_is_one_line_from_a_worker_too(tmp_path: Path, 
     with pytest.raises(
         RunError, match=r"^source 1, prompt 2 \(.*b\.jsonl:3\): there is no answer to learn: "
     ) as caught:
-        ExampleLoader(make(tmp_path, broken=True), 3, workers).take(60)
+        ExampleLoader(make(tmp_path, broken=True), 3, workers).draw(60)
     assert "\n" not in str(caught.value)
 
 
@@ -74,5 +74,5 @@ def test_the_state_of_another_seed_is_refused(sources: PromptSources) -> None:
 
 def test_a_step_is_loaded_once(sources: PromptSources) -> None:
     steps = ExampleLoader(sources, 3)
-    assert said(steps.of(0, 4)) == said(steps.of(0, 4)) == said(ExampleLoader(sources, 3).take(4))
-    assert said(steps.of(1, 4)) == said(ExampleLoader(sources, 3).take(8))[4:]
+    assert said(steps.of(0, 4)) == said(steps.of(0, 4)) == said(ExampleLoader(sources, 3).draw(4))
+    assert said(steps.of(1, 4)) == said(ExampleLoader(sources, 3).draw(8))[4:]

@@ -33,7 +33,7 @@ def take(
     recipe = load_recipe(write_recipe(folder), [*FOUR, *sets])
     process: Any = Namespace(recipe=recipe, arguments=Namespace(rank=rank, slurm_task=step))
     (folder / "i").mkdir(exist_ok=True)
-    gpus.take(process, folder / "i")
+    gpus.assign(process, folder / "i")
     return sorted(path.name.rpartition("-")[2] for path in (folder / "i").iterdir())
 
 

@@ -62,7 +62,7 @@ def test_the_quickstart_task_never_trains_on_a_held_out_text(stream: str) -> Non
     """Items of a procedural task repeat under many indices; the split is by text."""
     sources = PromptSources([ADDITION], char_tokenizer(), 64, 0.1)
     held_out = [sources.prompt(*ref) for ref in sources.held_out(256)]
-    trained = {sources.text(r.source, r.index) for r in PromptCursor(sources, 0, stream).take(12000)}
+    trained = {sources.text(r.source, r.index) for r in PromptCursor(sources, 0, stream).draw(12000)}
     texts = {prompt.text for prompt in held_out}
     assert len(texts) == len(held_out) == 256
     assert len(trained) > 3000 and not texts & trained
@@ -102,7 +102,7 @@ def test_what_an_evaluation_source_asks_is_never_trained_on(tmp_path: Path) -> N
     asked = [f"p{i}" for i in range(0, 300, 3)] + ["p0", "new"]
     own = EvaluationFile(prompts=prompts_file(tmp_path / "e.jsonl", asked).prompts, limit=20)
     sources = PromptSources([source], char_tokenizer(), 64, 0.2, [own])
-    texts = {sources.text(ref.source, ref.index) for ref in PromptCursor(sources, 0).take(600)}
+    texts = {sources.text(ref.source, ref.index) for ref in PromptCursor(sources, 0).draw(600)}
     assert texts == {t for t in trained if not falls_in(t, 0.2)} - set(asked)
     generated = sources.evaluated(10**6)
     share, rest = ({sources.text(*ref) for ref in generated if ref[0] == n} for n in (0, 1))

@@ -33,7 +33,7 @@ class Counting:
     def __init__(self) -> None:
         self.position = 0
 
-    def take(self, count: int) -> list[Ref]:
+    def draw(self, count: int) -> list[Ref]:
         self.position += count
         return [Ref(0, i) for i in range(self.position - count, self.position)]
 

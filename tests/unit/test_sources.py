@@ -256,7 +256,7 @@ def drawn(sources: PromptSources, count: int, state: dict[str, Any] | None = Non
     cursor = PromptCursor(sources, seed=1)
     if state is not None:
         cursor.load_state_dict(state)
-    return [ref.index for ref in cursor.take(count)]
+    return [ref.index for ref in cursor.draw(count)]
 
 
 def test_rows_that_are_too_long_or_unanswered_are_left_out_where_the_recipe_says_so(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_rows_that_are_too_long_or_unanswered_are_left_out_where_the_recipe_says
         assert sorted(drawn(sources, 5)) == [0, 5, 6, 7, 8]
     whole = drawn(file_sources(path, **keys, **limit), 15)
     cursor = PromptCursor(file_sources(path, **keys, **limit), seed=1)
-    assert [ref.index for ref in cursor.take(7)] == whole[:7]
+    assert [ref.index for ref in cursor.draw(7)] == whole[:7]
     assert (
         drawn(file_sources(path, **keys, **limit), 8, cursor.state_dict()) == whole[7:]
     )  # nothing was looked at before

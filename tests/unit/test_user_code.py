@@ -129,7 +129,7 @@ def test_an_edited_file_is_named_and_taken_as_a_new_version(mine: Path) -> None:
     (mine / "my_unused.py").write_text("RIGHT = 'no'\n")
     [edited] = user_code.edited(run, old)
     assert edited.file == str(words) and edited.old != edited.new
-    new, changed = user_code.take_new(run, old)
+    new, changed = user_code.copy_edited(run, old)
     assert new.source[0].reward == f"{run.snapshot}/user/v1/0/my_judge.py:judge"
     assert {Path(c.file).name: (c.old is None, c.new is None) for c in changed} == {
         "my_words.py": (False, False), "my_unused.py": (True, False), "__init__.py": (False, True), "deep.py": (False, True),
@@ -150,8 +150,8 @@ def test_a_forks_copies_came_from_where_those_of_the_first_run_did(mine: Path) -
 def test_new_code_that_cannot_be_taken_is_said(mine: Path) -> None:
     plain = made(recipe_of(mine))
     with pytest.raises(RunError, match="no copy of code of yours"):
-        user_code.take_new(plain, load_recipe(plain.recipe))
+        user_code.copy_edited(plain, load_recipe(plain.recipe))
     run = made(recipe_of(mine, f"source.0.reward={mine}/my_judge.py:judge", "run.name=other"))
     (mine / "my_judge.py").unlink()
     with pytest.raises(RunError, match="my_judge.py'] are gone"):
-        user_code.take_new(run, load_recipe(run.recipe))
+        user_code.copy_edited(run, load_recipe(run.recipe))

@@ -91,7 +91,7 @@ class Client:
         """Give the memory of weights and cache back, on a GPU; nothing may be running."""
         self._request("POST", "/release_memory_occupation", {}, CONTROL_S)
 
-    def take_memory(self) -> None:
+    def onload(self) -> None:
         """Take the released memory again; its content is lost."""
         self._request("POST", "/resume_memory_occupation", {}, CONTROL_S)
 

@@ -195,7 +195,7 @@ class SglangEngine:
         if self._lost():
             self._restart(progress)
         else:
-            self.client.take_memory()
+            self.client.onload()
 
     def close(self) -> None:
         self._leave_group()

@@ -49,7 +49,7 @@ class Prompts:
     def __init__(self) -> None:
         self.position = 0
 
-    def take(self, count: int, weights: Sequence[float] | None = None) -> list[Prompt]:
+    def draw(self, count: int, weights: Sequence[float] | None = None) -> list[Prompt]:
         self.position += count
         return [Prompt(0, i) for i in range(self.position - count, self.position)]
 

@@ -32,7 +32,7 @@ def place(rank: int, slurm_task: bool) -> int:
     return int(os.environ["SLURM_LOCALID"]) if slurm_task else rank
 
 
-def take(process: RoleProcess, commit_dir: Path) -> None:
+def assign(process: RoleProcess, commit_dir: Path) -> None:
     """Make its own GPU the current one of a trainer's process. Raises RunError if the GPUs are not as the recipe
     says."""
     arguments, config, slurm = process.arguments, process.recipe.trainer, process.recipe.slurm
@@ -55,7 +55,7 @@ def take(process: RoleProcess, commit_dir: Path) -> None:
     _take(commit_dir, own, arguments.rank, who)
 
 
-def take_beside(recipe: Recipe, role: str, first: int, rank: int, world: int) -> None:
+def assign_beside(recipe: Recipe, role: str, first: int, rank: int, world: int) -> None:
     """Make a GPU the current one of a process of a role beside the trainer. It is chosen from the node's GPUs from the
     `first` on, which other roles do not have. Raises RunError if a group of `world` processes, each needing its own,
     is larger than their number."""

@@ -61,7 +61,9 @@ class ColumnRole(GroupRole):
         if commit_dir is not None:
             begin_attempt(process, commit_dir, self.wait)
         if gpus.computes_on_gpu(self.recipe.trainer.device, process.arguments.role):
-            gpus.take_beside(self.recipe, process.arguments.role, self.first_gpu(), process.arguments.rank, self.world)
+            gpus.assign_beside(
+                self.recipe, process.arguments.role, self.first_gpu(), process.arguments.rank, self.world
+            )
         if commit_dir is not None:
             meet(commit_dir, self.rank, self.world, self.recipe.trainer.device)
 

@@ -82,7 +82,7 @@ def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, process: R
     for step in range(phase.steps):
         if process.stopping or process.run.stop.exists():
             raise Stop
-        examples = loader.take(phase.batch_size)
+        examples = loader.draw(phase.batch_size)
         rate = phase.learning_rate * min(1.0, (step + 1) / RAMP_STEPS)
         loss = trainer.supervised_step([e.prompt for e in examples], [e.answer for e in examples], rate)
         smooth = loss if smooth is None else (1 - SMOOTHING) * smooth + SMOOTHING * loss

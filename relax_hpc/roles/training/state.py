@@ -49,7 +49,7 @@ class TrainerState(GroupRole):
         # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)
-        gpus.take(process, self.commit_dir)
+        gpus.assign(process, self.commit_dir)
         meet(self.commit_dir, self.rank, self.world, recipe.trainer.device)
 
     @property

@@ -40,7 +40,7 @@ class MegatronScoring(Split):
     def load(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
         if name not in self.models:
             self._keep(name, build(self.hf, transformer_config(self.hf, self.recipe.trainer), self.groups))
-        weights.take(self.models[name], tensors, where, self.hf, self.groups)
+        weights.load_tensors(self.models[name], tensors, where, self.hf, self.groups)
 
     @supported
     def logprobs(self, name: str, rollouts: Rollouts, progress: Progress = lambda: None) -> NDArray[np.float32]:

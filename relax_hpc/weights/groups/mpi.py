@@ -36,7 +36,7 @@ _ready: list[BackendProcess] = []
 """Children that are in no group."""
 
 
-def take_process() -> BackendProcess:
+def borrow_process() -> BackendProcess:
     """Take a child that is in no group, or start one. Raises RunError when MPI does not work here."""
     while True:
         with _lock:
@@ -85,7 +85,7 @@ class MpiRendezvous(Rendezvous):
     def __init__(self, run: RunDir, timeout_s: float, commit_dir: Path | None = None) -> None:
         super().__init__(run, timeout_s, commit_dir)
         self.buffers = SharedBufferPool()
-        give_back(take_process())  # that there is an MPI is found now, and the first group is quick
+        give_back(borrow_process())  # that there is an MPI is found now, and the first group is quick
 
     def form(self, names: frozenset[str]) -> tuple[MpiGroup, frozenset[str]]:
         process, group_id = _process(), uuid.uuid4().hex
@@ -156,6 +156,6 @@ class MpiRendezvous(Rendezvous):
 def _process() -> BackendProcess:
     """Take a child for a group. MPI worked here when the rendezvous was made: an error now may pass, so a GroupError."""
     try:
-        return take_process()
+        return borrow_process()
     except RunError as error:
         raise GroupError(str(error)) from error

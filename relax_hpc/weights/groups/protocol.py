@@ -67,7 +67,7 @@ class BufferPool:
     def __init__(self) -> None:
         self._spare: defaultdict[int, list[Tensor]] = defaultdict(list)
 
-    def take(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         try:
             return self._spare[nbytes].pop()
         except IndexError:
@@ -137,7 +137,7 @@ class Outgoing:
         entries: Contents = {}
         segments, used = [], []
         for run in buckets(part, SEGMENT_BYTES):
-            flat = None if len(run) == 1 else self._buffers.take(sum(_padded(tensor.nbytes) for _, tensor in run))
+            flat = None if len(run) == 1 else self._buffers.allocate(sum(_padded(tensor.nbytes) for _, tensor in run))
             begin = 0
             for name, tensor in run:
                 on_cpu = tensor.cpu()  # once, where it comes from a GPU
@@ -244,7 +244,7 @@ class Incoming:
             ]
             runs += split(about, lambda tensor: tensor[-1], SEGMENT_BYTES)
         sizes = [run[0][-1] if len(run) == 1 else sum(_padded(size) for *_, size in run) for run in runs]
-        segments = [self._buffers.take(size) for size in sizes]
+        segments = [self._buffers.allocate(size) for size in sizes]
         received.segments += segments
 
         def take(place: int) -> None:

@@ -64,7 +64,7 @@ def fill(chunks: list[Policy], folder: Path, model: Any, groups: ProcessGroupCol
     _fill(chunks, files, read, folder, model, groups)
 
 
-def take(
+def load_tensors(
     chunks: list[Policy], tensors: Mapping[str, Tensor], where: Path, model: Any, groups: ProcessGroupCollection
 ) -> None:
     """Cut this process's shards from a version's tensors; `where` names their place in errors."""
