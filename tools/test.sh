@@ -18,6 +18,7 @@ while [[ "${1:-}" = --python || "${1:-}" = --setup-only ]]; do
 done
 cd "$(dirname "$0")/.."
 tools/slurm-install.sh
+tools/fuse-install.sh
 tools/setup.sh "${setup[@]}" analysis,dev,docs,megatron,mpi,sglang-cpu,tracking
 [ -n "$only" ] && exit 0
 # tests/conftest.py takes more settings of the machine away; these would decide how pytest itself starts.
