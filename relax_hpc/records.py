@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
+
+from relax_hpc.files.errors import Damaged
 
 Progress = Callable[[], None]
 """Called now and then during everything that lasts: the heartbeat. An exception that it raises ends the work."""
@@ -26,6 +29,40 @@ class Finish(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """The images, videos and sounds of a prompt as the model's processor made them: the truth for engine and trainer."""
+
+    tensors: Mapping[str, NDArray[Any]]
+    """Arguments of the model's forward by name, such as pixel_values [patches, values], image_grid_thw [images, 3]."""
+    digest: str
+    """XXH3-128 (hexadecimal) of names, types, shapes and bytes, in the order of names."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, NDArray[Any]]) -> Media:
+        """The media with their digest."""
+        return cls(tensors, digest_of(tensors))
+
+    def check(self, station: str) -> None:
+        """Raise Damaged where the tensors are not those that the digest was made of; `station`: who holds them now."""
+        found = digest_of(self.tensors)
+        if found != self.digest:
+            raise Damaged(
+                f"{station}: a prompt's media have the checksum {found}, but the processor made {self.digest}: "
+                "they were changed in between"
+            )
+
+
+def digest_of(tensors: Mapping[str, NDArray[Any]]) -> str:
+    """XXH3-128 of names, types, shapes and bytes of arrays, in the order of names."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        array = np.ascontiguousarray(tensors[name])
+        digest.update(f"{name} {array.dtype.str} {tensors[name].shape};".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """A task: the tokens that the model sees, and the data that a reward needs to score an answer."""
 
@@ -36,9 +73,11 @@ class Prompt:
     text: str
     """The prompt as text; chat messages are rendered with the chat template."""
     tokens: NDArray[np.int32]  # [P]
+    """With media: as the model's processor expanded them, a placeholder for each patch or frame."""
     answer: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     """Everything else that the source's row or item holds; JSON-like."""
+    media: Media | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +204,8 @@ class Rollouts:
     is the sum of lengths() - 1. The megatron trainer routes as they say."""
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Further numbers for the tokens in the loss, [T] each: logprobs of "reference", "recomputed", "teacher"; "values"."""
+    media: tuple[Media | None, ...] = ()
+    """[N] of each sample's prompt, the samples of a group share one; empty where no prompt of the step has any."""
     too_old: NDArray[np.uint8] | None = None
     """[T] 1 on tokens that the model generated and that are kept out of the loss for their age alone."""
 
@@ -212,6 +253,7 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         offsets=offsets_of([int(n) for r in rollouts for n in np.diff(r.offsets)]),
         routed_experts=np.concatenate(routed) if routed else None,
         columns={n: joined([r.columns[n] for r in rollouts], np.float32) for n in columns},
+        media=tuple(m for r in rollouts for m in r.media or [None] * len(r)) if any(r.media for r in rollouts) else (),
         **flat,
     )
 

@@ -16,7 +16,7 @@ import relax_hpc
 PACKAGE = Path(relax_hpc.__file__).parent
 ROOT = PACKAGE.parent
 FLOORS = [
-    {"recipe", "files", "records", "registry", "telemetry", "parent"},
+    {"recipe", "files", "records", "registry", "telemetry", "parent", "media"},
     {"algorithms", "spool", "data", "huggingface"},
     {"engines", "trainers", "weights", "rewards", "environments", "checkpoint"},
     {"roles"},

@@ -1,0 +1,90 @@
+"""Kinds of models. A family says how transformers builds its models, and how media enter them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_hpc.records import Media
+
+TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
+"""Numbers of the modalities in mm_token_type_ids, as transformers' processors give them; text is 0."""
+
+
+class Family:
+    """A kind of model, one file each. This class itself is the family of text models."""
+
+    name: ClassVar[str] = "text"
+    model_types: ClassVar[frozenset[str]] = frozenset()
+    """Values of config.model_type, of a folder's config and of the part that is built."""
+    placeholder_keys: ClassVar[Mapping[str, str]] = {}
+    """Modality -> key of the config with the id of its placeholder token."""
+    parts: ClassVar[Sequence[tuple[str, str]]] = ()
+    """(beginning of a parameter's name, its part: "vision", "projector" or "audio"); the first that fits holds."""
+    prefix: ClassVar[str] = ""
+    """Names in the files of the whole model begin with this, where only a part of it is built."""
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """What a prompt may show: of "image", "video", "audio"."""
+        return tuple(self.placeholder_keys)
+
+    def model_class(self) -> Any:
+        """The class with `from_config`/`from_pretrained` (or the model's own class) that builds the model to train."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM
+
+    def config(self, config: Any) -> Any:
+        """The part of a folder's config that the model to train is built from."""
+        return config
+
+    def placeholders(self, config: Any) -> dict[str, int]:
+        """Modality -> id of its placeholder token. A model may never draw one."""
+        own = self.config(config)
+        return {modality: int(getattr(own, key)) for modality, key in self.placeholder_keys.items()}
+
+    def token_types(self, config: Any, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """[T] the modality of each token as a number (mm_token_type_ids); 0 is text."""
+        types = np.zeros(len(tokens), np.int64)
+        for modality, token in self.placeholders(config).items():
+            types[tokens == token] = TOKEN_TYPES[modality]
+        return types
+
+    def positions(self, config: Any, tokens: NDArray[np.integer[Any]], media: Media | None) -> NDArray[Any]:
+        """Positions of a prompt for rotary embeddings: [T], or [3, T] for a family that has three axes.
+
+        Give the prompt's tokens alone: what follows it goes on at `next_position`, one a token on every axis.
+        """
+        return np.arange(len(tokens))
+
+    def next_position(self, positions: NDArray[Any]) -> float:
+        """The position of the token that follows."""
+        return float(positions.max()) + 1 if positions.size else 0.0
+
+    def part(self, parameter: str) -> str:
+        """The part of the model that a parameter belongs to: "language", "vision", "projector" or "audio"."""
+        return next((part for beginning, part in self.parts if parameter.startswith(beginning)), "language")
+
+    def joined(self, media: Sequence[Media]) -> dict[str, NDArray[Any]]:
+        """Put the tensors of several prompts one after the other, in this order: arguments of one forward."""
+        names = sorted({name for one in media for name in one.tensors})
+        return {name: _stacked([one.tensors[name] for one in media if name in one.tensors]) for name in names}
+
+
+def methods_of(model_class: type[Any], config: Any, **attributes: Any) -> Any:
+    """A model without parameters, for methods that need its config alone (get_rope_index)."""
+    model = object.__new__(model_class)
+    for name, value in {"config": config, **attributes}.items():
+        object.__setattr__(model, name, value)
+    return model
+
+
+def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Join on the first axis; where the other sizes differ (the lengths of sounds), zeros fill up to the longest."""
+    sizes = np.max([array.shape[1:] for array in arrays], axis=0).tolist() if arrays[0].ndim > 1 else []
+    padded = [np.pad(a, [(0, 0), *((0, int(n) - m) for n, m in zip(sizes, a.shape[1:], strict=True))]) for a in arrays]
+    return np.concatenate(padded)
