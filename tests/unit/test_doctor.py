@@ -23,12 +23,13 @@ from typer.testing import CliRunner
 from relax_hpc.cli import app
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.planning.doctor import caches, files, probe, python, room, slurm
+from relax_hpc.planning.doctor import files, load, probe, python, room, slurm, two_nodes
 from relax_hpc.planning.doctor.checks import Check, worst
 from relax_hpc.planning.doctor.examine import checkpoint_s, examine, target
+from relax_hpc.planning.doctor.seen import seen
 from relax_hpc.recipe import Recipe, dump_recipe, load_recipe
 from relax_hpc.slurm.plan import make_plan
-from tests.runs import SMALL, wait_for, write_recipe
+from tests.runs import SMALL, write_recipe
 
 
 @pytest.fixture
@@ -73,12 +74,25 @@ def test_a_link_that_replaces_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     assert of(files.semantics(tmp_path, trainer_processes=1), "exclusive link").verdict == "failed"
 
 
+@pytest.mark.parametrize(
+    ("call", "as_if"),
+    [("link", lambda source, target: None), ("rename", lambda source, target: target.touch())],
+)
+def test_a_name_that_several_processes_get_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, as_if: Callable[[Path, Path], None]
+) -> None:
+    monkeypatch.setattr(load, "ROUNDS", 20)
+    monkeypatch.setattr(os, call, as_if)
+    found = of(load.under_load(tmp_path), "one winner")
+    assert found.verdict == "failed" and f"{call}-" in found.found
+
+
 def test_locks_matter_for_several_trainer_processes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "lockf", lambda *_: None)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     for processes, verdict in ((1, "note"), (2, "failed")):
         folder = tmp_path / str(processes)
         folder.mkdir()
-        assert of(files.semantics(folder, trainer_processes=processes), "locks").verdict == verdict
+        assert of(files.semantics(folder, trainer_processes=processes), "flock").verdict == verdict
 
 
 @pytest.mark.parametrize(("off_s", "verdict"), [(0, "ok"), (10, "warning"), (-100, "failed")])
@@ -339,30 +353,46 @@ def test_a_run_is_looked_at_and_left_as_it_is(recipe: Recipe, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("cached_s", "verdict", "words"),
-    [(0.0, "ok", "seen within"), (1.4, "note", "late"), (60.0, "note", "no change of another node's in 3 s")],
+    [
+        (0.0, "ok", "seen within"),
+        (1.4, "note", "within 1."),
+        (60.0, "note", "no change by another node was seen in 3 s"),
+    ],
 )
 def test_what_a_client_caches_of_another_nodes_changes_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_s: float, verdict: str, words: str
 ) -> None:
-    """Through a client that answers stat and listdir from what it knows, for so long."""
-    known: dict[tuple[str, str], tuple[float, object]] = {}
+    """Through a client that answers stat from what it knows, for so long."""
+    known, real = dict[str, tuple[float, object]](), os.stat
 
-    def cached(name: str, call: Callable[..., object]) -> Callable[..., object]:
-        def answer(path: Any, **options: Any) -> object:
-            if "pulse-" not in str(path) or threading.current_thread() is not threading.main_thread():
-                return call(path, **options)
-            since, answered = known.get((name, str(path)), (0.0, None))
-            if answered is None or time.monotonic() - since > cached_s:
-                since, answered = time.monotonic(), call(path, **options)
-                known[name, str(path)] = since, answered
-            return answered
+    def cached(path: Any, **options: Any) -> object:
+        if threading.current_thread() is not threading.main_thread() or not str(path).endswith(("stat/file", "folder")):
+            return real(path, **options)
+        since, answered = known.get(str(path), (0.0, None))
+        if answered is None or time.monotonic() - since > cached_s:
+            since, answered = known[str(path)] = time.monotonic(), real(path, **options)
+        return answered
 
-        return answer
-
-    with caches.pulse(tmp_path, "trainer-1"):
-        wait_for((tmp_path / "pulse-trainer-1" / "name-2").exists)
-        for name in ("stat", "listdir"):
-            monkeypatch.setattr(caches.os, name, cached(name, getattr(os, name)))
-        found = caches.caches(tmp_path, "trainer-1", "n1", window_s=6.0)
+    with two_nodes.pulse(tmp_path, "trainer-1"):
+        monkeypatch.setattr(two_nodes, "LEAST_S", 3.0)
+        monkeypatch.setattr(os, "stat", cached)
+        watch = two_nodes.Watch(tmp_path / "pulse-trainer-1", window_s=3.0)
+        watch.work()
         monkeypatch.undo()
-    assert [(check.verdict, words in check.found) for check in found] == [(verdict, True)] * 2, found
+        found = {check.what: check for check in seen(watch, "n1")}
+    for what, check in found.items():
+        if "attribute" in what:
+            assert check.verdict == verdict and words in check.found, check
+        else:
+            assert check.verdict == "ok", check
+
+
+def test_names_that_two_nodes_got_and_files_that_were_not_whole_are_found(tmp_path: Path) -> None:
+    with two_nodes.pulse(tmp_path, "trainer-1"):
+        watch = two_nodes.Watch(tmp_path / "pulse-trainer-1")
+        watch.work()
+        assert "none by both" in of(seen(watch, "n1"), "one winner").found and watch.won and watch.about["won"]
+        watch.won.append(watch.about["won"][0])
+        watch.torn.append("7")
+        found = seen(watch, "n1")
+    assert of(found, "one winner").verdict == of(found, "visibility").verdict == "failed"

@@ -4,5 +4,7 @@ recipe or run ► target ─┬► files    is the shared file system one that a
                         ├► python   does the Python of the nodes hold what the run needs
                         ├► slurm    does the cluster have what [slurm] asks for, in its own words
                         └► nodes    all of this, and GPUs and network, seen from nodes (a job; `probe` runs there)
+
+`--file-system DIR` ► file_system: what a file system promises, from one node or two; no recipe
 Every check is a row: ok, a warning, failed, or a note on what could not be looked at. Nothing is left behind.
 """

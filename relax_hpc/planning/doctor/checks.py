@@ -22,6 +22,8 @@ class Check:
     fix: str = ""
     area: str = ""
     """Where it was looked: files, python, slurm or nodes."""
+    rests: str = ""
+    """The part of relax_hpc that rests on it; only where a file system is looked at for itself."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

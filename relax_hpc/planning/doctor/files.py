@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import multiprocessing
 import os
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +17,24 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import link_exclusive, sync_folder, write_file
-from relax_hpc.files.watch import COARSE_RECENT_S
+from relax_hpc.files.publish import is_there, link_exclusive, sync_folder, write_file
+from relax_hpc.files.watch import COARSE_RECENT_S, RECENT_S, RELIST_S
 from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 
 SKEW_WARNING_S, SKEW_FAILED_S = 2.0, 20.0
 """Clock differences of note: records of several machines are read side by side, though nothing relies on clocks."""
 SLOW_FSYNC_S = 0.2
+SYNCS = 5
+"""How often fsync is tried."""
+TICKS, LONGEST_TICK_S = 3, 3.2
+"""Different times of a folder to see, and when to give up."""
+TICK_PAUSE_S, LONGEST_TICK_PAUSE_S = 0.001, 0.02
+"""Pauses between two names: short at first, so that short ticks are found."""
+ELSEWHERE = "put run.root on another file system"
+LONG_HANDOVERS = (
+    "fewer, larger requests (rollout.groups_per_request), and async.max_staleness of 1 or more, so that waits overlap"
+)
+"""The advice where one role learns late of what another one made."""
 CACHE_OPTIONS = ("acregmax", "acdirmax", "actimeo")
 NFS_CACHE_S = 60
 """Seconds that an NFS client caches folders where the mount does not say: the default of acdirmax."""
@@ -36,50 +49,60 @@ def existing_part(path: Path) -> Path:
 
 
 @contextmanager
-def scratch(root: Path) -> Iterator[Path]:
-    """Make a folder in `root` (or the nearest one above that exists); it is removed at the end. Raises RunError."""
+def scratch(root: Path, asked: str = "run.root") -> Iterator[Path]:
+    """Make a folder in `root` (or the nearest one above that exists); it is removed at the end. Raises RunError.
+
+    asked: the key or option that names `root`.
+    """
     near = existing_part(root)
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=near))
     except OSError as error:
         raise RunError(
-            f"nothing can be written in '{near}' ({error.strerror}), where run.root = '{root}' shall be: give yourself "
-            "write permission, or choose another with --set run.root=DIR"
+            f"nothing can be written in '{near}' ({error.strerror}), where {asked} = '{root}' is to be: give yourself write "
+            f"permission, or choose another with {'--set run.root=DIR' if asked == 'run.root' else asked}"
         ) from None
     try:
         yield folder
     finally:
-        for _ in range(5):  # a process on another node may be writing its last file
+        remove_tree(folder)
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder in which a process on another node may be writing its last file."""
+    for _ in range(5):
+        with contextlib.suppress(OSError):
             shutil.rmtree(folder, ignore_errors=True)
-            if not folder.exists():
+            if not is_there(folder):
                 break
-            time.sleep(0.2)
+        time.sleep(0.2)
 
 
 def semantics(folder: Path, *, trainer_processes: int) -> list[Check]:
     """Try each guarantee that runs rely on, in `folder`, which must be empty."""
-    tried: tuple[tuple[str, Callable[[Path], None]], ...] = (
-        ("exclusive link", _exclusive_link),
-        ("hard links across folders", _link_across),
-        ("O_EXCL", _exclusive_create),
-        ("rename over a file", _rename_over_file),
-        ("rename of a folder", _rename_folder),
-        ("modification times", _touch),
-    )
-    broken: list[Check] = []
-    for what, attempt in tried:
+    tried = guarantees(folder)
+    broken = [check for check in tried if check.verdict != "ok"]
+    semantic = broken or [ok("semantics", ", ".join(check.what for check in tried))]
+    locked = locks(folder, trainer_processes)
+    return [*semantic, *fsyncs(folder), locked, skew(folder), times(folder), attribute_cache(folder)]
+
+
+def guarantees(folder: Path) -> list[Check]:
+    """Try what POSIX promises of names and files, each in a folder of its own."""
+    found = []
+    for what, attempt in GUARANTEES.items():
         own = folder / what.replace(" ", "-")
-        own.mkdir()
         try:
+            own.mkdir()
             attempt(own)
-        except (OSError, _Wrong) as error:
-            broken.append(failed(what, str(error), "POSIX semantics", "put run.root on another file system"))
-    semantic = broken or [ok("semantics", ", ".join(what for what, _ in tried))]
-    locks = _locks(folder, trainer_processes)
-    return [*semantic, _fsync(folder), locks, skew(folder), times(folder), attribute_cache(folder)]
+            found.append(ok(what, "as POSIX says"))
+        except (OSError, Wrong) as error:
+            said = error.strerror if isinstance(error, OSError) else None
+            found.append(failed(what, said or str(error), "POSIX semantics", ELSEWHERE))
+    return found
 
 
-class _Wrong(Exception):
+class Wrong(Exception):
     """Raised when the file system did something else than it should."""
 
 
@@ -89,7 +112,7 @@ def _exclusive_link(folder: Path) -> None:
     first = link_exclusive(folder / "a", folder / "final", durable=False)
     second = link_exclusive(folder / "b", folder / "final", durable=False)
     if (first, second) != (True, False) or (folder / "final").read_bytes() != b"a":
-        raise _Wrong(f"two links to one name gave {first} and {second}, and the name holds another file's bytes")
+        raise Wrong(f"two links to one name gave {first} and {second}, and the name holds another file's bytes")
 
 
 def _link_across(folder: Path) -> None:
@@ -98,14 +121,26 @@ def _link_across(folder: Path) -> None:
     write_file(folder / "x" / "a", b"a", durable=False)
     os.link(folder / "x" / "a", folder / "y" / "a")
     if (folder / "y" / "a").stat().st_nlink != 2:
-        raise _Wrong(f"a file with two names says that it has {(folder / 'y' / 'a').stat().st_nlink}")
+        raise Wrong(f"a file with two names says that it has {(folder / 'y' / 'a').stat().st_nlink}")
+
+
+def _rename_across(folder: Path) -> None:
+    """Try renames from one folder into another: of a file, as requests are claimed, and of a folder, as weights get their name."""
+    for name in ("from", "from/whole", "to"):
+        (folder / name).mkdir()
+    for name in ("from/file", "from/whole/inside"):
+        write_file(folder / name, b"a", durable=False)
+    for name in ("file", "whole"):
+        os.rename(folder / "from" / name, folder / "to" / name)
+    if os.listdir(folder / "from") or (folder / "to" / "whole" / "inside").read_bytes() != b"a":
+        raise Wrong("after a rename into another folder the old name is still there, or the content is another")
 
 
 def _exclusive_create(folder: Path) -> None:
     write_file(folder / "a", b"a", durable=False)
     with contextlib.suppress(FileExistsError):
         write_file(folder / "a", b"b", durable=False)
-        raise _Wrong("a file that is there was created again")
+        raise Wrong("a file that is there was created again")
 
 
 def _rename_over_file(folder: Path) -> None:
@@ -113,7 +148,7 @@ def _rename_over_file(folder: Path) -> None:
         write_file(folder / name, name.encode(), durable=False)
     os.rename(folder / "a", folder / "b")
     if (folder / "b").read_bytes() != b"a" or (folder / "a").exists():
-        raise _Wrong("after a rename over a file the old name, or the old bytes, are still there")
+        raise Wrong("after a rename over a file the old name, or the old bytes, are still there")
 
 
 def _rename_folder(folder: Path) -> None:
@@ -123,14 +158,14 @@ def _rename_folder(folder: Path) -> None:
     write_file(folder / "full" / "x", b"", durable=False)
     try:
         os.rename(folder / "a", folder / "full")
-        raise _Wrong("a folder was renamed over one that is not empty")
+        raise Wrong("a folder was renamed over one that is not empty")
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
     os.rename(folder / "a", folder / "over")
     try:
         write_file(folder / "a" / "x", b"", durable=False)
-        raise _Wrong("a file was created in a folder by the name that it had before a rename")
+        raise Wrong("a file was created in a folder by the name that it had before a rename")
     except FileNotFoundError:
         pass
 
@@ -142,30 +177,51 @@ def _touch(folder: Path) -> None:
     old = path.stat().st_mtime
     os.utime(path)
     if not old == 1e9 < path.stat().st_mtime:
-        raise _Wrong(
+        raise Wrong(
             f"a file touched now shows the time {path.stat().st_mtime:.0f}, before it {old:.0f} and not 1000000000"
         )
 
 
-def _fsync(folder: Path) -> Check:
-    began = time.monotonic()
+GUARANTEES: dict[str, Callable[[Path], None]] = {
+    "exclusive link": _exclusive_link,
+    "hard links across folders": _link_across,
+    "O_EXCL": _exclusive_create,
+    "rename over a file": _rename_over_file,
+    "rename of a folder": _rename_folder,
+    "rename across folders": _rename_across,
+    "modification times": _touch,
+}
+
+
+def fsyncs(folder: Path) -> list[Check]:
+    """Measure what fsync of a file and of a folder takes: the median of a few."""
+    sync: dict[str, Callable[[int], None]] = {
+        "fsync of a file": lambda i: write_file(folder / f"synced-{i}", b"x" * 4096),
+        "fsync of a folder": lambda i: sync_folder(folder),
+    }
+    return [_fsync(what, call) for what, call in sync.items()]
+
+
+def _fsync(what: str, call: Callable[[int], None]) -> Check:
+    took_s = []
     try:
-        write_file(folder / "synced", b"x" * 4096)
-        sync_folder(folder)
+        for i in range(SYNCS):
+            began = time.monotonic()
+            call(i)
+            took_s.append(time.monotonic() - began)
     except OSError as error:
-        return failed("fsync", str(error), "fsync of files and folders", "put run.root on another file system")
-    took = time.monotonic() - began
-    words = f"a file and its folder in {took * 1e3:.1f} ms"
-    if took > SLOW_FSYNC_S:
-        return warning("fsync", words, f"{SLOW_FSYNC_S * 1e3:.0f} ms at most", "publishing will be slow: fewer, larger requests (rollout.groups_per_request), or another file system")  # fmt: skip
-    return ok("fsync", words)
+        return failed(what, str(error), "fsync of files and folders", ELSEWHERE)
+    words = f"{statistics.median(took_s) * 1e3:.1f} ms, at most {max(took_s) * 1e3:.1f} ms"
+    if statistics.median(took_s) > SLOW_FSYNC_S:
+        return warning(what, words, f"{SLOW_FSYNC_S * 1e3:.0f} ms at most", "publishing will be slow: fewer, larger requests (rollout.groups_per_request), or another file system")  # fmt: skip
+    return ok(what, words)
 
 
-def _locks(folder: Path, trainer_processes: int) -> Check:
-    """Try fcntl locks between two processes: torch's FileStore, by which trainer processes find each other, takes them."""
+def locks(folder: Path, trainer_processes: int) -> Check:
+    """Try flock between two processes: torch's FileStore, by which trainer processes find each other, takes it."""
     with (folder / "lock").open("wb") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return _no_locks(f"refused: {error}", trainer_processes)
         child = multiprocessing.get_context("fork").Process(target=_take_lock, args=(str(folder / "lock"),))
@@ -173,13 +229,13 @@ def _locks(folder: Path, trainer_processes: int) -> Check:
         child.join()
     if child.exitcode != 0:
         return _no_locks("two processes held the same lock", trainer_processes)
-    return ok("advisory locks", "fcntl locks work (HDF5's are off)")
+    return ok("flock", "a lock that one process holds, another does not get (HDF5's are off)")
 
 
 def _take_lock(path: str) -> None:
     with open(path, "r+b") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os._exit(0)
     os._exit(1)
@@ -187,10 +243,10 @@ def _take_lock(path: str) -> None:
 
 def _no_locks(found: str, trainer_processes: int) -> Check:
     if trainer_processes == 1:
-        return note("advisory locks", f"{found}; not needed: HDF5's are off, and trainer.processes = 1")
-    expected = f"fcntl locks, by which trainer.processes = {trainer_processes} find each other"
+        return note("flock", f"{found}; not needed: HDF5's are off, and trainer.processes = 1")
+    expected = f"flock, by which trainer.processes = {trainer_processes} find each other"
     fix = "mount with locks (Lustre: -o flock; NFS: without nolock), or use trainer.processes = 1"
-    return failed("advisory locks", found, expected, fix)
+    return failed("flock", found, expected, fix)
 
 
 def skew(folder: Path) -> Check:
@@ -208,15 +264,32 @@ def skew(folder: Path) -> Check:
 
 
 def times(folder: Path) -> Check:
-    """Measure how fine file times are: whole seconds hide a change from a reader that looked within the same second."""
-    stamps = []
-    for name in ("one", "two", "three"):
-        write_file(folder / name, b"", durable=False)
-        stamps.append((folder / name).stat().st_mtime_ns)
-        time.sleep(0.01)
-    if any(stamp % 10**9 for stamp in stamps):
-        return ok("file times", "finer than a second")
-    return note("file times", f"whole seconds: folders that changed are listed every 0.1 s for {COARSE_RECENT_S:.1f} s")
+    """Check how fine the times of folders are: names that appear within one tick are seen by listing alone."""
+    tick_s = granularity_s(folder)
+    if tick_s <= RECENT_S:
+        return ok("times of folders", f"a tick is {tick_s * 1e3:.0f} ms")
+    if tick_s <= COARSE_RECENT_S:
+        return note("times of folders", f"a tick is {tick_s:.1f} s: folders that changed are listed every 0.1 s for {COARSE_RECENT_S:.1f} s")  # fmt: skip
+    words = f"names did not change a folder's time for {tick_s:.1f} s: they are seen when it is listed again, {RELIST_S:.0f} s later or more"
+    return warning("times of folders", words, f"{COARSE_RECENT_S:.1f} s at most", LONG_HANDOVERS)
+
+
+def granularity_s(folder: Path) -> float:
+    """The seconds by which the time of a folder advances while names appear in it, to a millisecond; LONGEST_TICK_S or more
+    if it did not."""
+    own = folder / "ticks"
+    own.mkdir()
+    stamps, until = list[int](), time.monotonic() + LONGEST_TICK_S
+    for i in itertools.count():
+        write_file(own / str(i), b"", durable=False)
+        stamp = os.stat(own).st_mtime_ns
+        stamps += [stamp] if stamp not in stamps else []
+        if len(stamps) == TICKS:
+            return min(b - a for a, b in itertools.pairwise(stamps[1:])) / 1e9  # the first tick had begun before
+        if time.monotonic() > until:
+            break
+        time.sleep(min(TICK_PAUSE_S * 1.1**i, LONGEST_TICK_PAUSE_S))
+    return float(LONGEST_TICK_S)
 
 
 def attribute_cache(folder: Path) -> Check:

@@ -27,15 +27,18 @@ import psutil
 from rich.filesize import decimal
 
 from relax_hpc.files.publish import read_json, replace, to_json
-from relax_hpc.planning.doctor.caches import caches, pulse
 from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 from relax_hpc.planning.doctor.files import semantics
 from relax_hpc.planning.doctor.python import libraries
+from relax_hpc.planning.doctor.seen import seen
+from relax_hpc.planning.doctor.two_nodes import Watch, pulse
 
 LEAST_SHM_BYTES = 1 << 30
 CONNECT_S = 5.0
 POLL_S = 0.1
 TOKEN_BYTES = 32
+WATCH_S = 8.0
+"""Seconds to watch another node's changes: nodes are not to be held for longer."""
 
 
 class Probe:
@@ -67,7 +70,9 @@ class Probe:
                 checks += libraries(sys.executable, limit_s=self._left_s())
             checks += self.network()
             if self.peers and self._hello(self.peers[0]):
-                checks += caches(self.folder, self.peers[0], self.host)
+                watch = Watch(self.folder / f"pulse-{self.peers[0]}", WATCH_S)
+                watch.work()
+                checks += seen(watch, self.host)
             findings = {"name": self.name, "host": self.host, "checks": [check.to_json() for check in checks]}
             replace(self.folder / f"found-{self.name}.json", to_json(findings), durable=False)
             while time.monotonic() < self.leave_at and self.folder.exists() and not (self.folder / "over").exists():
