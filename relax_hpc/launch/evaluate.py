@@ -235,7 +235,7 @@ def generate(
                 "run": own, "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": request.seed,
                 "samples_per_prompt": request.samples_per_prompt, "created": time.time(), "generate_s": time.perf_counter() - began,
             }  # fmt: skip
-            publish(place.shard(request.id), encode(request.id, groups, meta, recipe.spool.compression))
+            publish(place.shard(request.id), encode(request.id, groups, meta, recipe.spool.compression, "digest"))
             advance()
 
 

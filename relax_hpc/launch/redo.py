@@ -63,7 +63,7 @@ def _whole(shard: Shard) -> PartialRollout | None:
     their own."""
     if not all(reason.startswith("reward ") for reason in shard.meta["reasons"].values()):
         return None
-    groups = [replace(shard.group(g), reason="", detail="") for g in range(len(shard.groups))]
+    groups = [replace(shard.group(g, media=False), reason="", detail="") for g in range(len(shard.groups))]
     turns = [_begins(sample) for group in groups for sample in group.samples]
     samples = [sample for group in groups for sample in group.samples]
     if len(samples) != len(groups) * shard.meta["samples_per_prompt"] or any(

@@ -18,9 +18,10 @@ COLUMNS: dict[str, np.dtype[Any]] = {
     "loss_mask": np.dtype("u1"), "logprobs": np.dtype("<f4"), "span_start": np.dtype("<i8"), "span_version": np.dtype("<i4"),
     "samples": SAMPLE, "groups": GROUP, "meta": np.dtype("u1"),
 }  # fmt: skip
-"""Columns that every shard has; `extra/NAME` may follow."""
+"""Columns that every shard has; `extra/NAME` and `media/NAME` may follow."""
 EXTRA = np.dtype("<f4")
 """Type of an `extra/NAME` column, [N]."""
+EXTRA_FOLDER = "extra/"
 ROUTED = "routed_experts"
 """An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
 ROUTED_TYPES = (np.dtype("u1"), np.dtype("<u2"))

@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from relax_hpc.files.errors import Damaged, RunError
-from relax_hpc.records import Finish, Group, Prompt, Rollouts, Sample, joined, offsets_of
+from relax_hpc.records import Finish, Group, Media, Prompt, Rollouts, Sample, joined, offsets_of
 from relax_hpc.spool import hdf5
 from relax_hpc.spool.checked import Checked, Rows
 from relax_hpc.spool.index import Index
@@ -32,6 +32,7 @@ from relax_hpc.spool.layout import (
     ATTRIBUTES,
     COLUMNS,
     EXTRA,
+    EXTRA_FOLDER,
     FORMAT,
     ROUTED,
     ROUTED_TYPES,
@@ -39,6 +40,7 @@ from relax_hpc.spool.layout import (
     TOKEN_COLUMNS,
     checked_meta,
 )
+from relax_hpc.spool.media import FOLDER, MediaIndex
 
 INDEX = tuple(field.name for field in fields(Index))
 
@@ -124,13 +126,18 @@ class Shard:
             if expected is None:
                 raise RunError(f"'{self.path}' has no column '{column}'; it has {sorted(self.column_names())}")
             with self._damage(column):
-                dtypes = (COLUMNS[column],) if column in COLUMNS else ROUTED_TYPES if column == ROUTED else (EXTRA,)
-                found = Checked(self._file.dataset(column, dtypes), expected)
+                found = Checked(self._file.dataset(column, self._types(column)), expected)
             rows = found.rows if column in INDEX else self._rows.get(column, len(self.samples))
             if found.rows != rows:
                 raise DamagedShard(self.path, f"column '{column}' has {found.rows} rows, offsets say {rows}")
             self._cache[key] = found
         return cast(Checked, self._cache[key])
+
+    def _types(self, column: str) -> Sequence[np.dtype[Any]]:
+        """Return the types that a column may have."""
+        if column.startswith(FOLDER):
+            return (self.media_index.columns()[column][0],)
+        return (COLUMNS[column],) if column in COLUMNS else ROUTED_TYPES if column == ROUTED else (EXTRA,)
 
     def _small(self, column: str) -> NDArray[Any]:
         """Read a column that is small beside the token columns; it is kept after the first read."""
@@ -174,7 +181,14 @@ class Shard:
     @functools.cached_property
     def _rows(self) -> Mapping[str, int]:
         """Rows of each column whose number the index gives; every other column has one row a sample."""
-        return self.index.rows(self.meta.get(ROUTED))
+        media = {name: rows for name, (_, rows) in self.media_index.columns().items()}
+        return {**self.index.rows(self.meta.get(ROUTED)), **media}
+
+    @functools.cached_property
+    def media_index(self) -> MediaIndex:
+        """Which group shows what, and where it is."""
+        with self._damage("meta"):
+            return MediaIndex.read(self.meta, len(self.groups))
 
     @property
     def samples(self) -> NDArray[Any]:
@@ -213,12 +227,14 @@ class Shard:
         which: NDArray[np.int64] | None = None,
         routed: bool = False,
         columns: Mapping[str, NDArray[np.float32]] = MappingProxyType({}),
+        media: bool = True,
     ) -> Rollouts:
         """Read the samples `which` (ascending indices; all by default) and no others, so memory peaks at what is
         returned.
 
         `routed`: with the experts that each token was routed to. Raises RunError where those were not kept.
-        `columns`: name -> [T] numbers for each token of the shard, returned for the samples' tokens.
+        `columns`: name -> [T] numbers for each token of the shard, returned for the samples' tokens. `media`: with what
+        the samples' prompts show, compared with the digest of what the engine was given.
         """
         picked = np.arange(len(self.samples)) if which is None else np.asarray(which, np.int64)
         runs = [r for r in np.split(picked, np.flatnonzero(np.diff(picked) > 1) + 1) if len(r)]
@@ -249,6 +265,7 @@ class Shard:
             finish=self.samples["finish"][picked],
             routed_experts=self._routed(picked) if routed else None,
             columns={name: gather(functools.partial(_piece, values)) for name, values in columns.items()},
+            media=self.media_index.of_samples(of_group.tolist(), self.media) if media else (),
             **flat,
         )
 
@@ -267,21 +284,31 @@ class Shard:
             )
         return np.concatenate(parts) if parts else None
 
-    def group(self, index: int) -> Group:
-        """Return one group as a record, as its worker made it, but with an empty prompt text (decode its tokens)."""
+    def media(self, group: int) -> Media | None:
+        """Read what a group's prompt shows beside its text; None if nothing. Raises DamagedShard unless it is what the
+        engine was given."""
+        try:
+            return self.media_index.media(group, self.read)
+        except DamagedShard:
+            raise
+        except Damaged as error:
+            raise DamagedShard(self.path, f"group {group}: {error}") from error
+
+    def group(self, index: int, media: bool = True) -> Group:
+        """Return one group as a record, as its worker made it, but with an empty prompt text (decode its tokens).
+
+        `media`: with what its prompt shows; else Media with the digest alone.
+        """
         which = np.flatnonzero(self.samples["group"] == index)
-        tokens = self.rollouts(which)
-        rows, about, known = self.groups[index], self.meta["prompts"][index], {*COLUMNS, ROUTED}
-        extra = {n.removeprefix("extra/"): self._small(n)[which] for n in self.column_names() if n not in known}
+        tokens = self.rollouts(which, media=False)
+        rows, about, names = self.groups[index], self.meta["prompts"][index], self.column_names()
+        extra = {n.removeprefix(EXTRA_FOLDER): self._small(n)[which] for n in names if n.startswith(EXTRA_FOLDER)}
         begin, end = self.prompt_offsets[index : index + 2]
+        shown = self.media(index) if media else self.media_index.reference(index)
         prompt = Prompt(
-            int(rows["source"]),
-            int(rows["index"]),
-            "",
-            self._small("prompt_tokens")[begin:end],
-            about["answer"],
-            about["metadata"],
-        )
+            int(rows["source"]), int(rows["index"]), "", self._small("prompt_tokens")[begin:end], about["answer"], about["metadata"],
+            shown,
+        )  # fmt: skip
         samples = []
         for k, row in enumerate(self.samples[which]):
             x, y = tokens.offsets[k : k + 2]

@@ -17,8 +17,19 @@ import xxhash
 
 from relax_hpc.files.publish import Data
 from relax_hpc.records import Group, offsets_of
-from relax_hpc.spool import checked, hdf5
-from relax_hpc.spool.layout import ATTRIBUTES, COLUMNS, EXTRA, FORMAT, GROUP, ROUTED, SAMPLE, SCHEMA, TOKEN_COLUMNS
+from relax_hpc.spool import checked, hdf5, media
+from relax_hpc.spool.layout import (
+    ATTRIBUTES,
+    COLUMNS,
+    EXTRA,
+    EXTRA_FOLDER,
+    FORMAT,
+    GROUP,
+    ROUTED,
+    SAMPLE,
+    SCHEMA,
+    TOKEN_COLUMNS,
+)
 
 Compression = Literal["none", "lz4", "zstd"]
 
@@ -54,14 +65,23 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
     if routed and len(routed) == len(samples):
         flat[ROUTED] = hdf5.Column([part.reshape(-1) for part in routed], routed[0].dtype)
     for name in dict.fromkeys(key for s in samples for key in s.extra):
-        flat[f"extra/{name}"] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], EXTRA)
+        flat[EXTRA_FOLDER + name] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], EXTRA)
     return flat
 
 
-def encode(request: str, groups: Sequence[Group], meta: dict[str, Any], compression: Compression = "none") -> Data:
-    """Return the bytes of a shard, in pieces. `meta`: more about the request, JSON-like (attempt, worker, versions,
-    …)."""
-    flat = columns(groups)
+def encode(
+    request: str,
+    groups: Sequence[Group],
+    meta: dict[str, Any],
+    compression: Compression = "none",
+    kept: media.Kept = "tensors",
+) -> Data:
+    """Return the bytes of a shard, in pieces. Raises Damaged if media are not those that the engine was given.
+
+    meta: more about the request, JSON-like (attempt, worker, versions, …); kept: what of its media is.
+    """
+    flat, (shown, about_media) = columns(groups), media.columns(groups, kept)
+    flat |= shown
     reasons = {str(i): g.reason for i, g in enumerate(groups) if g.reason}
     details = {str(i): g.detail for i, g in enumerate(groups) if g.detail}
     prompts = [{"answer": g.prompt.answer, "metadata": g.prompt.metadata} for g in groups]
@@ -70,6 +90,8 @@ def encode(request: str, groups: Sequence[Group], meta: dict[str, Any], compress
     if ROUTED in flat:
         experts = (s.routed_experts for g in groups for s in g.samples)
         about[ROUTED] = next(found.shape[1:] for found in experts if found is not None)
+    if about_media is not None:
+        about[media.KEY] = about_media
     text = json.dumps(about, ensure_ascii=False, default=str).encode()
     flat["meta"] = hdf5.Column([np.frombuffer(text, np.uint8)], np.uint8)
     root = dict[str, str | int](zip(ATTRIBUTES, (FORMAT, SCHEMA, xxhash.xxh3_64_intdigest(text)), strict=True))

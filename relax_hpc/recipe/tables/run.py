@@ -51,6 +51,12 @@ class Spool(Table):
     compression: Literal["none", "lz4", "zstd"] = Key(
         "none", "Blosc2 over token columns; `none` stores them contiguous, to be mapped."
     )
+    media: Literal["tensors", "source"] = Key(
+        "tensors",
+        "What a shard keeps of images, video and audio, once for all samples of a prompt: the `tensors` that the model's processor made, or "
+        "their `source`, the files' own bytes, of which they are made again when they are read, and compared. Files are smaller; making takes time.",
+        resume=True,
+    )
     keep: Literal["all", "needed"] = Key(
         "all",
         "`all` keeps every shard for analysis; `needed` keeps those that the oldest checkpoint replays (or a critic's; where room is short, the newest).",

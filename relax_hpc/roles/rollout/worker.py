@@ -235,7 +235,7 @@ class RolloutWorker:
         began, began_at, scored_s = time.perf_counter(), time.time(), self.runner.scored_s
         sync_s, self.fetch_s = self.fetch_s, 0.0
         prompts = self.runner.prompts(request)
-        partial = partial_rollouts.read(self.process.run, request, claim.request_file)
+        partial = partial_rollouts.read(self.process.run, request, claim.request_file, prompts)
         try:
             groups = self.poison(claim, prompts) or self.again(lambda: self.episodes(claim, prompts, partial), request)
         except RolloutAborted as generated:
@@ -246,7 +246,9 @@ class RolloutWorker:
         generate_s = time.perf_counter() - began - score_s
         swap_s, self.fetch_s = self.fetch_s, 0.0
         about = {"run": self.run_id, "worker": self.claim_dir, "created": time.time(), "generate_s": generate_s}
-        image = encode(request.id, groups, shard_meta(claim, held) | about, self.recipe.spool.compression)
+        spool = self.recipe.spool
+        kept = "digest" if request.evaluates else spool.media
+        image = encode(request.id, groups, shard_meta(claim, held) | about, spool.compression, kept)
         line = request_metrics(claim, held, groups, partial, generate_s, self.recipe.rollout.devices_each) | {
             "began": round(began_at, 3), "wait_s": waited_s, "sync_s": sync_s, "blocked_s": self.blocked_s,
             "generate_s": generate_s, "swap_s": swap_s, "score_s": score_s,

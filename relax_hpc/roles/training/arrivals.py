@@ -41,6 +41,7 @@ class Arrivals:
             try:
                 shard = self.unscored[request_id] = self.shard_reader.opened(request_id)
                 self._retention.add(shard.bytes)
+                self._retention.reserve_media(shard.media_index.bytes)
             except DamagedShard as damage:
                 self._quarantine.put(request_id, damage)
                 damaged.append(request_id)

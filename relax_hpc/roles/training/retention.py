@@ -29,7 +29,7 @@ class Retention:
         self._asked = 0
         """The step before which the trainer needs nothing."""
         self.removed_before = 0
-        self.used_bytes = 0
+        self.used_bytes = self._media_bytes = 0
         samples = recipe.rollout.groups_per_request * recipe.algorithm.group_size
         longest = min(recipe.rollout.max_new_tokens * recipe.rollout.max_turns, context)
         self.request_bytes = (
@@ -39,15 +39,23 @@ class Retention:
 
         if recipe.async_.partial:
             self.request_bytes *= 2  # its partial rollout lies beside it until its shard is there
+        self._text_bytes = self.request_bytes
 
     def scan(self, excluding: Collection[str]) -> None:
         """Count the bytes there are, except those of the requests `excluding`: these are in progress, and added when
         they are taken in."""
         there = [p for folder in (self._run.shards, self._run.columns) for p in folder.rglob("[!.]*.h5")]
-        self.used_bytes = sum(p.stat().st_size for p in there if p.name.partition(".")[0] not in excluding)
+        sizes = {p: p.stat().st_size for p in there}
+        self.used_bytes = sum(size for p, size in sizes.items() if p.name.partition(".")[0] not in excluding)
+        self.reserve_media(max(sizes.values(), default=0) - self.request_bytes)
 
     def add(self, more_bytes: int) -> None:
         self.used_bytes += more_bytes
+
+    def reserve_media(self, seen_bytes: int) -> None:
+        """Reserve for each request as many bytes of media as one was seen to have: no recipe says how large they are."""
+        self._media_bytes = max(self._media_bytes, seen_bytes)
+        self.request_bytes = self._text_bytes + self._media_bytes
 
     def has_room(self, requests_in_progress: int) -> bool:
         """Return True if one more batch may be released: every request in progress has its largest possible shard

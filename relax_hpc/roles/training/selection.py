@@ -34,7 +34,7 @@ class GroupSelection:
             for group in range(len(shard.groups)):
                 reason = f"{FAILED}{shard.failure(group)[0]}" if shard.groups["failed"][group] else None
                 for own in self.filters:
-                    reason = reason or own(shard.group(group))
+                    reason = reason or own(shard.group(group, media=False))
                 if reason:
                     out[group] = reason
         return self._out[shard.request]

@@ -1,0 +1,160 @@
+"""Media in a shard: each distinct one once, however many groups and samples show it.
+
+    prompts' media ──distinct, by digest──► items ──tensors──► columns media/NAME: those of all items, one behind the other
+                                              └──digest, types, shapes──► meta["media"], which also says each group's item
+
+An item keeps its tensors, or its source, the bytes of the files that they were made of (media/source); or nothing but the
+digest, where the reader has the prompts themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.records import Group, Media
+from relax_hpc.spool import hdf5
+
+KEY = "media"
+"""The key in `meta`; a shard without media has none."""
+FOLDER = "media/"
+Kept = Literal["tensors", "source", "digest"]
+TYPES = {kind.str: kind for kind in map(np.dtype, ("?", "u1", "i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"))}
+"""Types that a tensor may have, by numpy's name."""
+
+
+def columns(groups: Sequence[Group], kept: Kept) -> tuple[dict[str, hdf5.Column], dict[str, Any] | None]:
+    """Return the columns of the groups' media, whose bytes are not copied, and what `meta` says of them; None where
+    there are none. Raises Damaged if tensors are not those that the engine was given."""
+    shown = [group.prompt.media for group in groups]
+    items = {media.digest: media for media in shown if media is not None}
+    if not items:
+        return {}, None
+    number_of = {digest: number for number, digest in enumerate(items)}
+    described = []
+    parts: dict[str, list[NDArray[Any]]] = {}
+    for digest, media in items.items():
+        if kept != "digest":
+            media.check("the worker, when it publishes the shard")
+            for name, array in media.tensors.items():
+                parts.setdefault(FOLDER + name, []).append(array.reshape(-1))
+        tensors = {name: [array.dtype.str, array.shape] for name, array in media.tensors.items()}
+        described.append({"digest": digest, "kept": kept, "tensors": tensors})
+    about = {"groups": [media and number_of[media.digest] for media in shown], "items": described}
+    return {name: hdf5.Column(arrays, _one_type(name, arrays)) for name, arrays in parts.items()}, about
+
+
+def _one_type(name: str, arrays: Sequence[NDArray[Any]]) -> np.dtype[Any]:
+    types = {array.dtype.str for array in arrays}
+    if len(types) > 1 or not types <= TYPES.keys():
+        raise RunError(f"'{name}' has the types {sorted(types)} in one request: a shard keeps one of {[*TYPES]}")
+    return TYPES[types.pop()]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's place in its column."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    begin: int
+    """The row at which it begins."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Media that one group or several show."""
+
+    digest: str
+    kept: Kept
+    tensors: Mapping[str, Place]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors, whatever of them the shard keeps."""
+        return sum(place.bytes for place in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MediaIndex:
+    """Which group shows what, and where its tensors are."""
+
+    items: Sequence[Item]
+    of_group: Sequence[int | None]
+
+    @classmethod
+    def read(cls, meta: Mapping[str, Any], groups: int) -> MediaIndex:
+        """Read it from `meta`. Raises ValueError, KeyError, TypeError or AttributeError where it cannot be right."""
+        about = meta.get(KEY)
+        if about is None:
+            return cls([], [None] * groups)
+        ends: dict[str, int] = {}
+        items = [Item(str(item["digest"]), item["kept"], _places(item, ends)) for item in about["items"]]
+        if len(about["groups"]) != groups or not {None, *range(len(items))}.issuperset(about["groups"]):
+            raise ValueError(f"its {groups} groups show the media {about['groups']} of {len(items)}")
+        return cls(items, about["groups"])
+
+    def item(self, group: int) -> Item | None:
+        """Return what a group's prompt shows; None if it is text alone."""
+        number = self.of_group[group]
+        return None if number is None else self.items[number]
+
+    def reference(self, group: int) -> Media | None:
+        """Return the digest of a group's media, without the tensors."""
+        item = self.item(group)
+        return None if item is None else Media({}, item.digest)
+
+    def media(self, group: int, read: Callable[[str, int, int], NDArray[Any]]) -> Media | None:
+        """Read a group's media; `read`: rows of a column. Raises Damaged unless they are what the engine was given."""
+        item = self.item(group)
+        if item is None:
+            return None
+        if item.kept == "digest":
+            raise RunError("the shard keeps only the digest of its media: make the prompt once more from its source")
+        found = {name: read(FOLDER + name, p.begin, p.end).reshape(p.shape) for name, p in item.tensors.items()}
+        media = Media(found, item.digest)
+        media.check("the reader of the shard")
+        return media
+
+    def of_samples(self, groups: Sequence[int], read: Callable[[int], Media | None]) -> tuple[Media | None, ...]:
+        """Return the media of samples by their groups, each item read once; nothing where the shard has none."""
+        if not self.items:
+            return ()
+        group_of = {self.of_group[group]: group for group in groups}
+        found = {item: None if item is None else read(group) for item, group in group_of.items()}
+        return tuple(found[self.of_group[group]] for group in groups)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors that the shard keeps."""
+        return sum(item.bytes for item in self.items if item.kept == "tensors")
+
+    def columns(self) -> dict[str, tuple[np.dtype[Any], int]]:
+        """Return each column of tensors with its type and its rows."""
+        kept = (item.tensors for item in self.items if item.kept == "tensors")
+        return {FOLDER + name: (place.dtype, place.end) for tensors in kept for name, place in tensors.items()}
+
+
+def _places(item: Mapping[str, Any], ends: dict[str, int]) -> dict[str, Place]:
+    """Return where an item's tensors lie, behind those of the items before it, whose `ends` are moved on."""
+    places = {}
+    for name, (kind, shape) in dict(item["tensors"]).items():
+        if not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"a tensor '{name}' has the shape {shape}")
+        places[name] = Place(TYPES[kind], tuple(shape), ends.get(name, 0))
+        ends[name] = places[name].end if item["kept"] == "tensors" else ends.get(name, 0)
+    return places
