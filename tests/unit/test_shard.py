@@ -232,7 +232,7 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path: Path) -> None
 
 def test_the_documented_example_reads_a_shard_with_h5py_alone(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "shard-format.md").read_text()
-    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     imports = set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
     assert imports == {"json", "h5py"} and len(code.splitlines()) <= 20
     printed = io.StringIO()

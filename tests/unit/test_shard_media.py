@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +11,23 @@ from typing import Any
 
 import h5py
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
+from small_run import build
+from transformers import Qwen2VLImageProcessor
+from typer.testing import CliRunner
 
-from relax_hpc.files.errors import Damaged
+import relax_hpc
+from relax_hpc.cli.shards import app
+from relax_hpc.files.errors import Damaged, RunError
+from relax_hpc.monitor.analysis.export import export_parquet
 from relax_hpc.records import Finish, Group, Media, Prompt, Sample, concatenate
 from relax_hpc.spool.shard import DamagedShard, Shard
 from relax_hpc.spool.shard_writer import encode
 
+ROOT = Path(__file__).parents[2]
 SAMPLES = 4
 
 
@@ -205,3 +216,65 @@ def test_what_a_file_claims_of_its_media_is_not_believed(
     path = write(tmp_path / "a.h5", [group(0, media(0))])
     with pytest.raises(DamagedShard, match=r"a\.h5"), Shard(path) as shard:
         shard.rollouts()
+
+
+def test_the_documented_example_gets_a_picture_back_with_h5py_and_pillow_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real processor sees three pictures; the page's code, run as it stands, finds the second group's again."""
+    page = (ROOT / "docs" / "shard-format.md").read_text()
+    _, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    imports = set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE))
+    assert imports == {"json", "pathlib", "h5py", "numpy", "PIL"} and len(code.splitlines()) <= 25
+    processor = Qwen2VLImageProcessor(
+        patch_size=8, merge_size=2, size={"shortest_edge": 16**2, "longest_edge": 64 * 16**2}
+    )
+    processor.save_pretrained(tmp_path / "model")
+    random, groups, pictures = np.random.default_rng(0), list[Group](), []
+    for index, (height, width) in enumerate([(32, 48), (64, 32), (48, 48)]):
+        pictures.append(random.integers(0, 256, (height, width, 3), np.uint8))
+        made = processor(images=[Image.fromarray(pictures[-1])], return_tensors="np")
+        groups.append(group(index, Media.of(dict(made))))
+    path = write(tmp_path / "a.h5", groups)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {"PATH": str(path), "MODEL": str(tmp_path / "model"), "GROUP": 1})
+    assert np.array_equal(np.asarray(Image.open("picture.png")), pictures[1])
+
+
+def test_tables_and_commands_say_what_a_row_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    run, shown = build(tmp_path / "small"), media(0)
+    before = CliRunner().invoke(app, ["ls", str(run.root)]).stdout
+    write(run.shard("r000002-001"), [group(0, shown), group(1, None)], "r000002-001")
+    view = relax_hpc.open_run(run.root)
+    table = view.trajectories(text=False)
+    rows = table[table.request == "r000002-001"]
+    wanted = {"digest": shown.digest, "pixel_values": [24, 12], "image_grid_thw": [1, 3]}
+    assert [json.loads(said) for said in rows.media.dropna()] == [wanted] * SAMPLES and len(rows) == 2 * SAMPLES
+    assert table[table.request != "r000002-001"].media.isna().all()
+    assert equal(Media(view.media("r000002-001", 0), shown.digest), shown) and view.media("r000002-001", 1) == {}
+    with pytest.raises(RunError, match="no group 2"):
+        view.media("r000002-001", 2)
+    export_parquet(view, tmp_path / "all.parquet", text=False)
+    exported = pq.read_table(tmp_path / "all.parquet").to_pandas()
+    assert json.loads(exported[exported.request == "r000002-001"].media.iloc[0]) == wanted
+    listed = CliRunner().invoke(app, ["ls", str(run.root)]).stdout
+    assert "media" not in before and "media" in listed and "1.2 kB" in listed
+    show = CliRunner().invoke(app, ["show", str(run.root), "r000002-001"]).stdout
+    assert "pixel_values 24×12, image_grid_thw 1×3" in show and shown.digest in show
+    flip(run.shard("r000002-001"), "media/pixel_values", 7)
+    assert "column 'media/pixel_values'" in CliRunner().invoke(app, ["validate", str(run.root)]).stdout.replace(
+        "\n", ""
+    )
+
+
+def test_an_evaluation_keeps_the_digest_alone(tmp_path: Path) -> None:
+    shown = media(0, 4000)
+    path = write(tmp_path / "e.h5", [group(0, shown), group(1, None)], kept="digest")
+    assert path.stat().st_size < 20_000
+    with Shard(path) as shard:
+        shard.validate()
+        assert shard.group(0, media=False).prompt.media == Media({}, shown.digest)
+        assert shard.media_index.bytes == 0
+        with pytest.raises(RunError, match="keeps only the digest"):
+            shard.rollouts()

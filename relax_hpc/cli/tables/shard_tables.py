@@ -39,8 +39,10 @@ BINS = 24
 def show_requests(rows: Iterable[dict[str, Any]], hidden: int, broken: list[Any]) -> None:
     """Print the table of `shards ls`."""
     console, rows = wide_console(), list(rows)
-    cells = [_request_cells(row) for row in rows]
-    table = _table(["request", "status"], ["step", "version", "age", "samples", "reward", "length", "size"])
+    has_media = any(row["media_bytes"] for row in rows)
+    cells = [_request_cells(row, has_media) for row in rows]
+    numbers = ["step", "version", "age", "samples", "reward", "length", "size", *(["media"] if has_media else [])]
+    table = _table(["request", "status"], numbers)
     if any(note for *_, note in cells):
         table.add_column("note", no_wrap=True, overflow="ellipsis", style="dim")
     else:
@@ -54,7 +56,7 @@ def show_requests(rows: Iterable[dict[str, Any]], hidden: int, broken: list[Any]
         console.print(f"[red]damaged:[/red] {escape(str(error))}")
 
 
-def _request_cells(row: dict[str, Any]) -> list[Any]:
+def _request_cells(row: dict[str, Any], has_media: bool) -> list[Any]:
     name = row["shard"].removesuffix(".h5")
     first, last, of_groups = row["first_version"], row["last_version"], row["groups"]
     notes = [
@@ -72,6 +74,7 @@ def _request_cells(row: dict[str, Any]) -> list[Any]:
         _number(row["reward"], ".3f"),
         _number(row["length_mean"], ".0f"),
         decimal(row["bytes"]),
+        *([decimal(row["media_bytes"])] if has_media else []),
         escape(", ".join(notes) or row["reason"]),
     ]
 
@@ -104,6 +107,7 @@ def show_request(
         prompt = _prompt_of(shard, view, g)
         parts: list[Any] = [
             _text("prompt ", prompt, full, "bold"),
+            *_media(shard, g),
             _text("answer ", shard.meta["prompts"][g]["answer"], full, "bold"),
         ]
         parts += [_sample(columns, i, extras, full) for i in mine]
@@ -121,11 +125,25 @@ def _prompt_of(shard: Shard, view: RunView, group: int) -> str:
     return view.decoder.decode_batch([tokens], skip_special_tokens=False)[0] if view.has_text else str(tokens)
 
 
+def _media(shard: Shard, group: int) -> list[Text]:
+    """Say in a line what a group's prompt shows beside its text."""
+    item = shard.media_index.item(group)
+    if item is None:
+        return []
+    shapes = ", ".join(f"{name} {'×'.join(map(str, place.shape))}" for name, place in item.tensors.items())
+    about = f"{shapes} · {decimal(item.bytes)}, the shard keeps its {item.kept} · digest {item.digest}"
+    return [Text.assemble(("media ", "bold"), about)]
+
+
 def _request_header(shard: Shard, status: RequestStatus) -> Text:
     line = Text.assemble((shard.request, "bold"), "  ", (status.status, STATUS_STYLE[status.status]))
     line.append("" if status.step is None else f" at step {status.step}")
     line.append(f" ({status.reason})" if status.reason else "")
-    about = {k: v for k, v in shard.meta.items() if k not in ("request", "reasons", "details", "prompts", "checksums")}
+    about = {
+        k: v
+        for k, v in shard.meta.items()
+        if k not in ("request", "reasons", "details", "prompts", "checksums", "media")
+    }
     line.append(
         "\n" + " · ".join(f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in about.items()), "dim"
     )

@@ -3,6 +3,7 @@
 run = relax_hpc.open_run("runs/countdown")
 run.trajectories()          one row a sample: text, reward, status, age, …
 run.steps(), run.evals()    the curves         run.requests(), run.ages()    what was trained on what
+run.media("r000001-000", 2)  what group 2 of a request showed: arrays by name
 run.eval_sources()          the scores of each source, with pass@k
 for table in run.iter_trajectories(): …        a shard at a time, for runs that do not fit into memory
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
@@ -64,6 +66,7 @@ class RunView:
             prompt_length, length          tokens of the prompt, and of everything after it
             first_version, last_version    of the weights that made the first and the last token; null without tokens
             age                            step - first_version: versions between making the oldest token and training on it
+            media                          what the prompt shows beside its text, as JSON: its digest, and each tensor's shape; null for text alone
             prompt, completion, answer     text; prompts with special tokens, completions without (`text=False` leaves all out)
             metadata                       what else the source says about the prompt, as one JSON object (`text=False` leaves it out too)
             extra/NAME                     whatever rewards and environments added; NaN where a shard has none
@@ -154,6 +157,18 @@ class RunView:
     @property
     def has_text(self) -> bool:
         return (self.run.model / "tokenizer.json").is_file()
+
+    def media(self, request: str, group: int) -> dict[str, NDArray[Any]]:
+        """The tensors that a group's prompt showed to the model, by name, compared with their digest; empty for text.
+
+        Raises RunError where there is no such shard or group, or it keeps no more of media than their digest."""
+        from relax_hpc.spool.shard import Shard
+
+        with Shard(self.run.shard(request)) as shard:
+            if not 0 <= group < len(shard.groups):
+                raise RunError(f"request {request} has no group {group}: they count from 0 to {len(shard.groups) - 1}")
+            media = shard.media(group)
+        return {} if media is None else dict(media.tensors)
 
     def steps(self) -> pd.DataFrame:
         """One row a training step, as the trainer measured it; for a step repeated after a restart, the last time."""
@@ -265,6 +280,7 @@ def _request_row(shard: Shard, status: RequestStatus) -> dict[str, Any]:
         "last_version": int(versions.max()) if len(versions) else None,
         "age": None if status.step is None or first is None else status.step - first,
         "bytes": shard.bytes,
+        "media_bytes": shard.media_index.bytes,
         "worker": shard.meta.get("worker"),
         "attempt": shard.meta.get("attempt"),
     }

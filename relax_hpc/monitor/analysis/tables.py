@@ -27,7 +27,7 @@ TYPES: dict[str, str] = {
     "shard": "string", "request": "string", "group": "int32", "sample": "int32", "source": "int32", "prompt_index": "int64",
     "step": "int64", "status": "string", "reason": "string", "detail": "string", "reward": "float32", "raw_reward": "float32", "finish": "string",
     "turns": "int32", "prompt_length": "int64", "length": "int64", "first_version": "int64", "last_version": "int64",
-    "age": "int64",
+    "age": "int64", "media": "string",
 }  # fmt: skip
 """Columns of every table of trajectories, and their Arrow types; RunView.trajectories says what each holds."""
 TEXT_TYPES = {"prompt": "string", "completion": "string", "answer": "string", "metadata": "string"}
@@ -96,6 +96,7 @@ def sample_columns(
         "first_version": lambda: _versions(shard)[0],
         "last_version": lambda: _versions(shard)[1],
         "age": lambda: _masked((status.step or 0) - _versions(shard)[0], status.step is None),
+        "media": lambda: per_group([_media(shard, g) for g in range(len(groups))]),
         "prompt": lambda: per_group(
             _decode(decoder, _cut(shard.read("prompt_tokens"), shard.prompt_offsets), special=True)
         ),
@@ -145,6 +146,14 @@ def _scored(shard: Shard, name: str) -> list[Any]:
 
 def _masked(values: Any, mask: Any) -> Any:
     return np.ma.MaskedArray(values, np.ma.getmaskarray(values) | mask)
+
+
+def _media(shard: Shard, group: int) -> str | None:
+    """Say what a group's prompt shows beside its text, as JSON: its digest, and the shape of each tensor."""
+    item = shard.media_index.item(group)
+    if item is None:
+        return None
+    return json.dumps({"digest": item.digest, **{name: place.shape for name, place in item.tensors.items()}})
 
 
 def _versions(shard: Shard) -> tuple[Any, Any]:
