@@ -29,6 +29,16 @@ class Finish(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class MediaSource:
+    """The files that media were made of, byte for byte, and the processor that made them."""
+
+    files: tuple[tuple[str, bytes], ...]
+    """("image", "video" or "audio"; the file's bytes), in the order in which the prompt shows them."""
+    processor: Mapping[str, Any]
+    """Its class, the digest of its settings, the recipe's limits and the versions of the libraries; JSON-like."""
+
+
+@dataclass(frozen=True, slots=True)
 class Media:
     """The images, videos and sounds of a prompt as the model's processor made them: the truth for engine and trainer."""
 
@@ -36,6 +46,8 @@ class Media:
     """Arguments of the model's forward by name, such as pixel_values [patches, values], image_grid_thw [images, 3]."""
     digest: str
     """XXH3-128 (hexadecimal) of names, types, shapes and bytes, in the order of names."""
+    source: MediaSource | None = None
+    """The files, where shards are to keep these in place of the tensors (spool.media = "source")."""
 
     @classmethod
     def of(cls, tensors: Mapping[str, NDArray[Any]]) -> Media:

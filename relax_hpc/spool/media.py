@@ -18,15 +18,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.records import Group, Media
+from relax_hpc.records import Group, Media, MediaSource
 from relax_hpc.spool import hdf5
 
 KEY = "media"
 """The key in `meta`; a shard without media has none."""
 FOLDER = "media/"
+SOURCE = "media/source"
+"""Column of the files that media were made of."""
 Kept = Literal["tensors", "source", "digest"]
 TYPES = {kind.str: kind for kind in map(np.dtype, ("?", "u1", "i1", "<i2", "<i4", "<i8", "<f2", "<f4", "<f8"))}
 """Types that a tensor may have, by numpy's name."""
+
+Read = Callable[[str, int, int], NDArray[Any]]
+"""read(column, begin, end) -> the rows."""
+Remake = Callable[[MediaSource], Media]
+"""Makes media again from their files, by the processor at hand."""
 
 
 def columns(groups: Sequence[Group], kept: Kept) -> tuple[dict[str, hdf5.Column], dict[str, Any] | None]:
@@ -37,16 +44,22 @@ def columns(groups: Sequence[Group], kept: Kept) -> tuple[dict[str, hdf5.Column]
     if not items:
         return {}, None
     number_of = {digest: number for number, digest in enumerate(items)}
-    described = []
+    about: dict[str, Any] = {"groups": [media and number_of[media.digest] for media in shown], "items": []}
     parts: dict[str, list[NDArray[Any]]] = {}
     for digest, media in items.items():
+        tensors = {name: [array.dtype.str, array.shape] for name, array in media.tensors.items()}
+        item: dict[str, Any] = {"digest": digest, "kept": kept, "tensors": tensors}
         if kept != "digest":
             media.check("the worker, when it publishes the shard")
+        if kept == "source" and media.source is not None:
+            item["files"] = [[modality, len(data)] for modality, data in media.source.files]
+            about["processor"] = media.source.processor
+            parts.setdefault(SOURCE, []).extend(np.frombuffer(data, np.uint8) for _, data in media.source.files)
+        elif kept != "digest":
+            item["kept"] = "tensors"
             for name, array in media.tensors.items():
                 parts.setdefault(FOLDER + name, []).append(array.reshape(-1))
-        tensors = {name: [array.dtype.str, array.shape] for name, array in media.tensors.items()}
-        described.append({"digest": digest, "kept": kept, "tensors": tensors})
-    about = {"groups": [media and number_of[media.digest] for media in shown], "items": described}
+        about["items"].append(item)
     return {name: hdf5.Column(arrays, _one_type(name, arrays)) for name, arrays in parts.items()}, about
 
 
@@ -82,6 +95,8 @@ class Item:
     digest: str
     kept: Kept
     tensors: Mapping[str, Place]
+    files: Sequence[tuple[str, Place]]
+    """(modality, place in the column `media/source`) of each file, where these are kept."""
 
     @property
     def bytes(self) -> int:
@@ -95,18 +110,20 @@ class MediaIndex:
 
     items: Sequence[Item]
     of_group: Sequence[int | None]
+    processor: Mapping[str, Any]
+    """The processor that made tensors of the files that are kept."""
 
     @classmethod
     def read(cls, meta: Mapping[str, Any], groups: int) -> MediaIndex:
         """Read it from `meta`. Raises ValueError, KeyError, TypeError or AttributeError where it cannot be right."""
         about = meta.get(KEY)
         if about is None:
-            return cls([], [None] * groups)
+            return cls([], [None] * groups, {})
         ends: dict[str, int] = {}
-        items = [Item(str(item["digest"]), item["kept"], _places(item, ends)) for item in about["items"]]
+        items = [_item(item, ends) for item in about["items"]]
         if len(about["groups"]) != groups or not {None, *range(len(items))}.issuperset(about["groups"]):
             raise ValueError(f"its {groups} groups show the media {about['groups']} of {len(items)}")
-        return cls(items, about["groups"])
+        return cls(items, about["groups"], about.get("processor", {}))
 
     def item(self, group: int) -> Item | None:
         """Return what a group's prompt shows; None if it is text alone."""
@@ -118,16 +135,36 @@ class MediaIndex:
         item = self.item(group)
         return None if item is None else Media({}, item.digest)
 
-    def media(self, group: int, read: Callable[[str, int, int], NDArray[Any]]) -> Media | None:
-        """Read a group's media; `read`: rows of a column. Raises Damaged unless they are what the engine was given."""
+    def media(self, group: int, read: Read, remake: Remake | None) -> Media | None:
+        """Read a group's media. Raises Damaged unless they are what the engine was given, RunError where they cannot be
+        made again from their files.
+
+        read: returns rows of a column; remake: makes media from the files."""
         item = self.item(group)
         if item is None:
             return None
         if item.kept == "digest":
             raise RunError("the shard keeps only the digest of its media: make the prompt once more from its source")
+        if item.kept == "source":
+            return self._made_again(item, read, remake)
         found = {name: read(FOLDER + name, p.begin, p.end).reshape(p.shape) for name, p in item.tensors.items()}
         media = Media(found, item.digest)
         media.check("the reader of the shard")
+        return media
+
+    def _made_again(self, item: Item, read: Read, remake: Remake | None) -> Media:
+        if remake is None:
+            raise RunError("the shard keeps the files that its media were made of, and here is no processor for them")
+        files = tuple((modality, read(SOURCE, p.begin, p.end).tobytes()) for modality, p in item.files)
+        media = remake(MediaSource(files, self.processor))
+        if media.digest != item.digest:
+            shapes = ({n: p.shape for n, p in item.tensors.items()}, {n: a.shape for n, a in media.tensors.items()})
+            mine = media.source.processor if media.source else "another processor"
+            raise RunError(
+                f"its media, made again from their files, are not those that the engine was given: the processor {mine} made {shapes[1]} "
+                f"with the digest {media.digest}; {self.processor} had made {shapes[0]} with {item.digest}: use the same processor and "
+                'libraries, or keep the tensors (spool.media = "tensors")'
+            )
         return media
 
     def of_samples(self, groups: Sequence[int], read: Callable[[int], Media | None]) -> tuple[Media | None, ...]:
@@ -144,17 +181,23 @@ class MediaIndex:
         return sum(item.bytes for item in self.items if item.kept == "tensors")
 
     def columns(self) -> dict[str, tuple[np.dtype[Any], int]]:
-        """Return each column of tensors with its type and its rows."""
-        kept = (item.tensors for item in self.items if item.kept == "tensors")
-        return {FOLDER + name: (place.dtype, place.end) for tensors in kept for name, place in tensors.items()}
+        """Return each column of media with its type and its rows."""
+        stored = [(FOLDER + n, p) for item in self.items if item.kept == "tensors" for n, p in item.tensors.items()]
+        stored += [(SOURCE, place) for item in self.items for _, place in item.files]
+        return {column: (place.dtype, place.end) for column, place in stored}
 
 
-def _places(item: Mapping[str, Any], ends: dict[str, int]) -> dict[str, Place]:
-    """Return where an item's tensors lie, behind those of the items before it, whose `ends` are moved on."""
-    places = {}
-    for name, (kind, shape) in dict(item["tensors"]).items():
+def _item(about: Mapping[str, Any], ends: dict[str, int]) -> Item:
+    """Return an item, whose arrays lie behind those of the items before it; the `ends` of columns are moved on."""
+
+    def place(column: str, dtype: np.dtype[Any], shape: Sequence[int], stored: bool = True) -> Place:
         if not all(isinstance(size, int) and size >= 0 for size in shape):
-            raise ValueError(f"a tensor '{name}' has the shape {shape}")
-        places[name] = Place(TYPES[kind], tuple(shape), ends.get(name, 0))
-        ends[name] = places[name].end if item["kept"] == "tensors" else ends.get(name, 0)
-    return places
+            raise ValueError(f"'{column}' has the shape {shape}")
+        found = Place(dtype, tuple(shape), ends.get(column, 0))
+        ends[column] = found.end if stored else found.begin
+        return found
+
+    is_kept = about["kept"] == "tensors"
+    tensors = {n: place(FOLDER + n, TYPES[kind], shape, is_kept) for n, (kind, shape) in dict(about["tensors"]).items()}
+    files = [(str(modality), place(SOURCE, TYPES["|u1"], [size])) for modality, size in about.get("files", ())]
+    return Item(str(about["digest"]), about["kept"], tensors, files)

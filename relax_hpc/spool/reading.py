@@ -14,6 +14,7 @@ import tenacity
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.node_cache import NodeCache
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.spool.media import Remake
 from relax_hpc.spool.shard import DamagedShard, Shard
 
 T = TypeVar("T")
@@ -25,9 +26,10 @@ class Shards(NodeCache):
     """The published shards of one run, read through this node's cache. A damaged copy is removed, and the published
     file read instead."""
 
-    def __init__(self, run: RunDir, folder: Path | None) -> None:
-        """folder: where this node's copies are (spool.node_cache)."""
+    def __init__(self, run: RunDir, folder: Path | None, remake: Remake | None = None) -> None:
+        """folder: where this node's copies are (spool.node_cache); remake: makes media again from their files."""
         super().__init__(run, folder)
+        self._remake = remake
         self._run_id = run.read_id()
 
     def read(self, request: str, use: Callable[[Shard], T]) -> T:
@@ -35,7 +37,7 @@ class Shards(NodeCache):
         published."""
 
         def used(path: Path) -> T:
-            with Shard(path) as shard:
+            with Shard(path, self._remake) as shard:
                 shard.check_owner(request, self._run_id)
                 return use(shard)
 

@@ -40,7 +40,7 @@ from relax_hpc.spool.layout import (
     TOKEN_COLUMNS,
     checked_meta,
 )
-from relax_hpc.spool.media import FOLDER, MediaIndex
+from relax_hpc.spool.media import FOLDER, MediaIndex, Remake
 
 INDEX = tuple(field.name for field in fields(Index))
 
@@ -60,8 +60,9 @@ class Shard:
     differs or cannot be read; RunError if the file is missing or of another schema.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], remake: Remake | None = None) -> None:
+        """remake: makes media again from their files, where the shard keeps those."""
+        self.path, self._remake = Path(path), remake
         self._cache: dict[str, Any] = {}
         try:
             self._file = hdf5.File(self.path)
@@ -288,11 +289,13 @@ class Shard:
         """Read what a group's prompt shows beside its text; None if nothing. Raises DamagedShard unless it is what the
         engine was given."""
         try:
-            return self.media_index.media(group, self.read)
+            return self.media_index.media(group, self.read, self._remake)
         except DamagedShard:
             raise
         except Damaged as error:
             raise DamagedShard(self.path, f"group {group}: {error}") from error
+        except RunError as error:
+            raise RunError(f"'{self.path}', group {group}: {error}") from error
 
     def group(self, index: int, media: bool = True) -> Group:
         """Return one group as a record, as its worker made it, but with an empty prompt text (decode its tokens).

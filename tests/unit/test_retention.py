@@ -130,6 +130,18 @@ def test_the_largest_possible_shard_fits_into_what_is_reserved(run: RunDir) -> N
     assert sum(map(len, encode("r000000-000", groups, {"version": 0}))) <= retention(run).request_bytes
 
 
+def test_as_many_bytes_are_reserved_for_media_as_a_request_was_seen_to_have(run: RunDir) -> None:
+    room = retention(run)
+    text = room.request_bytes
+    for seen, reserved in ((500, 500), (300, 500), (900, 900)):
+        room.reserve_media(seen)
+        assert room.request_bytes == text + reserved
+    run.shard(NAMES[0]).write_bytes(bytes(text + 5000))
+    again = retention(run)
+    again.scan(excluding=())
+    assert again.request_bytes == text + 5000, "a trainer that starts again looks at the shards there are"
+
+
 def test_a_batch_is_released_only_when_all_in_generates_and_it_may_become_their_largest(run: RunDir) -> None:
     each = retention(run).request_bytes
     room = retention(run, quota_bytes=1000 + 6.5 * each)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from media_shards import MIXED, ROOT, SAMPLES, equal, flip, group, media, write
 from numpy.typing import NDArray
 from PIL import Image
 from small_run import build
@@ -21,61 +19,10 @@ from typer.testing import CliRunner
 
 import relax_hpc
 from relax_hpc.cli.shards import app
-from relax_hpc.files.errors import Damaged, RunError
+from relax_hpc.files.errors import RunError
 from relax_hpc.monitor.analysis.export import export_parquet
-from relax_hpc.records import Finish, Group, Media, Prompt, Sample, concatenate
-from relax_hpc.spool.shard import DamagedShard, Shard
-from relax_hpc.spool.shard_writer import encode
-
-ROOT = Path(__file__).parents[2]
-SAMPLES = 4
-
-
-def media(seed: int, patches: int = 24, seconds: float = 0.0) -> Media:
-    """A picture of so many patches, and a sound where `seconds` says so."""
-    random = np.random.default_rng(seed)
-    tensors: dict[str, NDArray[Any]] = {
-        "pixel_values": random.normal(size=(patches, 12)).astype(np.float32),
-        "image_grid_thw": np.array([[1, 4, patches // 4]], np.int64),
-    }
-    if seconds:
-        mask = np.arange(30)[None] < seconds * 10
-        tensors |= {"input_features": random.normal(size=(1, 8, 30)).astype(np.float32), "feature_attention_mask": mask}
-    return Media.of(tensors)
-
-
-def group(index: int, shown: Media | None, samples: int = SAMPLES) -> Group:
-    tokens = np.arange(index + 3, dtype=np.int32)
-    mask = np.ones(len(tokens), np.uint8)
-    sample = Sample(tokens, mask, -tokens.astype(np.float32), [(0, 3)], Finish.STOP, extra={"format": 0.5})
-    prompt = Prompt(0, index, "", np.arange(5, dtype=np.int32), "1", media=shown)
-    return Group(prompt, [replace(sample, reward=float(i)) for i in range(samples)])
-
-
-def write(path: Path, groups: list[Group], request: str = "r000001-000", **options: Any) -> Path:
-    path.write_bytes(b"".join(encode(request, groups, {"version": 3, "run": "mine"}, **options)))
-    return path
-
-
-def equal(found: Media | None, expected: Media | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    same: Mapping[str, bool] = {
-        n: a.dtype == expected.tensors[n].dtype and a.shape == expected.tensors[n].shape and bool((a == expected.tensors[n]).all())
-        for n, a in found.tensors.items()
-    }  # fmt: skip
-    return found.digest == expected.digest and same.keys() == expected.tensors.keys() and all(same.values())
-
-
-MIXED = [
-    media(0),
-    None,
-    media(1, 8, 1.5),
-    media(0),
-    media(2, 40, 3.0),
-    Media.of({"input_ids": np.zeros((0, 3), np.int32)}),
-]
-"""Two groups show the same; one shows nothing; shapes differ; one tensor is empty."""
+from relax_hpc.records import Group, Media, concatenate
+from relax_hpc.spool.shard import Shard
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4"])
@@ -135,87 +82,6 @@ def test_shards_with_and_without_media_go_together(tmp_path: Path) -> None:
     ):
         both = concatenate([text.rollouts(), shown.rollouts(np.array([1]))])
     assert both.media[:SAMPLES] == (None,) * SAMPLES and equal(both.media[SAMPLES], MIXED[0])
-
-
-def flip(path: Path, column: str, row: int) -> None:
-    """Change the lowest bit of a row's last byte, where the file has it."""
-    with h5py.File(path, "r", locking=False) as file:
-        dataset = file[column]
-        place = dataset.id.get_offset() + (row + 1) * dataset.dtype.itemsize - 1
-    with path.open("r+b") as raw:
-        raw.seek(place)
-        byte = raw.read(1)[0]
-        raw.seek(place)
-        raw.write(bytes([byte ^ 1]))
-
-
-@pytest.mark.parametrize("column", ["pixel_values", "image_grid_thw", "input_features", "feature_attention_mask"])
-def test_a_bit_flipped_in_the_shard_is_found_by_whoever_reads_it(tmp_path: Path, column: str) -> None:
-    path = write(tmp_path / "a.h5", [group(i, m) for i, m in enumerate(MIXED)])
-    flip(path, f"media/{column}", row=0)
-    for read in (Shard.rollouts, Shard.validate, lambda shard: [shard.media(g) for g in range(len(MIXED))]):
-        with pytest.raises(DamagedShard, match=f"a.h5.*column 'media/{column}'.*checksum"), Shard(path) as shard:
-            read(shard)  # type: ignore[operator]
-
-
-def test_a_bit_flipped_in_the_worker_is_found_before_the_shard_is_published(tmp_path: Path) -> None:
-    shown = media(0)
-    shown.tensors["pixel_values"].view(np.uint32)[3, 5] ^= 1
-    with pytest.raises(Damaged, match="the worker, when it publishes.*checksum.*changed in between"):
-        encode("r000001-000", [group(0, shown)], {})
-
-
-def test_a_bit_flipped_after_the_reading_is_found_by_the_trainer(tmp_path: Path) -> None:
-    with Shard(write(tmp_path / "a.h5", [group(0, media(0))])) as shard:
-        read = shard.rollouts().media[0]
-    assert read is not None
-    read.check("the trainer")
-    read.tensors["pixel_values"].view(np.uint32)[3, 5] ^= 1
-    with pytest.raises(Damaged, match="the trainer.*checksum"):
-        read.check("the trainer")
-
-
-def test_media_under_another_ones_place_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file has the checksums of its bytes, but the group was shown something else: only the digest tells."""
-    one, other = media(0), media(1)
-    monkeypatch.setattr(Media, "check", lambda self, station: None)
-    path = write(tmp_path / "a.h5", [group(0, Media(other.tensors, one.digest))])
-    monkeypatch.undo()
-    with Shard(path) as shard:
-        shard.validate()
-        with pytest.raises(DamagedShard, match="a.h5.*group 0.*the reader of the shard.*checksum"):
-            shard.rollouts()
-
-
-@pytest.mark.parametrize(
-    "claim",
-    [
-        {"groups": [1]},
-        {"groups": [0, 0]},
-        {"groups": ["x"]},
-        {"items": [{"digest": "x", "kept": "tensors", "tensors": {"pixel_values": ["<f4", [2**40, 2**20]]}}]},
-        {"items": [{"digest": "x", "kept": "tensors", "tensors": {"pixel_values": ["<f4", [-1, 12]]}}]},
-        {"items": [{"digest": "x", "kept": "tensors", "tensors": {"pixel_values": ["O", [24, 12]]}}]},
-        {"items": [{"digest": "x", "kept": "tensors", "tensors": {"pixel_values": ["<i4", [24, 12]]}}]},
-        {"items": [{"digest": "x", "kept": "tensors", "tensors": []}]},
-        {"items": [{}]},
-    ],
-)
-def test_what_a_file_claims_of_its_media_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, claim: Any
-) -> None:
-    from relax_hpc.spool import media as writer
-
-    columns = writer.columns
-
-    def lying(*args: Any) -> Any:
-        flat, about = columns(*args)
-        return flat, {**(about or {}), **claim}
-
-    monkeypatch.setattr(writer, "columns", lying)
-    path = write(tmp_path / "a.h5", [group(0, media(0))])
-    with pytest.raises(DamagedShard, match=r"a\.h5"), Shard(path) as shard:
-        shard.rollouts()
 
 
 def test_the_documented_example_gets_a_picture_back_with_h5py_and_pillow_alone(
