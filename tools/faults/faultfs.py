@@ -14,21 +14,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
+from tools.faults.build import Unavailable, compiled, compiler, compiles
+
 HERE = Path(__file__).resolve().parent
 SOURCES = [HERE / name for name in ("faultfs.c", "rules.c", "rules.h", "caches.c", "caches.h")]
 CONTROL = ".faultfs"
+OPTIONS, LIBRARIES = ["-D_FILE_OFFSET_BITS=64"], ["-lfuse3", "-lpthread"]
 KIND = "fuse.faultfs"
 MOUNT_S = 20.0
 """How long a mount may take to appear, and its server to end."""
@@ -38,10 +39,6 @@ Action = Literal[
 ]  # fmt: skip
 """What becomes of a call, or of its caller. kill-half: of a write, half is carried out. stop-before: the caller is stopped, and the
 call carried out once the rules are replaced; never, if the caller is killed before. error-after: the reply is lost. note: it is logged."""
-
-
-class Unavailable(RuntimeError):
-    """This machine cannot mount the file system; the text names what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -184,19 +181,7 @@ def build() -> Path:
     """Compile the file system, once for each state of its source; return the program. Raises Unavailable."""
     if lacks := _missing():
         raise Unavailable(f"the fault file system needs {', '.join(lacks)}")
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax-hpc"
-    program = cache / f"faultfs-{digest}"
-    if program.exists():
-        return program
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        made = Path(folder) / "faultfs"
-        done = _compile([str(path) for path in SOURCES if path.suffix == ".c"], made)
-        if done.returncode:
-            raise Unavailable(f"the fault file system cannot be compiled:\n{done.stderr}")
-        os.replace(made, program)
-    return program
+    return compiled(SOURCES, *OPTIONS, libraries=LIBRARIES)
 
 
 @functools.cache
@@ -230,25 +215,15 @@ def _unmount(mount: Path) -> None:
     subprocess.run(["fusermount3", "-u", "-z", str(mount)], capture_output=True, check=False)
 
 
-def _compiler() -> str | None:
-    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-
-
-def _compile(sources: Sequence[str], program: Path, text: str | None = None) -> subprocess.CompletedProcess[str]:
-    words = [str(_compiler()), "-O2", "-Wall", "-Wextra", "-D_FILE_OFFSET_BITS=64", "-o", str(program), *sources]
-    return subprocess.run([*words, "-lfuse3", "-lpthread"], input=text, capture_output=True, text=True, check=False)
-
-
 @functools.cache
 def _missing() -> tuple[str, ...]:
     """Name what has to be installed or given first."""
     lacks = [] if os.access("/dev/fuse", os.R_OK | os.W_OK) else ["/dev/fuse, readable and writable"]
     if shutil.which("fusermount3") is None:
         lacks.append("fusermount3 (Debian: fuse3)")
-    if _compiler() is None:
+    if compiler() is None:
         return (*lacks, "a C compiler (Debian: gcc libc6-dev)", "libfuse3 (Debian: libfuse3-dev)")
     trial = "#define FUSE_USE_VERSION 31\n#include <fuse3/fuse.h>\nint main(void) { return fuse_version(); }\n"
-    with tempfile.TemporaryDirectory() as folder:
-        if _compile(["-xc", "-", "-xnone"], Path(folder) / "trial", trial).returncode:
-            lacks.append("libfuse3's headers (Debian: libfuse3-dev libc6-dev)")
+    if not compiles(trial, *OPTIONS, libraries=LIBRARIES):
+        lacks.append("libfuse3's headers (Debian: libfuse3-dev libc6-dev)")
     return tuple(lacks)
