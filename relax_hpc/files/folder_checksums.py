@@ -6,6 +6,7 @@ files ──hashed as they are written, or read back──► FOLDER/DONE {"chec
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from relax_hpc.files.errors import Damaged
-from relax_hpc.files.publish import sync_folder, to_json, write_file
+from relax_hpc.files.publish import open_handle, sync_folder, to_json, write_file
 
 SEAL = "DONE"
 READ_BYTES = 1 << 20
@@ -36,8 +37,8 @@ def of_pieces(pieces: Iterable[bytes | memoryview]) -> str:
 def of_file(path: Path) -> str:
     """Hash the content of a file as XXH3-128."""
     digest, memory = xxhash.xxh3_128(), memoryview(bytearray(READ_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(memory):
+    with open_handle(path, os.O_RDONLY) as handle:  # its errors name the file
+        while count := os.readv(handle, [memory]):
             digest.update(memory[:count])
     return digest.hexdigest()
 

@@ -51,15 +51,16 @@ def rename_once(source: Path, target: Path, done: Callable[[], bool]) -> None:
 
 @contextlib.contextmanager
 def open_handle(path: Path, flags: int) -> Iterator[int]:
-    """Open a file or folder. Errors of calls on the handle name `path`, which the system does not."""
+    """Open a file or folder. Errors of calls on the handle, closing it included, name `path`, which the system does not."""
     handle = os.open(path, flags, 0o644)
     try:
-        yield handle
+        try:
+            yield handle
+        finally:
+            os.close(handle)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-    finally:
-        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:
@@ -144,7 +145,7 @@ def replace(final: Path, data: Data, *, commit_dir: Path | None = None, durable:
     """Put `data` under a name that may exist; readers see the old or the new content, whole."""
 
     def is_in_place() -> bool:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):  # others do not answer it
             return final.read_bytes() == (data if isinstance(data, bytes) else b"".join(data))
         return False
 

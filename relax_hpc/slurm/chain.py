@@ -8,12 +8,13 @@ job k + 1 cancelled by a person ► job k goes on to its end, and is the last
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import replace, to_json
+from relax_hpc.files.publish import names, replace, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.tables.slurm import Slurm
 from relax_hpc.slurm.client import ALIVE, GONE, WAITING, ask, job_state, look
@@ -23,6 +24,7 @@ from relax_hpc.supervise.lease import holder
 from relax_hpc.supervise.supervisor import is_final, outcome_of
 from relax_hpc.telemetry import Telemetry
 
+_ENTRY = re.compile(r"\d+\.json")
 NO_SUCCESSOR = "no successor queued: this run ends with this job"
 
 
@@ -244,7 +246,10 @@ class Chain:
         return self._steps(), max(self._run.checkpoint_steps(), default=-1)
 
     def _steps(self) -> int:
-        return max((int(p.stem) + 1 for p in self._run.ledger.glob("*/*.json") if p.stem.isdigit()), default=0)
+        # Not by Path.glob: to it a folder that cannot be listed now is empty, and a run of no steps makes no progress.
+        ledger = self._run.ledger
+        entries = [name for folder in names(ledger) if folder.isdigit() for name in names(ledger / folder)]
+        return max((int(name[:-5]) + 1 for name in entries if _ENTRY.fullmatch(name)), default=0)
 
 
 def _cancelled(successor: str) -> str:

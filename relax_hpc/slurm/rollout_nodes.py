@@ -5,10 +5,12 @@ heartbeats/node-agent-*.json ──► who works, who was lost ──► their c
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.files.publish import names
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm.node_agent import BASE
@@ -104,7 +106,9 @@ class RolloutNodes:
         return found
 
     def _paths(self) -> Iterable[Path]:
-        return self._run.heartbeats.glob("node-agent-*.json")
+        # Not by Path.glob: to it a folder that cannot be listed now is empty, and all node agents would be silent.
+        folder = self._run.heartbeats
+        return [folder / name for name in fnmatch.filter(names(folder), "node-agent-*.json")]
 
     def _give_back(self, claim_dir: str, lost: bool, reason: str) -> None:
         given = self._queue.give_back(claim_dir, lost)

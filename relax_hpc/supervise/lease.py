@@ -153,7 +153,7 @@ def acquire(run: RunDir, asked: Callable[[], bool] = lambda: False) -> Lease:
 def _appears(draft: Path, folder: Path, about: dict[str, Any]) -> bool:
     """Make a lease's folder with its holder in it, in one step; return False when another process was faster."""
     try:
-        draft.mkdir()
+        draft.mkdir(exist_ok=True)  # its name is ours alone: if it exists, the reply was lost
         write_file(draft / "holder.json", to_json(about))
         sync_folder(draft)
         rename_once(draft, folder, lambda: (_read(folder) or {}).get("token") == about["token"])

@@ -42,7 +42,7 @@ def run_here(opened: Opened, console: Console) -> dict[str, Any]:
             outcome = supervisor.supervise()
     finally:
         io(lease.release)
-    clear_node(run, recipe)
+    io(lambda: clear_node(run, recipe))
     in_any_case(lambda: console.print(render(Status.of(run))))
     return outcome
 

@@ -36,6 +36,8 @@ POLL_S = 0.02
 """How often to look for ended children: one waitpid each, no file is touched."""
 LEASE_LOOK_S = 0.5
 """How often to look whether the lease is still ours."""
+FULL_WAIT_S = 5.0
+"""How long the outcome may wait for room on a full disk: roles stop in a moment, and may leave some."""
 
 
 class Trainers(KeptGroup):
@@ -85,7 +87,7 @@ class Supervisor:
         self.trainers, self.workers = Trainers(trainers, telemetry.metrics, lease), Together(workers)
         self.telemetry = telemetry
         self.io = IoRetry(run, recipe.supervision.io_wait_s, telemetry.metrics)
-        self.tracker = Together(tracker(run, recipe, telemetry.metrics))
+        self.tracker = Together(self.io(lambda: tracker(run, recipe, telemetry.metrics)))
         self._interrupted, self._signalled, self._asked_before = interrupted, signalled, asked
         # Slurm sends TERM after USR2, and leaves time in between.
         self._hasty = interrupted == "stopped"
@@ -180,11 +182,13 @@ class Supervisor:
         return max([said, *self.run.checkpoint_steps()])
 
     def _write_outcome(self, outcome: dict[str, Any]) -> None:
+        give_up_at = time.monotonic() + FULL_WAIT_S
+
         def write() -> None:
             try:
                 self.lease.commit(self.run.outcome, to_json(outcome))
             except OSError as error:
-                if not is_full(error):
+                if not is_full(error) or time.monotonic() < give_up_at:
                     raise
                 self.io.log.warning("'%s' is not written: %s", self.run.outcome, error)
 

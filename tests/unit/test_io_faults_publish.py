@@ -20,8 +20,8 @@ from relax_hpc.spool.queue import RequestQueue, publish_shard
 from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import DamagedShard
-from tests.io_faults import Faults, inject
 from tests.unit.test_shard_damage import shard
+from tools.faults.calls import Faults, inject
 
 DATA = [b"first ", b"and second piece" * 9000]
 WHOLE = b"".join(DATA)

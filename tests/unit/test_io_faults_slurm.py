@@ -10,10 +10,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -25,18 +23,14 @@ from relax_hpc.monitor.status import Status
 from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.slurm import batch, node_agent, rollout_jobs
 from relax_hpc.slurm.elastic import set_desired_size
-from relax_hpc.slurm.submission.sbatch import jobs, read_leaders
-from relax_hpc.spool.queue import RequestQueue
-from relax_hpc.spool.request import Request
+from relax_hpc.slurm.submission.sbatch import read_leaders
 from relax_hpc.supervise import io_retry, supervisor
-from relax_hpc.supervise.fork_server import ForkServer
 from relax_hpc.supervise.io_retry import IoTrouble, at_first
 from relax_hpc.supervise.lease import acquire
 from relax_hpc.supervise.supervisor import outcome_of
-from relax_hpc.telemetry import Telemetry, read_heartbeat, read_metrics
-from tests.io_faults import Faults, inject
+from relax_hpc.telemetry import Telemetry
 from tests.runs import write_recipe
-from tests.unit.test_supervisor import Scripted
+from tools.faults.calls import Faults, inject
 
 KINDS = (("before", errno.EIO), ("before", errno.ESTALE), ("lost", errno.EIO), ("again", errno.ESTALE))
 SETS = (
@@ -97,80 +91,6 @@ def each_call(tmp_path: Path, scenario: Callable[[Path, Faults], None], every: i
             return number
 
 
-class Node(ForkServer):
-    """Spawns workers that are scripts: the first dies on a request, the second works until the run is over, which it says."""
-
-    faults: Faults
-
-    def __init__(self, run: RunDir) -> None:
-        super().__init__(run)
-        self.queue = RequestQueue(run)
-
-    def spawn(
-        self, arguments: Any, log: Path, environment: Mapping[str, str] = MappingProxyType({})
-    ) -> Any:  # fmt: skip
-        log.open("ab").close()
-        claim_dir, name = (arguments[arguments.index(key) + 1] for key in ("--claim-dir", "--name"))
-        return Scripted(lambda: self.work(claim_dir, name), self.faults.spared)
-
-    def work(self, claim_dir: str, name: str) -> int | None:
-        voice = Telemetry(self._run, name, 0)
-        if claim_dir.endswith("0000"):
-            self.queue.open_claim_dir(claim_dir)
-            assert self.queue.claim(claim_dir, 0) is not None
-            voice.heartbeat("generating", requests=0)
-            return -signal.SIGKILL
-        voice.heartbeat("idle", requests=1)
-        replace(self._run.outcome, to_json({"outcome": "done"}))
-        return None
-
-
-def test_a_node_agent_goes_on_whatever_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def scenario(root: Path, faults: Faults) -> None:
-        Node.faults = faults
-        with faults.spared():
-            run = prepared(root, tmp_path)
-            RequestQueue(run).put([Request("r000000-000", ((0, 0),), 4, 1, 0)])
-        monkeypatch.setattr(
-            "sys.argv", ["agent", str(run.root), "--group=base", "--step=s", "--index=0", "--workers=1"]
-        )
-        node_agent.main()
-        with faults.spared():
-            [heartbeat] = [read_heartbeat(run, path.stem) for path in run.heartbeats.glob("node-agent-*.json")]
-            events = [
-                (r["kind"], r["role"]) for r in read_metrics(run.metrics / "node-agent-s-0.jsonl")[0] if "role" in r
-            ]
-            if (
-                "heartbeats" not in Node.faults.hit and "metrics" not in Node.faults.hit
-            ):  # those are said once more, or not at all
-                assert heartbeat is not None and heartbeat["state"] == "gone"
-                assert list(heartbeat["left"].values())[0] is True, "its request is to be given back, and counts"
-                assert events == [("restart", "rollout-0"), ("lost", "rollout-0"), ("restart", "rollout-0")]
-            assert read_json(run.slurm / "places" / "base-0.json") == {"step": "s"}
-
-    monkeypatch.setattr(node_agent, "ForkServer", Node)
-    assert each_call(tmp_path, scenario) > 30
-
-
-def test_a_rollout_job_goes_on_whatever_call_fails(
-    tmp_path: Path, quick: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program(quick, "srun", "exit 0")
-    program(quick, "squeue", "echo '7|RUNNING|None'")
-
-    def scenario(root: Path, faults: Faults) -> None:
-        with faults.spared():
-            run = prepared(root, tmp_path)
-        monkeypatch.setattr("sys.argv", ["batch", "rollout", str(run.root)])
-        with pytest.raises(SystemExit) as ended:
-            batch.main()
-        assert ended.value.code == 0
-        with faults.spared():
-            assert [(job["id"], job["kind"]) for job in jobs(run)] == [("7", "rollout")]
-
-    assert each_call(tmp_path, scenario) > 15
-
-
 TRAINER = """
 case "$*" in *trainer*) ;; *) exec sleep 60;; esac
 for i in $(seq 3000); do [ "$(wc -l <{sent})" -ge {jobs} ] && break; sleep 0.01; done
@@ -188,11 +108,10 @@ def led_before(run: RunDir) -> None:
 @pytest.mark.parametrize(
     ("sets", "starts", "wanted", "every"),
     [
-        (["slurm.shape=split"], 1, ["elastic", "leader", "rollout"], 5),
         (["slurm.shape=het"], 1, ["elastic", "leader"], 9),
         (["slurm.shape=split", "slurm.restart=requeue"], 2, ["elastic", "rollout"], 9),
     ],
-    ids=["split", "het", "requeued"],
+    ids=["het", "requeued"],
 )
 def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
     tmp_path: Path,

@@ -23,8 +23,8 @@ from relax_hpc.files.publish import publish, read_json, replace, to_json, write_
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.supervise import lease as lease_module
 from relax_hpc.supervise.lease import Holder, Lease, acquire, holder
-from tests.io_faults import inject
 from tests.runs import wait_for
+from tools.faults.calls import inject
 
 FORK = multiprocessing.get_context("fork")
 HOLD = """

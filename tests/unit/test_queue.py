@@ -20,7 +20,7 @@ from relax_hpc.monitor.analysis.statuses import GroupStatuses
 from relax_hpc.spool.ledger import Dropped, Entry, Taken
 from relax_hpc.spool.queue import RequestFile, RequestQueue, publish_shard
 from relax_hpc.spool.request import Request, RequestState
-from tests.io_faults import inject
+from tools.faults.calls import inject
 
 FORK = multiprocessing.get_context("fork")
 

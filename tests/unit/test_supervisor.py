@@ -1,4 +1,5 @@
-"""The supervisor's loop over a file system that fails, with roles that are scripts: whatever call goes wrong, the run goes on."""
+"""The supervisor's loop, with roles that are scripts: what it says, whom it ends, when it gives up (tests/faults has it over a file system that
+fails)."""
 
 from __future__ import annotations
 
@@ -6,18 +7,16 @@ import errno
 import io
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import read_json, to_json, write_file
+from relax_hpc.files.publish import to_json, write_file
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.create import Opened
 from relax_hpc.recipe import dump_recipe, load_recipe
@@ -32,97 +31,10 @@ from relax_hpc.supervise.lease import acquire
 from relax_hpc.supervise.local import run_here
 from relax_hpc.supervise.processes import LocalProcesses
 from relax_hpc.supervise.rollout_workers import RolloutWorker
-from relax_hpc.telemetry import Telemetry, read_metrics
-from tests.io_faults import Faults, inject
+from relax_hpc.telemetry import Telemetry
 from tests.runs import write_recipe
-
-POLLS = 3
-"""How often a role is looked at before its script goes on."""
-
-
-class Scripted:
-    """A role's process: what it does is done at its POLLS-th look, and then it ends with `code`, or works on."""
-
-    final_message = ""
-
-    def __init__(self, act: Callable[[], int | None], spared: Any) -> None:
-        self._act, self._spared, self._polls = act, spared, 0
-        self.code: int | None = None
-        self.signals = list[signal.Signals]()
-
-    def poll(self) -> int | None:
-        self._polls += 1
-        if self.code is None and self._polls >= POLLS:
-            with self._spared():
-                self.code = Exit.STOPPED if signal.SIGTERM in self.signals else self._act()
-        return self.code
-
-    def wait(self, timeout: float | None = None) -> int:
-        while self.poll() is None:
-            if signal.SIGTERM not in self.signals:
-                raise subprocess.TimeoutExpired("role", timeout or 0.0)
-        assert self.code is not None
-        return self.code
-
-    def send_signal(self, number: signal.Signals) -> None:
-        self.signals.append(number)
-
-    def kill(self) -> None:
-        self.code = self.code if self.code is not None else -signal.SIGKILL
-
-
-class Stage(ForkServer):
-    """Spawns roles that are scripts: a worker claims a request and dies, the second one generates; the first trainer dies, the second one ends."""
-
-    def __init__(self, run: RunDir, faults: Faults) -> None:
-        super().__init__(run)
-        self.faults, self.queue = faults, RequestQueue(run)
-        self.spawned = list[tuple[str, int]]()
-
-    def spawn(
-        self,
-        arguments: Any,
-        log: Path,
-        environment: Mapping[str, str] = MappingProxyType({}),
-    ) -> Any:
-        role, name = arguments[0], arguments[arguments.index("--name") + 1]
-        attempt = int(arguments[arguments.index("--attempt") + 1])
-        log.open("ab").close()  # as the fork server does
-        self.spawned.append((name, attempt))
-        voice = Telemetry(self._run, name, attempt)
-        if role == "trainer":
-            folder = Path(arguments[arguments.index("--incarnation") + 1])
-            act = lambda: self.train(voice, folder)
-        else:
-            claim_dir = arguments[arguments.index("--claim-dir") + 1]
-            act = lambda: self.generate(voice, claim_dir)
-        return Scripted(act, self.faults.spared)
-
-    def train(self, voice: Telemetry, folder: Path) -> int | None:
-        if len(self._run.checkpoint_steps()) == 0:
-            done = self._run.checkpoint(3)
-            done.mkdir()
-            (done / "DONE").touch()
-            voice.heartbeat("training", step=3)
-            return -signal.SIGKILL
-        if self.claimed() or ("rollout-0", 1) not in self.spawned:
-            return None  # it waits for what the dead worker had, and for the next one
-        assert folder.is_dir(), "the incarnation that it commits by"
-        done = self._run.checkpoint(6)
-        done.mkdir()
-        (done / "DONE").touch()
-        return Exit.DONE
-
-    def generate(self, voice: Telemetry, claim_dir: str) -> int | None:
-        voice.heartbeat("idle", requests=0)
-        if claim_dir.endswith("0000"):
-            self.queue.open_claim_dir(claim_dir)
-            assert self.queue.claim(claim_dir, 0) is not None
-            return -signal.SIGKILL
-        return None
-
-    def claimed(self) -> list[str]:
-        return [name for worker in self.queue.workers() for name in os.listdir(self._run.claimed_requests / worker)]
+from tools.faults.calls import Faults, inject
+from tools.faults.roles import Stage
 
 
 @pytest.fixture(autouse=True)
@@ -150,46 +62,6 @@ def prepared(root: Path, recipe: Recipe) -> RunDir:
     queue.open_claim_dir("rollout-0-before")
     assert queue.claim("rollout-0-before", 0) is not None
     return run
-
-
-def supervise(run: RunDir, recipe: Recipe, faults: Faults) -> tuple[dict[str, Any], Stage]:
-    stage = Stage(run, faults)
-    return run_here(Opened(run, recipe, stage), Console(file=io.StringIO())), stage
-
-
-def check(run: RunDir, outcome: dict[str, Any], stage: Stage) -> None:
-    """The run came to its end, and all that had to be done was done."""
-    assert (outcome["outcome"], outcome["step"]) == ("done", 6), outcome
-    assert read_json(run.outcome) == outcome
-    assert set(RequestQueue(run).in_progress()) == {"r000000-000", "r000000-001"} and stage.claimed() == []
-    assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
-    assert {("trainer-0", 0), ("trainer-0", 1), ("rollout-0", 0), ("rollout-0", 1)} <= set(stage.spawned)
-    lost = [r["role"] for r in read_metrics(run.metrics / "supervisor.jsonl")[0] if r["kind"] == "lost"]
-    assert sorted(lost) in (["rollout-0", "trainer"], ["rollout-0"], ["trainer"], []), (
-        "each loss is noted once at the most"
-    )
-
-
-def test_whatever_call_fails_once_the_run_goes_on(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each file operation of a short run in turn: it fails, its answer is a stale handle, or it is done and its answer is lost, or it is done twice."""
-    kinds = [("before", errno.EIO), ("before", errno.ESTALE), ("lost", errno.EIO), ("again", errno.ESTALE)]
-    calls, number = 10**6, 0
-    while number < calls:
-        number += 1
-        how, error = kinds[number % len(kinds)]
-        run = prepared(tmp_path / f"run{number}", recipe)
-        with monkeypatch.context() as patch:
-            faults = inject(patch, run.root)
-            faults.fail(number, how, error)
-            try:
-                outcome, stage = supervise(run, recipe, faults)
-            except BaseException as failure:
-                raise AssertionError(f"call {number}, {faults.hit}: {how} {errno.errorcode[error]}") from failure
-        check(run, outcome, stage)
-        calls = calls if faults.hit else number
-    assert number > 100
 
 
 def test_trouble_is_said_once_and_ends_the_run_only_when_it_lasts(
