@@ -22,7 +22,7 @@ from relax_hpc.spool.queue import Claim, publish_shard
 
 THREADS = 4
 """Most shards on their way to the disk at once; each is in memory until it is there."""
-LARGE_BYTES = 64 << 20
+LARGE_BYTES = 16 << 20
 """Bytes of all shards on their way, from which on at most LARGE shards may be: they give the disk enough to do."""
 LARGE = 2
 
