@@ -24,7 +24,7 @@ from relax_hpc.engines.stops import StopStrings
 from relax_hpc.files.tensor_files import shapes
 from relax_hpc.huggingface import unfilled
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish, Progress
+from relax_hpc.records import Finish, Media, Progress
 
 
 @dataclass
@@ -70,7 +70,10 @@ class PlainEngine:
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[Tokens] = (),
+        media: Sequence[Media | None] = (),
     ) -> list[Completion]:
+        if any(media):
+            raise ValueError("this engine shows no images, videos or sounds to its model")
         rooms = room_for(prompts, self.context, sampling.max_new_tokens, begun)
         rows = [[_Row() for _ in range(samples_per_prompt)] for _ in prompts]
         prefixes = begun or [np.empty(0, np.int32)] * len(prompts)

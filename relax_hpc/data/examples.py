@@ -23,6 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from relax_hpc.data.cursor import PromptCursor, PromptRef
 from relax_hpc.data.sources import PromptSources
 from relax_hpc.files.errors import RunError
+from relax_hpc.records import Media
 
 AHEAD = 64
 """Examples that each worker process holds ready, or prepares."""
@@ -37,6 +38,8 @@ class Example:
     """[P] tokens."""
     answer: NDArray[np.int32]
     """[A] tokens, with the one that ends it."""
+    media: Media | None = None
+    """The images, videos and sounds of the prompt."""
 
 
 class ExampleLoader:
@@ -95,4 +98,4 @@ class _Examples(Dataset[Example | str]):
             prompt, answer = self._sources.example(ref.source, ref.index)
         except RunError as error:
             return str(error)
-        return Example(ref, prompt.tokens, answer)
+        return Example(ref, prompt.tokens, answer, prompt.media)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.records import Finish, Progress
+from relax_hpc.records import Finish, Media, Progress
 
 Tokens = NDArray[np.int32]
 Weights = Iterable[tuple[str, Tensor]]
@@ -88,6 +88,7 @@ class Engine(Protocol):
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[Tokens] = (),
+        media: Sequence[Media | None] = (),
     ) -> list[Completion]:
         """Generate `samples_per_prompt` completions of every prompt, as one batch, prompt-major.
 
@@ -95,7 +96,7 @@ class Engine(Protocol):
         with the number of tokens generated so far (an engine may count completions when they end), at least once a
         second (it is the heartbeat). Where it raises Abort, completions that have not ended have no `finish`. `begun`:
         tokens that each prompt's answer has already (`samples_per_prompt` is 1 then). They count for `max_new_tokens`
-        and stop strings, and are not part of the completion. Raises ValueError when a prompt leaves no room in the
+        and stop strings, and are not part of the completion. `media`: what each prompt shows beside its text. Raises ValueError when a prompt leaves no room in the
         context, EngineRestarted, EngineError.
         """
         ...

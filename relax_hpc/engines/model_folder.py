@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from relax_hpc.files.tensor_files import differences
-from relax_hpc.huggingface import one_by_one
+from relax_hpc.huggingface import named_as_in_files
 
 
 def context_of(config: PreTrainedConfig) -> int:
@@ -53,13 +53,13 @@ def end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """The model's tensors by the names that its files use; changing one changes the model."""
-    return one_by_one(model.state_dict(), model.config.get_text_config().model_type)
+    return named_as_in_files(model.state_dict(), model.config)
 
 
 def aliases(model: PreTrainedModel) -> set[str]:
     """Names in the state that stand for another tensor, such as a tied output layer's: a version may hold them, or not."""
     real = dict(model.named_parameters()) | dict(model.named_buffers())
-    return weights_of(model).keys() - one_by_one(real, model.config.get_text_config().model_type).keys()
+    return weights_of(model).keys() - named_as_in_files(real, model.config).keys()
 
 
 def check_whole(

@@ -1,10 +1,11 @@
 """The torch engine: batched generation with transformers, in the worker's own process.
 
-    prompts ──each distinct one once──► prefill ──cache rows repeated──► samples_per_prompt rows each
+    prompts, media ──each distinct pair once──► prefill ──cache rows repeated──► samples_per_prompt rows each
     rows ──forward one position, draw──► tokens ──ended?──► the cache is compacted to the rows that continue
 
 Prompts, with the tokens that their answers have already, are padded on the left, so that all rows write the same
-position of the cache, and one call does for all of them.
+position of the cache, and one call does for all of them. What stands for a patch of an image or a frame of sound ends
+an answer in which it is drawn: nothing could be shown there.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -26,10 +29,13 @@ from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.stops import StopStrings
 from relax_hpc.files.tensor_files import shapes
-from relax_hpc.huggingface import unfilled
+from relax_hpc.huggingface import as_arguments, hidden_states, unfilled
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish, Progress
+from relax_hpc.records import Finish, Media, Progress
 
+_Shown = tuple[Tokens, Media | None]
+"""A context, and what it shows beside its text."""
 PREFILL_TOKENS = 16384
 """Tokens of prompts, padding included, in one forward."""
 COMPACT_AT = 0.75
@@ -79,6 +85,7 @@ class TorchEngine:
         self.device = torch.device(detected if recipe.rollout.device == "auto" else recipe.rollout.device)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        self.family = family_of(config)
         self.model = unfilled(config, getattr(torch, recipe.trainer.dtype), self.device)
         use_grouped_attention(self.model)
         self.context = context_of(config)
@@ -87,6 +94,7 @@ class TorchEngine:
             self.model.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=self.device
         )
         self.ends[end_tokens(model_dir, config, self.tokenizer)] = True
+        self.ends[list(self.family.placeholders(config).values())] = True
         self.version = -1
         self._resting = [(tensor, tensor.untyped_storage().nbytes()) for tensor in weights_of(self.model).values()]
         """Tensors that `load` fills, and the bytes that each takes."""
@@ -111,14 +119,16 @@ class TorchEngine:
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[Tokens] = (),
+        media: Sequence[Media | None] = (),
     ) -> list[Completion]:
         if not len(prompts) * samples_per_prompt:
             return []
         began, rooms = time.monotonic(), room_for(prompts, self.context, sampling.max_new_tokens, begun)
         out = _Output(began, len(prompts) * samples_per_prompt, max(rooms), self.device)
         contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
+        shown = [*zip(contexts, media or [None] * len(prompts), strict=True)]
         with contextlib.suppress(Abort):
-            cache, logits, batch = self._prefill(contexts, samples_per_prompt, rooms, progress)
+            cache, logits, batch = self._prefill(shown, samples_per_prompt, rooms, progress)
             try:
                 self._decode(cache, logits, batch, out, sampling, seed, progress, begun)
             finally:
@@ -172,33 +182,36 @@ class TorchEngine:
                     tokens = tokens[index]
             visible = batch.visible[..., : cache.get_seq_length() + 1]
             logits = self._forward(cache, tokens[:, None], batch.position, visible)
-            batch.position.add_(1).clamp_(max=self.context - 1)  # rows that ended stay until the batch is compacted
+            batch.position.add_(1)
+            if self.family.axes == 1:
+                batch.position.clamp_(max=self.context - 1)  # rows that ended stay until the batch is compacted
             if time.monotonic() - said > PROGRESS_EVERY_S:
                 said = time.monotonic()
                 progress(generated)
         progress(int(out.lengths.sum()))
 
-    def _forward(self, cache: InPlaceCache, tokens: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-        """[B, V] logits of the last position. tokens, position: [B, L]; mask: [B, 1, L, S]."""
-        logits: Tensor = self.model(
-            input_ids=tokens, position_ids=position, attention_mask=mask, past_key_values=cache, use_cache=True,
-            logits_to_keep=1,
-        ).logits  # fmt: skip
+    def _forward(self, cache: InPlaceCache, tokens: Tensor, position: Tensor, mask: Tensor, **media: Tensor) -> Tensor:
+        """[B, V] logits of the last position. tokens, position: [B, L], or [3, B, L]; mask: [B, 1, L, S]."""
+        inputs = {"input_ids": tokens, "position_ids": position, "attention_mask": mask, "past_key_values": cache}
+        if self.model.base_model is self.model:
+            hidden = hidden_states(self.model, **inputs, **media, use_cache=True)
+            last: Tensor = self.model.get_output_embeddings()(hidden[:, -1])
+            return last
+        logits: Tensor = self.model(**inputs, **media, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1]
 
     def _prefill(
-        self, prompts: Sequence[Tokens], samples_per_prompt: int, room: list[int], progress: Callable[[int], None]
+        self, contexts: Sequence[_Shown], samples_per_prompt: int, room: list[int], progress: Callable[[int], None]
     ) -> tuple[InPlaceCache, Tensor, _Batch]:
-        """Run each distinct prompt once, then repeat its cache row, its last logits and its padding for every sample."""
-        distinct = {prompt.tobytes(): prompt for prompt in prompts}
+        """Run each distinct context once, then repeat its cache row, its last logits and its padding for every sample."""
+        keys = [(tokens.tobytes(), media.digest if media else "") for tokens, media in contexts]
+        distinct = dict(zip(keys, contexts, strict=True))
         place = {key: i for i, key in enumerate(distinct)}
-        of = torch.tensor([place[prompt.tobytes()] for prompt in prompts], device=self.device)
+        of = torch.tensor([place[key] for key in keys], device=self.device)
         of = of.repeat_interleave(samples_per_prompt)
-        width = max(len(prompt) for prompt in prompts)
-        padded = np.zeros((len(distinct), width), np.int64)
-        for i, prompt in enumerate(distinct.values()):
-            padded[i, width - len(prompt) :] = prompt
-        lengths = torch.tensor([len(prompt) for prompt in distinct.values()], device=self.device)
+        width = max(len(tokens) for tokens, _ in contexts)
+        padded, positions, following = self._placed([*distinct.values()], width)
+        lengths = torch.tensor([len(tokens) for tokens, _ in distinct.values()], device=self.device)
         limit = width + max(room) - 1
         visible = torch.arange(limit, device=self.device) >= width - lengths[:, None]  # [distinct, limit]
         cache = InPlaceCache(self.layers, len(distinct), limit)
@@ -208,26 +221,43 @@ class TorchEngine:
             rows = slice(start, min(start + size, len(distinct)))
             progress(0)
             cache.write_to(rows)
-            tokens = torch.from_numpy(padded[rows]).to(self.device)
-            logits.append(self._prefill_part(cache, tokens, visible[rows, :width]))
+            shown = self.family.joined([media for _, media in [*distinct.values()][rows] if media])
+            tokens, position = (torch.from_numpy(a[..., rows, :]).to(self.device) for a in (padded, positions))
+            arguments = as_arguments(shown, self.model.dtype, self.device)
+            mask = self._prefill_mask(visible[rows, :width])
+            logits.append(self._forward(cache, tokens, position, mask, **arguments))
         cache.select(of)
         batch = _Batch(
             rows=torch.arange(len(of), device=self.device),
             alive=torch.ones(len(of), dtype=torch.bool, device=self.device),
             room=torch.tensor(room, device=self.device).repeat_interleave(samples_per_prompt),
-            position=lengths[of][:, None],
+            position=torch.from_numpy(following).to(self.device)[of][:, None],
             visible=visible[of][:, None, None],
         )
         return cache, torch.cat(logits)[of], batch
 
-    def _prefill_part(self, cache: InPlaceCache, tokens: Tensor, real: Tensor) -> Tensor:
-        """Fill the cache with prompts [B, L]; returns the logits of their last positions. real: [B, L] bool, False on
-        padding, which attends to itself alone: a query must see something."""
-        width = tokens.shape[1]
+    def _placed(self, contexts: Sequence[_Shown], width: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Tokens [N, L] of contexts padded on the left, positions [N, L] or [axes, N, L], the position [N] after each."""
+        padded = np.zeros((len(contexts), width), np.int64)
+        several = self.family.axes > 1
+        # and one more, of what follows, where it is the same on every axis
+        positions = np.zeros((self.family.axes, len(contexts), width + 1), np.float32 if several else np.int64)
+        for i, (tokens, media) in enumerate(contexts):
+            if media:
+                media.check("the engine's encoders")
+            padded[i, width - len(tokens) :] = tokens
+            placed = self.family.positions_onward(self.model.config, tokens, media)
+            positions[:, i, width - len(tokens) :] = placed
+        following, positions = positions[0, :, -1], positions[..., :-1]
+        return padded, positions if several else positions[0], following
+
+    def _prefill_mask(self, real: Tensor) -> Tensor:
+        """[B, 1, L, L] of prompts. real: [B, L] bool, False on padding, which attends to itself alone: a query must see
+        something."""
+        width = real.shape[1]
         causal = torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         mask = (causal & real[:, None, :]) | torch.eye(width, dtype=torch.bool, device=self.device)
-        position = (real.cumsum(-1) - 1).clamp(min=0)
-        return self._forward(cache, tokens, position, mask[:, None])
+        return mask[:, None]
 
     def _stop_strings(self, stops: tuple[str, ...]) -> StopStrings | None:
         if stops and stops not in self._stops:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_hpc.algorithms import ActorCritic, Algorithm
-from relax_hpc.records import Progress, Rollouts
+from relax_hpc.records import Media, Progress, Rollouts
 
 
 class Saving(Protocol):
@@ -65,9 +65,14 @@ class Trainer(Protocol):
         ...
 
     def supervised_step(
-        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
+        self,
+        prompts: list[NDArray[np.int32]],
+        answers: list[NDArray[np.int32]],
+        learning_rate: float,
+        media: Sequence[Media | None] = (),
     ) -> float:
-        """Make one step of the SFT warm start; returns the mean cross-entropy over the answers' tokens."""
+        """Make one step of the SFT warm start; returns the mean cross-entropy over the answers' tokens. media: what each
+        prompt shows beside its text."""
         ...
 
     def begin_training(self) -> None:

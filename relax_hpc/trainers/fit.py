@@ -1,4 +1,4 @@
-"""Check that the megatron backend can train a model under a plan, before a run begins and without Megatron."""
+"""Check that the recipe's backend can train a model, before a run begins and without Megatron."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.recipe.tables.trainer import Sizes, misfit
 
@@ -20,6 +21,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 def check(recipe: Recipe, model_dir: Path) -> None:
     """Raise RunError where the trainer of this recipe could not be made."""
+    check_family(recipe, model_dir)
     if recipe.trainer.backend != "megatron":
         return
     need_megatron()
@@ -38,6 +40,35 @@ def check(recipe: Recipe, model_dir: Path) -> None:
         wrong = misfit(trainer.parallel, processes, sizes(hf), role)
         if wrong:
             raise RunError(about + wrong)
+
+
+def check_family(recipe: Recipe, model_dir: Path) -> None:
+    """Raise RunError where the model sees media and a part of the recipe does not know of them, or where parts are named
+    that it lacks."""
+    family = family_of(AutoConfig.from_pretrained(model_dir, local_files_only=True))
+    parts = {"language", *(part for _, part in family.parts)}
+    if unknown := sorted({*recipe.trainer.freeze, *recipe.trainer.learning_rates} - parts):
+        raise RunError(
+            f"trainer.freeze and trainer.learning_rates name {unknown}, and the model ({family.name}) has {sorted(parts)}: "
+            "leave them out"
+        )
+    if recipe.trainer.freeze and parts <= {*recipe.trainer.freeze}:
+        raise RunError(
+            f"trainer.freeze names all parts of the model, {sorted(parts)}: leave one out, or nothing learns"
+        )
+    if not family.modalities:
+        return
+    about = f"the model ({family.name}) sees {', '.join(family.modalities)}"
+    engine = recipe.rollout.engine if recipe.generates else "torch"
+    for key, name in (("trainer.backend", recipe.trainer.backend), ("rollout.engine", engine)):
+        if name in ("megatron", "sglang"):
+            raise RunError(f'{about}, and {key} = "{name}" shows it none yet: use "torch"')
+    for key, folder in recipe.models_beside.items():
+        other = family_of(AutoConfig.from_pretrained(folder, local_files_only=True))
+        if other.name != family.name:
+            raise RunError(
+                f"{about}, and {key} = '{folder}' is of another family ({other.name}): give one that sees the same"
+            )
 
 
 def need_megatron() -> None:

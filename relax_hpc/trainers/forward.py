@@ -1,10 +1,12 @@
 """Logprobs of chosen tokens, without ever holding the logits of a whole micro-batch; a critic's values at them.
 
-base model ──hidden [R*L, H]──► the M positions that predict a loss token ──head, in chunks──► [M] logprobs, [M] entropies
-                                                                        └──a critic's head──► [M] values
+base model, with media ──hidden [R*L, H]──► the M positions that predict a loss token ──head, in chunks──► [M] logprobs, [M] entropies
+                                                                                    └──a critic's head──► [M] values
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.huggingface import as_arguments, hidden_states
 from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
 from relax_hpc.trainers.packing import MicroBatch
 
@@ -29,7 +32,7 @@ def token_logprobs(
     targets: [M] int64, the token ids at batch.predictors. Where more than one chunk is needed, a chunk's logits are
     computed again in the backward pass.
     """
-    chosen = _chosen(model.base_model, batch, targets.device)
+    chosen = predicting_states(cast(PreTrainedModel, model.base_model), batch, targets.device)
     head = model.get_output_embeddings()
     tokens_per_chunk = max(1, logits_per_chunk // head.weight.shape[0])
     if len(chosen) <= tokens_per_chunk:
@@ -54,22 +57,23 @@ class Critic(torch.nn.Module):
 
 def token_values(critic: Critic, batch: MicroBatch, device: torch.device) -> Tensor:
     """[M] float32: the value of the state before each token in the loss."""
-    chosen = _chosen(critic.body, batch, device)
+    chosen = predicting_states(critic.body, batch, device)
     with torch.autocast(device.type, enabled=False):  # a loss of squares wants more digits than bfloat16 has
         values: Tensor = critic.head(chosen.float()).squeeze(-1)
     return values
 
 
-def _chosen(body: torch.nn.Module, batch: MicroBatch, device: torch.device) -> Tensor:
+def predicting_states(body: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
     """[M, H] hidden states at batch.predictors."""
     # the samples' own keys need a mask only where a row has more than one; else attention takes its faster causal path
     mask = None if batch.one_sample_a_row else torch.from_numpy(batch.attention_mask()).to(device)
-    hidden: Tensor = body(
+    hidden = hidden_states(
+        body,
         input_ids=torch.from_numpy(batch.tokens).to(device),
         position_ids=torch.from_numpy(batch.positions).to(device),
         attention_mask=mask,
-        use_cache=False,
-    ).last_hidden_state
+        **as_arguments(batch.media, body.dtype, device),
+    )
     return hidden.flatten(0, 1)[torch.from_numpy(batch.predictors).to(device)]
 
 
@@ -88,7 +92,7 @@ def check_head(model: PreTrainedModel) -> None:
     would be wrong."""
     probe = torch.arange(4, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     whole = model(input_ids=probe, use_cache=False).logits
-    parts = model.get_output_embeddings()(model.base_model(input_ids=probe, use_cache=False).last_hidden_state)
+    parts = model.get_output_embeddings()(hidden_states(cast(PreTrainedModel, model.base_model), input_ids=probe))
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
         raise RunError(
             f"{type(model).__name__} changes its logits after the head by up to {(whole - parts).abs().max():.3g}: "

@@ -1,9 +1,13 @@
-"""A model with its AdamW. Gradients lie in flat buckets; the learning rate is a function of the step, and not saved."""
+"""A model with its AdamW. Gradients lie in flat buckets; the learning rate is a function of the step, and not saved.
+
+Parts of a model with media may have a learning rate of their own, or be frozen: then they have neither gradients nor
+moments.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -32,29 +36,40 @@ def learning_rate(config: Trainer, step: int, steps: int) -> float:
 
 
 class Learning:
-    """A model that learns: its parameters (tied ones once), their gradients, AdamW."""
+    """A model that learns: its parameters (tied ones once, frozen ones not at all), their gradients, AdamW."""
 
-    def __init__(self, model: torch.nn.Module, config: Trainer) -> None:
-        self.model, self.config = model, config
-        self.parameters = dict(model.named_parameters())
+    def __init__(
+        self, model: torch.nn.Module, config: Trainer, part_of: Callable[[str], str] = lambda name: "whole"
+    ) -> None:
+        """part_of: parameter's name -> the part of the model, by which freeze and learning_rates name it."""
+        self.model, self.config, self._part_of = model, config, part_of
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(part_of(name) not in config.freeze)
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.gradients = FlatGradients(list(self.parameters.values()))
         self.begin()
 
     def begin(self) -> None:
         """Make a fresh optimizer."""
-        config = self.config
-        matrices = [p for p in self.parameters.values() if p.ndim > 1]
-        vectors = [p for p in self.parameters.values() if p.ndim <= 1]  # norms and biases do not decay
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        config, own_rates = self.config, {str(part): rate for part, rate in self.config.learning_rates.items()}
+        groups: dict[tuple[float, float], list[Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            decay = config.weight_decay if parameter.ndim > 1 else 0.0  # norms and biases do not decay
+            rate = own_rates.get(self._part_of(name), config.learning_rate)
+            groups.setdefault((decay, rate / config.learning_rate), []).append(parameter)
         self.optimizer = torch.optim.AdamW(
-            groups, lr=config.learning_rate, betas=config.betas, eps=ADAM_EPS, fused=True
+            [{"params": those, "weight_decay": decay, "scale": scale} for (decay, scale), those in groups.items()],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=ADAM_EPS,
+            fused=True,
         )
 
     def update(self, norm: float, rate: float) -> None:
-        """Clip gradients of this norm, and make one step with learning rate `rate`."""
+        """Clip gradients of this norm, and make one step with learning rate `rate`; parts have theirs in proportion."""
         self.gradients.clip(norm, self.config.clip_grad_norm)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["scale"]
         self.optimizer.step()
 
 

@@ -2,6 +2,7 @@
 padding.
 
     samples ──join──► trees ──balance──► a share of trees a rank ──cut──► micro-batches of rows of trees ──pack──► arrays
+    media of each tree's prompt ──compared with their digest──► one after the other, in the order of rows, once a tree
 
 A tree is a prompt followed by several answers to it that are trained on behind one copy of it: where prompts are longer
 than answers, that saves most of the work. The whole plan depends on the samples alone: every process computes it and
@@ -11,12 +12,15 @@ takes its own share. An answer goes in without its last token, which predicts no
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_hpc.records import Rollouts
+from relax_hpc.media.families import TEXT, Family
+from relax_hpc.records import Media, Rollouts
 
 Tree = tuple[int, ...]
 """Samples behind one copy of their prompt, by index; most often one."""
@@ -36,11 +40,14 @@ class MicroBatch:
     """The input of one forward: R rows of L tokens, M tokens that enter the loss."""
 
     tokens: NDArray[np.int64]  # [R, L]
-    positions: NDArray[np.int64]  # [R, L] each tree begins again at 0, each answer behind the prompt; padding counts on
+    positions: NDArray[Any]  # [R, L] each tree begins again at 0, each answer behind the prompt; padding counts on
+    """[3, R, L] float32 for a model whose positions have three axes."""
     segments: NDArray[np.int64]  # [R, L] which tree of the row, PADDING after the last
     branches: NDArray[np.int64]  # [R, L] which answer of the tree, from 1; 0 is the prompt
     predictors: NDArray[np.int64]  # [M] where, in the flattened [R * L], the model predicts the token
     targets: NDArray[np.int64]  # [M] the token itself, by its index in rollouts.tokens
+    media: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Arguments of the forward by name: what the prompts show."""
 
     @property
     def one_sample_a_row(self) -> bool:
@@ -67,10 +74,12 @@ def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
     trees: list[Tree] = []
     for samples in groups.values():
         prompts = [rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[s : s + 2])] for s in samples]
+        shown = {media.digest if (media := media_of(rollouts, s)) else "" for s in samples}
         answers = sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in samples)
         saved = len(prompts[0]) * (len(samples) - 1)
         short = len(prompts[0]) + answers <= LONGEST_SHARED
-        if saved >= max(answers, 1) and short and all(np.array_equal(p, prompts[0]) for p in prompts):
+        alike = len(shown) == 1 and all(np.array_equal(p, prompts[0]) for p in prompts)
+        if saved >= max(answers, 1) and short and alike:
             trees.append(tuple(samples))
         else:
             trees += [(sample,) for sample in samples]
@@ -153,13 +162,31 @@ def tree_length(rollouts: Rollouts, tree: Tree) -> int:
     return prompt + sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in tree)
 
 
-def pack(rollouts: Rollouts, rows: Rows, unit: int = 1, row_unit: int = 1) -> MicroBatch:
+def media_of(rollouts: Rollouts, sample: int) -> Media | None:
+    """Return what a sample's prompt shows beside its text."""
+    return rollouts.media[sample] if rollouts.media else None
+
+
+def shown_by(rollouts: Rollouts, rows: Rows, family: Family) -> dict[str, NDArray[Any]]:
+    """Join the media of the trees' prompts in the order of rows. Raises Damaged where they are not those that the engine
+    was given."""
+    shown = [media for row in rows for tree in row if (media := media_of(rollouts, tree[0]))]
+    for media in shown:
+        media.check("the trainer's encoders")
+    return family.joined(shown) if shown else {}
+
+
+def pack(
+    rollouts: Rollouts, rows: Rows, unit: int = 1, row_unit: int = 1, family: Family = TEXT, config: Any = None
+) -> MicroBatch:
     """Make the arrays of one micro-batch; without trees, of a few tokens that enter no loss. unit, row_unit: each tree,
-    and each row, is padded to a multiple of so many tokens."""
+    and each row, is padded to a multiple of so many tokens; config: the model's, which a family with media reads."""
     lengths = [[rounded(tree_length(rollouts, tree), unit) for tree in row] for row in rows]
     width = rounded(max(1, *map(sum, lengths)), row_unit)
     tokens = np.zeros((len(rows), width), np.int64)
     positions = np.tile(np.arange(width), (len(rows), 1))
+    if family.axes > 1:
+        positions = np.tile(positions.astype(np.float32), (family.axes, 1, 1))
     segments = np.full((len(rows), width), PADDING, np.int64)
     branches = np.zeros((len(rows), width), np.int64)
     predictors, targets = [], []
@@ -169,12 +196,14 @@ def pack(rollouts: Rollouts, rows: Rows, unit: int = 1, row_unit: int = 1) -> Mi
             prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[tree[0] : tree[0] + 2])]
             begin, filled, at = at, at + lengths[r][segment], at + len(prompt)
             asked = at - 1  # where the prompt's last token predicts the first of every answer
-            tokens[r, begin:at], positions[r, begin:filled] = prompt, np.arange(filled - begin)
+            tokens[r, begin:at], positions[..., r, begin:filled] = prompt, np.arange(filled - begin)
+            placed = family.positions_onward(config, prompt, media_of(rollouts, tree[0]))
+            positions[..., r, begin:at], behind = placed[..., :-1], placed[..., -1:]
             for branch, sample in enumerate(tree, start=1):
                 first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
                 end = at + last - first - 1
                 tokens[r, at:end] = rollouts.tokens[first : last - 1]
-                positions[r, at:end] = len(prompt) + np.arange(end - at)
+                positions[..., r, at:end] = behind + np.arange(end - at)
                 branches[r, at:end] = branch
                 chosen = np.flatnonzero(rollouts.loss_mask[first:last])
                 predictors.append(r * width + np.where(chosen == 0, asked, at - 1 + chosen))
@@ -183,4 +212,4 @@ def pack(rollouts: Rollouts, rows: Rows, unit: int = 1, row_unit: int = 1) -> Mi
             segments[r, begin:at] = segment
             at = filled
     found, of = (np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (predictors, targets))
-    return MicroBatch(tokens, positions, segments, branches, found, of)
+    return MicroBatch(tokens, positions, segments, branches, found, of, shown_by(rollouts, rows, family))

@@ -22,7 +22,7 @@ from relax_hpc.algorithms.common.losses import exp_ratio
 from relax_hpc.algorithms.ppo import explained_variance
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Media, Rollouts
 
 Learner = Literal["policy", "critic"]
 """The models that a trainer trains."""
@@ -206,8 +206,10 @@ def add(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return total
 
 
-def as_rollouts(prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]]) -> Rollouts:
-    """Turn prompts and answers into samples whose every token is in the loss."""
+def as_rollouts(
+    prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], media: Sequence[Media | None] = ()
+) -> Rollouts:
+    """Turn prompts, with what each shows, and answers into samples whose every token is in the loss."""
     tokens = np.concatenate([np.zeros(0, np.int32), *answers])
     none = np.zeros(len(prompts), np.float32)
     return Rollouts(
@@ -223,4 +225,5 @@ def as_rollouts(prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32
         logprobs=np.zeros(len(tokens), np.float32),
         versions=np.zeros(len(tokens), np.int32),
         finish=none.astype(np.uint8),
+        media=tuple(media) if any(media) else (),
     )

@@ -23,12 +23,13 @@ import transformers
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.files.errors import RunError
-from relax_hpc.huggingface import one_by_one, unfilled
+from relax_hpc.huggingface import named_as_in_files, unfilled
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.base import Saved
@@ -59,16 +60,20 @@ class _Models:
         with self._autocast():
             return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy)
 
-    def _share(self, rollouts: Rollouts) -> Iterator[MicroBatch]:
-        """Pack this process's micro-batches."""
+    def _share(self, rollouts: Rollouts, config: PreTrainedConfig) -> Iterator[MicroBatch]:
+        """Pack this process's micro-batches for a model of this config."""
+        family = family_of(config)
         for rows in plan(rollouts, self.world, self._budget)[self.rank]:
-            yield pack(rollouts, rows)
+            yield pack(rollouts, rows, family=family, config=config)
 
     @torch.no_grad()
-    def _said(self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, progress: Progress) -> NDArray[np.float32]:
-        """[T] the results of `say` at the targets of all processes' micro-batches; 0 elsewhere."""
+    def _said(
+        self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, config: PreTrainedConfig, progress: Progress
+    ) -> NDArray[np.float32]:
+        """[T] the results of `say`, of a model of this config, at the targets of all processes' micro-batches; 0
+        elsewhere."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)
-        for batch in self._share(rollouts):
+        for batch in self._share(rollouts, config):
             column[torch.from_numpy(batch.targets).to(self.device)] = say(batch)
             progress()
         if self.world > 1:
@@ -120,11 +125,12 @@ class _Learners(_Models, Updating):
         learning = self.learning[token_loss.learner]
         learning.gradients.zero()
         sums: dict[str, float] = {}
-        for batch in self._share(rollouts):
-            if token_loss.learner == "critic":
+        learns_values = token_loss.learner == "critic"
+        policy = cast(PreTrainedModel, self._critic.body if learns_values else learning.model)
+        for batch in self._share(rollouts, policy.config):
+            if learns_values:
                 loss, said = token_loss(batch.targets, self._values(batch))
             else:
-                policy = cast(PreTrainedModel, learning.model)
                 found = self._logprobs(policy, rollouts, batch, temperature, token_loss.entropy_gradient)
                 loss, said = token_loss(batch.targets, *found)
             (loss / tokens).backward()
@@ -158,10 +164,10 @@ class TorchTrainer(_Learners, PolicyUpdating):
         self.teacher: PreTrainedModel | None = None
         if TEACHER_KEY in recipe.models_held:
             self.teacher = load_model(recipe.models_held[TEACHER_KEY], self.device).requires_grad_(False)
-        models: dict[Learner, torch.nn.Module] = {"policy": self.model}
+        part_of = family_of(self.model.config).part
+        self.learning = {"policy": Learning(self.model, recipe.trainer, part_of)}
         if recipe.trains_critic:
-            models["critic"] = self._new_critic()
-        self.learning = {learner: Learning(model, recipe.trainer) for learner, model in models.items()}
+            self.learning["critic"] = Learning(self._new_critic(), recipe.trainer)
         self.host = HostCopies()
 
     def begin_training(self) -> None:
@@ -204,11 +210,13 @@ class TorchTrainer(_Learners, PolicyUpdating):
 
     def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
         if name == VALUES:
-            return self._said(self._values, rollouts, progress)
+            return self._said(self._values, rollouts, self._critic.body.config, progress)
         model = {"recomputed": self.model, "reference": self.reference, TEACHER: self.teacher}[name]
         if model is None:
             raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
-        return self._said(lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, progress)
+        return self._said(
+            lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, model.config, progress
+        )
 
     def _refer(self) -> None:
         if self.reference is not None:
@@ -238,7 +246,7 @@ class TorchCritic(_Learners, CriticUpdating):
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
     def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
-        return self._said(self._values, rollouts, progress)
+        return self._said(self._values, rollouts, self._critic.body.config, progress)
 
 
 class TorchScoring(_Models):
@@ -261,14 +269,16 @@ class TorchScoring(_Models):
 
     def logprobs(self, name: str, rollouts: Rollouts, progress: Progress = lambda: None) -> NDArray[np.float32]:
         model, temperature = self.models[name], self.recipe.rollout.temperature
-        return self._said(lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, progress)
+        return self._said(
+            lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, model.config, progress
+        )
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """Parameters (tied ones once) and the buffers that belong to the state, by the names of Hugging Face's files."""
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: value for name, value in model.state_dict().items() if name not in every}
-    return one_by_one(dict(model.named_parameters()) | buffers, model.config.get_text_config().model_type)
+    return named_as_in_files(dict(model.named_parameters()) | buffers, model.config)
 
 
 def device_of(choice: str, role: str) -> torch.device:
@@ -284,7 +294,8 @@ def load_model(folder: Path, device: torch.device) -> PreTrainedModel:
     """Load the model in float32. Raises RunError for missing weights, which transformers would draw at random."""
     transformers.utils.logging.disable_progress_bar()
     try:
-        load = AutoModelForCausalLM.from_pretrained
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        load = family_of(config).model_class().from_pretrained
         found: Any = load(folder, dtype=torch.float32, local_files_only=True, output_loading_info=True)
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from relax_hpc.algorithms import ActorCritic, Algorithm, PolicyAlgorithm, Supervised
 from relax_hpc.algorithms.base import RECOMPUTED, VALUES
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Media, Rollouts
 from relax_hpc.trainers.host_copies import HostCopies, gradients_of, state_of
 from relax_hpc.trainers.optim import learning_rate as rate_of
 from relax_hpc.trainers.token_loss import (
@@ -170,10 +170,14 @@ class PolicyUpdating(Updating):
         return of_critic | metrics | {"skipped": metrics["skipped"] + of_critic.get("skipped", 0.0)}
 
     def supervised_step(
-        self, prompts: list[NDArray[np.int32]], answers: list[NDArray[np.int32]], learning_rate: float
+        self,
+        prompts: list[NDArray[np.int32]],
+        answers: list[NDArray[np.int32]],
+        learning_rate: float,
+        media: Sequence[Media | None] = (),
     ) -> float:
         self.seconds = {}
-        return self._optimize(as_rollouts(prompts, answers), TokenLoss(), 1.0, learning_rate)["loss"]
+        return self._optimize(as_rollouts(prompts, answers, media), TokenLoss(), 1.0, learning_rate)["loss"]
 
     def offload(self) -> None:
         modules, optimizers = self._held()

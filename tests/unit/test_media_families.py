@@ -99,7 +99,9 @@ def test_positions_are_those_that_the_model_computes_itself(kind: str, monkeypat
 
     assert found.shape == (3, len(tokens))
     np.testing.assert_array_equal(found, expected[:, 0].numpy())
-    assert family.next_position(found) == len(tokens) + int(delta)
+    onward = family.positions_onward(config, np.append(tokens, 502), Media.of(tensors))
+    np.testing.assert_array_equal(onward[:, : len(tokens)], found)
+    assert (onward[:, -2:] - len(tokens) == [int(delta), int(delta) + 1]).all(), "a token that begins an image is plain"
     assert len({tuple(axis) for axis in found.tolist()}) == 3, "the three axes differ"
 
 

@@ -35,7 +35,7 @@ from relax_hpc.engines.stops import straddling
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.tensor_files import shapes
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish, Progress
+from relax_hpc.records import Finish, Media, Progress
 
 PROGRESS_EVERY_S = 0.2
 SILENCE_S = 30.0
@@ -156,7 +156,10 @@ class SglangEngine:
         seed: int,
         progress: Callable[[int], None] = lambda tokens: None,
         begun: Sequence[Tokens] = (),
+        media: Sequence[Media | None] = (),
     ) -> list[Completion]:
+        if any(media):
+            raise ValueError("SGLang is not shown images, videos or sounds yet")
         if not len(prompts) * samples_per_prompt:
             return []
         rooms = room_for(prompts, self.context, sampling.max_new_tokens, begun)

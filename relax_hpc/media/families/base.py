@@ -12,6 +12,8 @@ from relax_hpc.records import Media
 
 TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
 """Numbers of the modalities in mm_token_type_ids, as transformers' processors give them; text is 0."""
+PLAIN = -1
+"""A token that means nothing to any model."""
 
 
 class Family:
@@ -24,8 +26,12 @@ class Family:
     """Modality -> key of the config with the id of its placeholder token."""
     parts: ClassVar[Sequence[tuple[str, str]]] = ()
     """(beginning of a parameter's name, its part: "vision", "projector" or "audio"); the first that fits holds."""
+    axes: ClassVar[int] = 1
+    """Numbers that a position has."""
     prefix: ClassVar[str] = ""
     """Names in the files of the whole model begin with this, where only a part of it is built."""
+    renamed: ClassVar[Sequence[tuple[str, str]]] = ()
+    """(beginning of a parameter's name, what the files have in its place), where they differ."""
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -55,15 +61,19 @@ class Family:
         return types
 
     def positions(self, config: Any, tokens: NDArray[np.integer[Any]], media: Media | None) -> NDArray[Any]:
-        """Positions of a prompt for rotary embeddings: [T], or [3, T] for a family that has three axes.
-
-        Give the prompt's tokens alone: what follows it goes on at `next_position`, one a token on every axis.
-        """
+        """Positions of a prompt for rotary embeddings: [T], or [3, T] for a family that has three axes."""
         return np.arange(len(tokens))
 
-    def next_position(self, positions: NDArray[Any]) -> float:
-        """The position of the token that follows."""
-        return float(positions.max()) + 1 if positions.size else 0.0
+    def positions_onward(self, config: Any, context: NDArray[np.integer[Any]], media: Media | None) -> NDArray[Any]:
+        """[T + 1] or [3, T + 1]: positions of a prompt with whatever was said after it, and of the token that follows.
+
+        A model may say the tokens that begin an image, and no image follows: behind the last placeholder, all are plain.
+        """
+        shown = np.flatnonzero(np.isin(context, list(self.placeholders(config).values())))
+        end = int(shown[-1]) + 1 if len(shown) else 0
+        plain = np.full(len(context) + 1, PLAIN, np.int64)
+        plain[:end] = context[:end]
+        return self.positions(config, plain, media)
 
     def part(self, parameter: str) -> str:
         """The part of the model that a parameter belongs to: "language", "vision", "projector" or "audio"."""

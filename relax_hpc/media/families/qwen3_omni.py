@@ -17,6 +17,7 @@ class Qwen3Omni(Family):
     name = "qwen3_omni"
     model_types = frozenset({"qwen3_omni_moe", "qwen3_omni_moe_thinker"})
     placeholder_keys: ClassVar = {"image": "image_token_id", "video": "video_token_id", "audio": "audio_token_id"}
+    axes = 3
     prefix = "thinker."
     parts = (
         ("visual.merger.", "projector"),

@@ -17,6 +17,7 @@ class Qwen3VL(Family):
     name = "qwen3_vl"
     model_types = frozenset({"qwen3_vl", "qwen3_vl_moe"})
     placeholder_keys: ClassVar = {"image": "image_token_id", "video": "video_token_id"}
+    axes = 3
     parts = (
         ("model.visual.merger.", "projector"),
         ("model.visual.deepstack_merger_list.", "projector"),
@@ -58,4 +59,5 @@ class Qwen25VL(Qwen3VL):
 
     name = "qwen2_5_vl"
     model_types = frozenset({"qwen2_5_vl"})
+    renamed = (("model.language_model.", "model."), ("model.visual.", "visual."))
     parts = (("model.visual.merger.", "projector"), ("model.visual.", "vision"))

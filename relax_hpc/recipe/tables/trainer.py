@@ -13,6 +13,8 @@ LOGITS_PER_CHUNK = 2**24
 """Logits that a trainer process holds at once, in numbers (64 MiB in float32)."""
 ADAM_EPS = 1e-8
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Part = Literal["language", "vision", "projector", "audio"]
+"""A part of a model with media: between an encoder and the language model there is a projector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,14 @@ class Trainer(Table):
         "Peak learning rate of AdamW. A run that is resumed with another uses it from its newest checkpoint on: steps after that are made again.",
         resume=True,
     )
+    learning_rates: dict[Part, PositiveFloat] = Key(
+        {},
+        "Peak learning rates of parts of a model with media (`language`, `vision`, `projector`, `audio`), in place of learning_rate; they rise and fall with it.",
+        resume=True,
+    )
+    freeze: tuple[Part, ...] = Key(
+        (), "Parts of a model with media that do not learn: they have no gradients and no optimizer state."
+    )
     betas: tuple[Decay, Decay] = Key((0.9, 0.95), "AdamW's moment decays, each from 0 to below 1.")
     weight_decay: float = Key(0.0, "AdamW's decoupled weight decay.", ge=0)
     clip_grad_norm: PositiveFloat = Key(1.0, "Global gradient norm above which gradients are scaled down.")
@@ -161,6 +171,12 @@ class Trainer(Table):
         even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)
         if self.backend == "torch" and self.parallel != Parallel():
             raise conflict('[trainer.parallel] is for trainer.backend = "megatron": set that, or remove the table')
+        if both := sorted({*self.freeze} & {*self.learning_rates}):
+            raise conflict(f"trainer.freeze and trainer.learning_rates both name {both}: leave them out of one")
+        if self.backend == "megatron" and (self.freeze or self.learning_rates):
+            raise conflict(
+                'trainer.freeze and trainer.learning_rates are for trainer.backend = "torch": set that, or remove them'
+            )
         if wrong := misfit(self.parallel, self.processes, None):
             raise conflict(wrong)
         return self

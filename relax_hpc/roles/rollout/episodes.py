@@ -6,7 +6,8 @@
 
 An environment or a reward that fails costs its own group only: the group is not generated or scored any further, and is
 kept with the reason. An observation that leaves no room in the context ends its sample as one that reached the length
-limit.
+limit. A model that says the token of an image's patch, or of a sound's frame, ends its sample: nothing could be shown there. The
+DREW_MEDIA among its numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from relax_hpc.rewards import RewardRunner
 from relax_hpc.roles.rollout.episode import Episode
 
 NO_FAILURE = Failure("", "")
+DREW_MEDIA = "drew_media_token"
 
 
 class RolloutAborted(Exception):
@@ -46,6 +48,8 @@ class RolloutSetup:
     environments: Environments
     rewards: RewardRunner
     max_turns: int
+    placeholders: frozenset[int] = frozenset()
+    """Tokens that stand for a part of an image, a video or a sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,9 @@ class Episodes:
         for number, mine in itertools.groupby(self._episodes, operator.attrgetter("group")):
             together = list(mine)
             samples = [e.sample(self._setup.engine.version, number in failed) for e in together]
+            for episode, sample in zip(together, samples, strict=True):
+                if self._drew_media(episode):
+                    sample.extra[DREW_MEDIA] = 1.0
             failure = failed.get(number, NO_FAILURE)
             groups.append(Group(together[0].prompt, samples, failure.reason, failure.detail))
         return with_experts(groups) if failed else groups
@@ -146,9 +153,11 @@ class Episodes:
         speaking = [e for e in active if e.finish is None]
         each = self._asked.samples_per_prompt if together and not turn else 1
         begun = [e.turn(turn) for e in speaking]
+        media = [e.prompt.media for e in speaking[::each]]
+        shown: dict[str, Any] = {"media": media} if any(media) else {}  # an engine of one's own may not know them
         completions = self._setup.engine.generate(
             [e.context() for e in speaking[::each]], each, self._asked.sampling, self._asked.seed + turn,
-            lambda tokens: self._progress("generating"), begun if any(map(len, begun)) else (),
+            lambda tokens: self._progress("generating"), begun if any(map(len, begun)) else (), **shown,
         )  # fmt: skip
         for episode, done in zip(speaking, completions, strict=True):
             episode.go_on(done)
@@ -167,7 +176,7 @@ class Episodes:
         for episode in _active(active):
             assert episode.last is not None
             ended = episode.finish is Finish.LENGTH or episode.turns == self._setup.max_turns
-            episode.done = episode.last.done or ended
+            episode.done = episode.last.done or ended or self._drew_media(episode)
             if episode.done:
                 continue
             observation = self._tokens(episode.last.observation)
@@ -175,6 +184,9 @@ class Episodes:
                 episode.done, episode.finish = True, Finish.LENGTH
             else:
                 episode.add(np.asarray(observation, np.int32), None, [])
+
+    def _drew_media(self, episode: Episode) -> bool:
+        return bool(episode.tokens) and int(episode.tokens[-1][-1]) in self._setup.placeholders
 
     def _tokens(self, observation: str) -> list[int]:
         tokens: list[int] = self._setup.tokenizer.encode(observation, add_special_tokens=False)

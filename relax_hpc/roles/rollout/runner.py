@@ -11,12 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc.data import PromptSources
 from relax_hpc.engines import EngineError, Sampling, make_engine
 from relax_hpc.environments import Environments
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Failure, Group, PartialRollout, Prompt, failed_group
 from relax_hpc.rewards import RewardRunner
@@ -35,7 +36,10 @@ class RolloutRunner:
         self.engine = make_engine(recipe, model_dir)
         self.sources = PromptSources.of(recipe, tokenizer, self.engine.context)
         environments, rewards = Environments(recipe), RewardRunner(recipe)
-        self._setup = RolloutSetup(self.engine, tokenizer, environments, rewards, recipe.rollout.max_turns)
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+        placeholders = frozenset(family_of(config).placeholders(config).values())
+        turns = recipe.rollout.max_turns
+        self._setup = RolloutSetup(self.engine, tokenizer, environments, rewards, turns, placeholders)
         r, asked = recipe.rollout, recipe.evaluation
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self._evaluation = dataclasses.replace(self._training, temperature=asked.temperature if asked else 0.0)

@@ -66,7 +66,8 @@ def read(entry: Entry, examples: ExampleLoader) -> Rollouts:
             f"step {entry.step}: the ledger names the prompts {entry.learned[:3]} …, and those that come next are {names[:3]} …: "
             "the prompt files were changed since; give the run the ones it began with"
         )
-    return replace(as_rollouts([e.prompt for e in found], [e.answer for e in found]), ids=entry.sft_examples)
+    learned = as_rollouts([e.prompt for e in found], [e.answer for e in found], [e.media for e in found])
+    return replace(learned, ids=entry.sft_examples)
 
 
 def _name(example: Example) -> tuple[int, int, int]:
@@ -84,7 +85,8 @@ def warm_up(recipe: Recipe, trainer: Trainer, sources: PromptSources, process: R
             raise Stop
         examples = loader.draw(phase.batch_size)
         rate = phase.learning_rate * min(1.0, (step + 1) / RAMP_STEPS)
-        loss = trainer.supervised_step([e.prompt for e in examples], [e.answer for e in examples], rate)
+        prompts, answers, media = zip(*((e.prompt, e.answer, e.media) for e in examples), strict=True)
+        loss = trainer.supervised_step([*prompts], [*answers], rate, media)
         smooth = loss if smooth is None else (1 - SMOOTHING) * smooth + SMOOTHING * loss
         process.telemetry.heartbeat(
             "warming up", warm_start_step=step + 1, warm_start_steps=phase.steps, warm_start_loss=loss
