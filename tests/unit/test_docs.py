@@ -33,6 +33,7 @@ OPTION = re.compile(r"(?<=\s)(--?[a-z][a-z-]*)")
 SET = re.compile(r"(?:--set|-s)[ =]['\"]?([a-z_][a-z_0-9.]*)=")
 KEY = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?: = [^`]*)?`")
 FILE = re.compile(r"(?<![\w/.-])((?:[\w.-]+/)+[\w.-]+\.(?:py|sh)|test_\w+\.py)\b")
+TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(test_\w+))?")
 TOML = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FREE = re.compile(r"(options|config|environment|args|router)\.[\w-]+$|^[a-z_]+$")
 """Keys of tables whose names are the user's or another program's; a key alone, shown without its table."""
@@ -116,6 +117,20 @@ def test_python_and_shell_files_that_a_page_names_exist(page: Path) -> None:
     there = [path.as_posix() for folder in folders for path in folder.rglob("*.*")]
     named = set(FILE.findall(page.read_text())) - {"tools/bench/NAME.py"}
     assert not [name for name in sorted(named) if not any(path.endswith(f"/{name}") for path in there)]
+
+
+def test_each_promise_names_tests_that_exist_and_what_they_leave_out() -> None:
+    sections = (REPOSITORY / "docs" / "promises.md").read_text().split("\n### ")[1:]
+    wrong = [section.partition("\n")[0] for section in sections if "- **Not covered:** " not in section]
+    for section in sections:
+        tested = section.partition("- **Tested:** ")[2].partition("- **Not covered:** ")[0]
+        named = TEST.findall(tested)
+        wrong += [section.partition("\n")[0]] if not named else []
+        for file, name in named:
+            path = REPOSITORY / file
+            if not path.is_file() or (name and f"\ndef {name}(" not in path.read_text()):
+                wrong.append(f"{file}::{name}")
+    assert len(sections) > 15 and not wrong
 
 
 def test_a_wrong_option_is_found() -> None:

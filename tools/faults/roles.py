@@ -91,6 +91,7 @@ class Stage(ForkServer):
             return None  # it waits for what the dead worker had, and for the next one
         assert folder.is_dir(), "the incarnation that it commits by"
         self.checkpoint(6)
+        voice.heartbeat("done", step=6)
         return Exit.DONE
 
     def checkpoint(self, step: int) -> None:
