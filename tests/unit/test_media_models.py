@@ -1,0 +1,105 @@
+"""Models with media in the recipe and in episodes: what cannot be shown is refused, what cannot be said ends a sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from relax_hpc.engines.sampling import draw
+from relax_hpc.engines.torch import TorchEngine
+from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.schema import Recipe
+from relax_hpc.records import Finish, Prompt
+from relax_hpc.roles.rollout.episodes import DREW_MEDIA
+from relax_hpc.roles.rollout.runner import RolloutRunner
+from relax_hpc.spool.request import Request
+from relax_hpc.trainers import fit
+from relax_hpc.trainers.torch import load_model, tensors_of
+from tests import omni, tiny
+
+USER = Path(__file__).with_name("user_code.py")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return omni.folder("qwen3_vl", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"rollout": {"engine": "sglang"}}, r'sees image, video, and rollout.engine = "sglang" shows it none yet'),
+        (
+            {"trainer": {"backend": "megatron"}},
+            r'sees image, video, and trainer.backend = "megatron" shows it none yet',
+        ),
+        (
+            {"trainer": {"freeze": ["audio"]}},
+            r"name \['audio'\], and the model \(qwen3_vl\) has \['language', 'projector'",
+        ),
+        ({"trainer": {"learning_rates": {"audio": 1e-5}}}, r"name \['audio'\], and the model"),
+        ({"trainer": {"freeze": ["vision", "language", "projector"]}}, "names all parts of the model.*nothing learns"),
+    ],
+)
+def test_what_does_not_know_of_media_is_refused(folder: Path, tables: dict[str, Any], said: str) -> None:
+    with pytest.raises(RunError, match=said):
+        fit.check(omni.recipe(folder, **tables), folder)
+
+
+def test_a_teacher_of_another_family_is_refused_and_a_text_model_has_one_part(folder: Path, tmp_path: Path) -> None:
+    blind = tiny.folder(tiny.recipe(), tmp_path / "text")
+    teacher = {"name": "opd", "teacher": str(blind)}
+    with pytest.raises(
+        RunError, match=r"algorithm.teacher = '.*text' is of another family \(text\): give one that sees"
+    ):
+        fit.check(omni.recipe(folder, algorithm=teacher), folder)
+    fit.check(omni.recipe(folder, algorithm={**teacher, "teacher": str(folder)}), folder)
+    with pytest.raises(RunError, match=r"name \['vision'\], and the model \(text\) has \['language'\]"):
+        fit.check(omni.recipe(blind, trainer={"freeze": ["vision"]}), blind)
+
+
+def test_a_part_is_frozen_or_has_a_rate_and_only_the_torch_backend_has_parts() -> None:
+    with pytest.raises(ValueError, match=r"both name \['vision'\]"):
+        tiny.recipe(trainer={"freeze": ["vision"], "learning_rates": {"vision": 1e-5}})
+    with pytest.raises(ValueError, match='are for trainer.backend = "torch"'):
+        tiny.recipe(trainer={"freeze": ["vision"], "backend": "megatron"})
+
+
+def test_a_placeholder_that_is_drawn_ends_its_sample_and_its_shard_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment of three turns is left after the first, where the next would stand behind an image that lacks."""
+    source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 3}}
+    recipe = Recipe.model_validate(
+        omni.recipe(folder, rollout={"max_turns": 3, "max_new_tokens": 4}).model_dump(mode="json")
+        | {"source": [source]}
+    )
+    runner = RolloutRunner(recipe, folder)
+    engine = runner.engine
+    assert isinstance(engine, TorchEngine)
+    engine.load(
+        0, {n: t.detach().clone() for n, t in tensors_of(load_model(folder, torch.device("cpu"))).items()}.items()
+    )
+
+    def drawn(logits: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, logprobs = draw(logits, *how)
+        tokens[:] = 1  # the end
+        tokens[0] = omni.IMAGE if len(tokens) == 2 else 1
+        return tokens, logprobs
+
+    monkeypatch.setattr("relax_hpc.engines.torch.draw", drawn)
+    shown = omni.prompt("qwen3_vl", ("image",), 0)
+    prompts = [Prompt(0, 0, "", shown.tokens, media=shown.media), Prompt(0, 1, "", np.arange(5, 9, dtype=np.int32))]
+    try:
+        first, second = runner.groups(Request("r", ((0, 0), (0, 1)), 1, 1, 0), prompts, lambda state: None)
+    finally:
+        runner.close()
+    assert not first.reason and not second.reason, (first, second)
+    [ended], [other] = first.samples, second.samples
+    assert ended.tokens.tolist() == [omni.IMAGE] and ended.turns == 1 and ended.finish is Finish.STOP
+    assert ended.extra[DREW_MEDIA] == 1
+    assert other.turns == 3 and DREW_MEDIA not in other.extra
