@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
@@ -10,17 +12,20 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from media_shards import MIXED, ROOT, SAMPLES, equal, flip, group, media, write
 from numpy.typing import NDArray
 from PIL import Image
 from small_run import build
-from transformers import Qwen2VLImageProcessor
+from transformers import Qwen2VLImageProcessor, Qwen3VLVideoProcessor
 from typer.testing import CliRunner
 
 import relax_hpc
 from relax_hpc.cli.shards import app
 from relax_hpc.files.errors import RunError
+from relax_hpc.monitor.analysis.examples import best_and_worst, shortened
 from relax_hpc.monitor.analysis.export import export_parquet
+from relax_hpc.monitor.analysis.report import render
 from relax_hpc.records import Group, Media, concatenate
 from relax_hpc.spool.shard import Shard
 
@@ -144,3 +149,31 @@ def test_an_evaluation_keeps_the_digest_alone(tmp_path: Path) -> None:
         assert shard.media_index.bytes == 0
         with pytest.raises(RunError, match="keeps only the digest"):
             shard.rollouts()
+
+
+def test_the_report_shows_the_pictures_that_the_model_saw(tmp_path: Path) -> None:
+    """A picture and a video of four frames through the real processors; the page has both, small and embedded."""
+    run, sizes = build(tmp_path / "small"), {"shortest_edge": 256, "longest_edge": 65536}
+    images = Qwen2VLImageProcessor(patch_size=8, merge_size=2, size=sizes)
+    videos = Qwen3VLVideoProcessor(patch_size=8, merge_size=2, size=sizes)
+    images.save_pretrained(run.model)
+    videos.save_pretrained(run.model)
+    red, frames = np.zeros((64, 48, 3), np.uint8), np.zeros((4, 64, 32, 3), np.uint8)
+    red[..., 0], frames[2:, ..., 2] = 255, 255
+    seen = images(images=[Image.fromarray(red)], return_tensors="np")
+    film = videos(videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="np")
+    shown = Media.of({name: np.asarray(value) for name, value in {**seen, **film}.items() if name != "video_metadata"})
+    write(run.shard("r000001-000"), [group(0, shown)], "r000001-000")
+    view = relax_hpc.open_run(run.root)
+    [row] = [r for r in best_and_worst(view, view.shard_paths(), 9)["best"] if r["request"] == "r000001-000"]
+    found = {}
+    for label, uri in row["media"]:
+        assert uri in render(view) and len(uri) < 20_000
+        found[label] = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))).astype(int)
+    assert abs(found["image"] - red).max() < 8
+    assert abs(found["video"] - np.concatenate([*frames], axis=1)).mean() < 8, "black, black, blue, blue"
+
+
+def test_a_row_of_placeholders_is_said_in_short() -> None:
+    text = "see <|vision_start|>" + 64 * "<|image_pad|>" + "<|vision_end|> and <b><b>"
+    assert shortened(text) == "see <|vision_start|><|image_pad|>×64<|vision_end|> and <b><b>"

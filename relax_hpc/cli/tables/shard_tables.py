@@ -120,9 +120,13 @@ def show_request(
 
 
 def _prompt_of(shard: Shard, view: RunView, group: int) -> str:
+    from relax_hpc.monitor.analysis.examples import shortened
+
     begin, end = shard.prompt_offsets[group : group + 2]
     tokens = shard.read("prompt_tokens", int(begin), int(end)).tolist()
-    return view.decoder.decode_batch([tokens], skip_special_tokens=False)[0] if view.has_text else str(tokens)
+    return (
+        shortened(view.decoder.decode_batch([tokens], skip_special_tokens=False)[0]) if view.has_text else str(tokens)
+    )
 
 
 def _media(shard: Shard, group: int) -> list[Text]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import heapq
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from relax_hpc.monitor.analysis.pictures import shown
 from relax_hpc.monitor.analysis.tables import sample_columns
 from relax_hpc.spool.request import RequestState
 
@@ -18,8 +20,11 @@ if TYPE_CHECKING:
 
 SHOWN = (
     "request", "group", "sample", "step", "reward", "length", "finish", "age", "prompt", "completion", "answer", "tokens",
-    "prompt_tokens",
+    "prompt_tokens", "media",
 )  # fmt: skip
+
+PLACEHOLDERS = re.compile(r"(<\|[^|<>]+\|>)\1+")
+"""A token such as <|image_pad|>, as often as a picture has patches."""
 
 
 class Found(NamedTuple):
@@ -35,7 +40,7 @@ class Found(NamedTuple):
 def best_and_worst(view: RunView, paths: Sequence[Path], count: int) -> dict[str, list[dict[str, Any]]]:
     """{"best": rows, "worst": rows} of the trained samples at `paths`, at most one of a group in each.
 
-    A row has the columns SHOWN as plain values; `prompt` and `completion` are token ids when the run has no tokenizer.
+    A row has the columns SHOWN as plain values, `media` as pictures for a page; `prompt` and `completion` are token ids when the run has no tokenizer.
     """
     statuses = view.statuses()
     best: list[Found] = []
@@ -63,8 +68,16 @@ def _rows(view: RunView, found: Found) -> Iterator[dict[str, Any]]:
         row = {name: values[found.sample] for name, values in columns.items()}
         if decoder is None:
             row |= {"prompt": row["prompt_tokens"].tolist(), "completion": row["tokens"].tolist()}
+        else:
+            row["prompt"] = shortened(row["prompt"])
+        row["media"] = shown(view, found.request, found.group) if row["media"] else []
         row["age"] = None if row["age"] is np.ma.masked else row["age"]
         yield {k: visible(v) if isinstance(v, str) else v for k, v in row.items()}
+
+
+def shortened(prompt: str) -> str:
+    """Say how often a placeholder for media stands in a row, in place of the row."""
+    return PLACEHOLDERS.sub(lambda found: f"{found[1]}×{len(found[0]) // len(found[1])}", prompt)
 
 
 def visible(text: str) -> str:
