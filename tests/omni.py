@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from relax_hpc.huggingface import from_config
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Media
-from relax_hpc.trainers.build import character_tokenizer
+from relax_hpc.trainers.tiny_model import character_tokenizer
 from tests.tiny import SPREAD
 
 IMAGE, VIDEO, VISION, VISION_END, AUDIO, AUDIO_START, AUDIO_END = range(70, 77)

@@ -46,6 +46,8 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-
 if [[ ",$extras," = *,sglang-cpu,* ]]; then
     # Without their dependencies, which are a CUDA build of torch and gigabytes of kernels for it.
     "${pip[@]}" --no-deps $(grep -E '^(sglang|torchvision)==' "$lock")
+fi
+if [[ ",$extras," = *,sglang-cpu,* || ",$extras," = *,media,* ]]; then
     "$venv/bin/python" -c 'import torchvision' 2>/dev/null || {
         site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
         cp tools/torchvision_cpu.py "$site/"

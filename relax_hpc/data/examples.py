@@ -8,10 +8,10 @@ follows it exactly.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,15 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from relax_hpc.data.cursor import PromptCursor, PromptRef
+from relax_hpc.data.media_rows import UnusablePrompt
 from relax_hpc.data.sources import PromptSources
 from relax_hpc.files.errors import RunError
 from relax_hpc.records import Media
 
 AHEAD = 64
 """Examples that each worker process holds ready, or prepares."""
+MOST_LEFT_OUT = 1000
+"""Examples with unusable media that are passed over in one step, before the data are held to be wrong as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,10 @@ class Example:
     """[A] tokens, with the one that ends it."""
     media: Media | None = None
     """The images, videos and sounds of the prompt."""
+
+
+class Unusable(str):
+    """The reason why a prompt's media cannot be used: its example is left out."""
 
 
 class ExampleLoader:
@@ -65,11 +72,17 @@ class ExampleLoader:
         return self._of_step
 
     def draw(self, count: int) -> list[Example]:
-        """Return the next `count` examples. Raises RunError for one that cannot be learned."""
-        taken = []
+        """Return the next `count` examples, without those whose media turn out to be unusable. Raises RunError for one
+        that cannot be learned otherwise."""
+        taken, left_out = list[Example](), 0
         if self._examples is None:
             self._examples = iter(self._loader)
-        for example in islice(self._examples, count):
+        while len(taken) < count:
+            example = next(self._examples)
+            if isinstance(example, Unusable) and left_out < MOST_LEFT_OUT:
+                logging.getLogger("examples").warning("%s", example)
+                left_out += 1
+                continue
             if isinstance(example, str):
                 raise RunError(example)
             taken.append(example)
@@ -96,6 +109,8 @@ class _Examples(Dataset[Example | str]):
         """Return the example, or what is wrong with it: an error that crosses processes would bring its traceback."""
         try:
             prompt, answer = self._sources.example(ref.source, ref.index)
+        except UnusablePrompt as error:
+            return Unusable(error)
         except RunError as error:
             return str(error)
         return Example(ref, prompt.tokens, answer, prompt.media)

@@ -1,112 +1,26 @@
-"""Prompts in files, one a row. No file is held whole: JSONL is read by an index of line offsets, Parquet by row groups."""
+"""Prompts in files, one a row: columns mapped to prompt, answer and media."""
 
 from __future__ import annotations
 
-import functools
 import json
-import os
-from array import array
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from relax_hpc.data.items import Item
 from relax_hpc.data.render import ContentError, message_of
+from relax_hpc.data.rows import JsonLines, ParquetRows, Rows
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.values import MediaError, stored
 from relax_hpc.recipe.tables.source import FilePrompts
 
-ROW_GROUPS_CACHED = 4
-_BLOCK_BYTES = 1 << 20
+PICTURE_ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm"}
+PICTURE_BYTES = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*", b"P6")
+"""Beginnings of pictures' files."""
 _MISSING = object()
 
 
-class Rows(Protocol):
-    """Rows of a file as dictionaries."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
-    def where(self, index: int) -> str: ...
-
-
-class JsonLines:
-    """A .jsonl file with one object a line; blank lines do not count. Memory: 8 bytes a row."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offsets, at = array("q"), 0
-        with path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    self._offsets.append(at)
-                at += len(line)
-        self._offsets.append(at)
-        self._handle = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if hasattr(self, "_handle"):
-            os.close(self._handle)
-
-    def __len__(self) -> int:
-        return len(self._offsets) - 1
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        begin, end = self._offsets[index], self._offsets[index + 1]
-        try:
-            row = json.loads(os.pread(self._handle, end - begin, begin))
-        except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-            raise RunError(f"{self.where(index)}: not JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise RunError(f"{self.where(index)}: expected a JSON object, found {type(row).__name__}")
-        return row
-
-    def where(self, index: int) -> str:
-        """FILE:LINE, counted from 1 with the blank lines."""
-        line, left = 1, self._offsets[index]
-        with self.path.open("rb") as file:
-            while left and (block := file.read(min(left, _BLOCK_BYTES))):
-                line, left = line + block.count(b"\n"), left - len(block)
-        return f"{self.path}:{line}"
-
-
-class ParquetRows:
-    """A .parquet file, decoded by row groups; the last few used stay in memory. Columns of bytes are left out."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
-        self.path = path
-        try:
-            self._file = parquet.ParquetFile(path)
-        except pyarrow.ArrowException as error:
-            raise RunError(f"{path}: not a Parquet file: {error}") from error
-        is_bytes = (pyarrow.types.is_binary, pyarrow.types.is_large_binary)
-        self._columns = [f.name for f in self._file.schema_arrow if not any(test(f.type) for test in is_bytes)]
-        self._starts = [0]
-        for group in range(self._file.num_row_groups):
-            self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)
-        self._group = functools.lru_cache(maxsize=ROW_GROUPS_CACHED)(self._read)
-
-    def __len__(self) -> int:
-        return self._starts[-1]
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        group = bisect_right(self._starts, index) - 1
-        row: dict[str, Any] = self._group(group).slice(index - self._starts[group], 1).to_pylist()[0]
-        return row
-
-    def where(self, index: int) -> str:
-        """FILE row INDEX, counted from 0."""
-        return f"{self.path} row {index}"
-
-    def _read(self, group: int) -> Any:
-        return self._file.read_row_group(group, columns=self._columns)
-
-
-FORMATS: dict[str, Callable[[Path], Rows]] = {".jsonl": JsonLines, ".parquet": ParquetRows}
+FORMATS: dict[str, Callable[[Path, frozenset[str], str], Rows]] = {".jsonl": JsonLines, ".parquet": ParquetRows}
 
 
 class FileItems:
@@ -119,7 +33,7 @@ class FileItems:
         if not path.is_file():
             raise RunError(f"source.prompts = '{path}': there is no such file (seen from {Path.cwd()})")
         self._source = source
-        self._rows = FORMATS[path.suffix](path)
+        self._rows = FORMATS[path.suffix](path, frozenset(source.media.values()), source.prompt_key)
         if not len(self._rows):
             raise RunError(f"source.prompts = '{path}': the file has no rows")
 
@@ -137,9 +51,24 @@ class FileItems:
             if source.answer_key
             else self._split(content, index)
         )
-        used = {source.prompt_key, source.answer_key}
+        used = {source.prompt_key, source.answer_key, *source.media.values()}
         metadata = json.loads(json.dumps({k: v for k, v in row.items() if k not in used}, default=str))
         return Item(content, answer if answer is None else str(answer), metadata)
+
+    @property
+    def media_are_cheap(self) -> bool:
+        """True where a row's media cells are read with the row: they name files, or are short."""
+        return isinstance(self._rows, JsonLines)
+
+    def media(self, index: int) -> dict[str, list[Any]]:
+        """The row's cells by modality. Raises RunError for a column that is not there."""
+        found: dict[str, list[Any]] = {}
+        columns = self._rows.media(index)
+        for modality, column in self._source.media.items():
+            if column not in columns:
+                raise RunError(f"{self.where(index)}: no column '{column}' (media.{modality})")
+            found[modality] = _cells(modality, columns[column])
+        return found
 
     def _split(self, content: Any, index: int) -> tuple[Any, Any]:
         """Split a conversation that ends with an assistant's message into (messages before, that text); otherwise the
@@ -148,7 +77,10 @@ class FileItems:
         if not isinstance(last, dict) or last.get("role") != "assistant":
             return content, None
         try:
-            return content[:-1], message_of(last)["content"]
+            answer = message_of(last)["content"]
+            if not isinstance(answer, str):
+                raise ContentError("an answer to be learned is text alone, the last message has other parts")
+            return content[:-1], answer
         except ContentError as error:
             raise RunError(f"{self.where(index)}: {error}") from None
 
@@ -168,6 +100,27 @@ class FileItems:
         if value is None:
             raise RunError(f"{self.where(index)}: column '{name}' ({key}) is null{hint}")
         return value
+
+
+def _cells(modality: str, value: Any) -> list[Any]:
+    """Cells of one column: a list of them, or one alone. A list of frames is one video, a list of those several."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        return [value]
+    frames = modality == "video" and value and isinstance(value[0], str | bytes | dict) and _is_frame(value[0])
+    return [value] if frames else value
+
+
+def _is_frame(value: Any) -> bool:
+    """True for a picture, which is then a frame; a video's file has another ending, or other bytes."""
+    if isinstance(value, dict) and value.get("frames") is not None:
+        return False
+    try:
+        name = stored(value, Path()).data
+    except MediaError:
+        return False
+    return name[:12].startswith(PICTURE_BYTES) if isinstance(name, bytes) else name.suffix.lower() in PICTURE_ENDINGS
 
 
 def _nested(row: Any, path: Iterable[str]) -> Any:

@@ -1,4 +1,5 @@
-"""Choice of the prompts that are held out: a share of the distinct texts, by a hash of the text alone.
+"""Choice of the prompts that are held out: a share of the distinct texts, by a hash of the text alone. Of a prompt with
+media, its text ends with the digests of their bytes (see data.media_rows).
 
 A text is on the same side in every source, process, run and machine, however often it comes up; so a held-out text is
 never learned from under another index.

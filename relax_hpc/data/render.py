@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from relax_hpc.recipe.tables.media import MODALITIES
+
 
 class ContentError(Exception):
     """A prompt's content cannot become text. The message says why; the caller adds where."""
@@ -54,14 +56,17 @@ def _through_template(messages: list[dict[str, Any]], tokenizer: Any, **options:
 
 
 def message_of(message: dict[str, Any]) -> dict[str, Any]:
-    """A chat message with its content as one text; fields that a Parquet struct holds as null are left out."""
+    """A chat message with its content as one text, or as parts where it shows something; fields that a Parquet struct
+    holds as null are left out."""
     if "role" not in message or message.get("content") is None:
         raise ContentError(f"a chat message needs 'role' and 'content', found {sorted(message)}")
     content = message["content"]
     if isinstance(content, list):
-        other = [part for part in content if not isinstance(part, dict) or part.get("type") != "text"]
-        if other:
-            kinds = sorted({str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in other})
-            raise ContentError(f"only text is supported in prompts yet, this one has parts of type {kinds}")
-        content = "".join(str(part["text"]) for part in content)
+        kinds = {str(part.get("type")) if isinstance(part, dict) else type(part).__name__ for part in content}
+        if other := sorted(kinds - {"text", *MODALITIES}):
+            raise ContentError(
+                f"parts of type {other} are not known in prompts: they are 'text' or of {list(MODALITIES)}"
+            )
+        if kinds <= {"text"}:
+            content = "".join(str(part["text"]) for part in content)
     return {**{k: v for k, v in message.items() if v is not None}, "content": content}

@@ -1,47 +1,71 @@
 """One source of prompts, looked up by index; a row of it is read, rendered and tokenized when it is asked for.
 
 item (file row or procedural) ──► text (chat template) ──► tokens, within the source's limits ──► Prompt
+                                  └──► with media: the model's processor ──► expanded tokens, Media ──┘
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.data.files import FileItems
 from relax_hpc.data.items import Item, Items
+from relax_hpc.data.media_rows import MediaRows, UnusablePrompt
+from relax_hpc.data.parts import Place, placed
 from relax_hpc.data.render import ContentError, render, render_answer
 from relax_hpc.data.tasks import TaskItems
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.process import Processor
+from relax_hpc.media.values import MediaError
 from relax_hpc.recipe.tables.source import AnyPrompts, FilePrompts
-from relax_hpc.records import Prompt
+from relax_hpc.records import Media, Prompt
 
 MOST_FAULTS = 20
 """Broken rows that one error names at most."""
 CHECKED_AT_ONCE = 512
 """Rows that `check` tokenizes in one call."""
-_KEPT, _TOO_LONG, _NO_ANSWER = 1, 2, 3
-"""Outcome for a row of a source that drops some: kept, too long, or without an answer."""
+_KEPT, _TOO_LONG, _NO_ANSWER, _BROKEN = 1, 2, 3, 4
+"""Outcome for a row of a source that drops some: kept, too long, without an answer, or with broken media."""
+LOOKING_THREADS = 16
+"""Rows whose media are looked at together: most of it is waiting for a file system."""
+
+
+class Rendered(NamedTuple):
+    """A prompt as text, and what it shows at the model's marks in it."""
+
+    text: str
+    is_chat: bool
+    places: list[Place]
 
 
 class Source:
     """A source of prompts. An index names the same prompt in every process.
 
     `number`: its place among the recipe's sources; `key`: that of its table. `learns`: its answers are trained on, so
-    they need room in the `context` too. The constructor reads no prompt.
+    they need room in the `context` too. `processor`: the model's, where it has one. The constructor reads no prompt.
     """
 
     def __init__(
-        self, number: int, key: str, recipe: AnyPrompts, tokenizer: Any, context: int, *, learns: bool = False
-    ) -> None:
+        self, number: int, key: str, recipe: AnyPrompts, tokenizer: Any, context: int, *, learns: bool = False,
+        processor: Processor | None = None,
+    ) -> None:  # fmt: skip
         self.number, self.key, self._learns = number, key, learns
         self._tokenizer, self._context = tokenizer, context
         self._file = recipe if isinstance(recipe, FilePrompts) else None
-        self._items: Items = FileItems(recipe) if isinstance(recipe, FilePrompts) else TaskItems(recipe)
+        self._media: MediaRows | None = None
+        if isinstance(recipe, FilePrompts):
+            items = FileItems(recipe)
+            self._items: Items = items
+            self._media = MediaRows(recipe, items, processor)
+        else:
+            self._items = TaskItems(recipe)
         self._cuts = self._file.max_prompt_tokens if self._file and self._file.too_long == "truncate" else None
         """Tokens to which a longer prompt is cut, at its beginning; None where nothing is cut."""
         own_limit = self._file.max_prompt_tokens if self._file else None
@@ -55,27 +79,54 @@ class Source:
         return len(self._items)
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt with its tokens. Raises RunError where it cannot be used (too long, a broken row, media)."""
+        """The prompt with its tokens. Raises RunError where it cannot be used (too long, a broken row), UnusablePrompt
+        where its media cannot."""
         item = self._items[index]
-        text, tokens = self._tokens(index, item)
-        tokens = self._cut(tokens)
+        rendered = self._render(index, item)
+        if rendered.places:
+            return self._showing(index, item, rendered)
+        tokens = self._cut(self._encode(rendered))
         self._check_length(index, len(tokens))
-        return Prompt(self.number, index, text, np.asarray(tokens, np.int32), item.answer, item.metadata)
+        return self._prompt(index, item, rendered, np.asarray(tokens, np.int32))
+
+    def _prompt(
+        self, index: int, item: Item, rendered: Rendered, tokens: NDArray[np.int32], media: Media | None = None
+    ) -> Prompt:
+        return Prompt(self.number, index, rendered.text, tokens, item.answer, item.metadata, media)
+
+    def _showing(self, index: int, item: Item, rendered: Rendered) -> Prompt:
+        """The prompt with its media as the model's processor makes them. Raises UnusablePrompt."""
+        plain = self._prompt(index, item, rendered, np.asarray(self._encode(rendered), np.int32))
+        with self._unusable(plain):
+            assert self._media is not None
+            with self._placed(index):
+                tokens, media = self._media.tokens(index, rendered.places, rendered.text, special=not rendered.is_chat)
+            self._check_length(index, len(tokens))
+        return self._prompt(index, item, rendered, tokens, media)
 
     def example(self, index: int) -> tuple[Prompt, NDArray[np.int32]]:
         """The prompt, and the source's own answer as tokens with the one that ends it. Raises RunError where there is
-        no answer, or no room for it."""
+        no answer, or no room for it, UnusablePrompt where its media cannot be used."""
         prompt = self.prompt(index)
         answer = self._answers([index])[0]
-        self._check_room(index, len(prompt.tokens), len(answer))
+        with self._unusable(prompt if prompt.media else None):
+            self._check_room(index, len(prompt.tokens), len(answer))
         return prompt, np.asarray(answer, np.int32)
 
     def text(self, index: int) -> str:
         """The prompt's text, not tokenized."""
-        return self._render(index, self._items[index])[0]
+        return self._render(index, self._items[index]).text
+
+    def identity(self, index: int) -> str:
+        """A text that prompts of all sources share if they ask and show the same: media count by their bytes."""
+        rendered = self._render(index, self._items[index])
+        if not rendered.places or self._media is None:
+            return rendered.text
+        return self._media.identity(rendered.text, index, rendered.places)
 
     def is_dropped(self, index: int) -> bool:
-        """Return True if this row is left out: it is too long, or lacks an answer. Raises RunError for a broken row.
+        """Return True if this row is left out: it is too long, lacks an answer, or its media are broken. Raises RunError
+        for a broken row.
 
         Found once, then remembered; it depends on the row, the tokenizer and the recipe alone.
         """
@@ -90,9 +141,17 @@ class Source:
         has_answer = bool(item.answer and item.answer.strip())
         if file.missing_answer == "drop" and not has_answer:
             return _NO_ANSWER
+        if "drop" not in (file.too_long, file.broken_media):
+            return _KEPT
+        rendered = self._render(index, item)
+        if file.broken_media == "drop":
+            try:
+                self._look_at_media(index, rendered)
+            except RunError:
+                return _BROKEN
         if file.too_long != "drop":
             return _KEPT
-        length = len(self._tokens(index, item)[1])
+        length = len(self._encode(rendered))
         if length > self._longest:
             return _TOO_LONG
         if self._learns and has_answer and length + len(self._answers([index])[0]) > self._context:
@@ -112,20 +171,25 @@ class Source:
         return found
 
     def counts(self) -> dict[str, int]:
-        """Count, after `faults`, the rows, those left out ("too_long", "no_answer") and those cut ("cut"); empty for a
-        source that leaves none out.
+        """Count, after `faults`, the rows, those left out ("too_long", "no_answer", "broken_media") and those cut ("cut");
+        empty for a source that leaves none out.
 
         Raises RunError where no row is left.
         """
         if self._file is None or not self._file.counted:
             return {}
-        too_long, no_answer = (int((self._status == outcome).sum()) for outcome in (_TOO_LONG, _NO_ANSWER))
-        if too_long + no_answer == len(self):
+        outcomes = {"too_long": _TOO_LONG, "no_answer": _NO_ANSWER} | (
+            {"broken_media": _BROKEN} if self._file.broken_media == "drop" else {}
+        )
+        out = {name: int((self._status == outcome).sum()) for name, outcome in outcomes.items()}
+        if sum(out.values()) == len(self):
+            shown = f", {out['broken_media']} for their media" if "broken_media" in out else ""
             raise RunError(
-                f"{self.key}.prompts = '{self._file.prompts}': all {len(self)} rows are left out ({too_long} too long, "
-                f"{no_answer} without an answer): change its too_long, max_prompt_tokens, missing_answer or answer_key"
+                f"{self.key}.prompts = '{self._file.prompts}': all {len(self)} rows are left out ({out['too_long']} too long, "
+                f"{out['no_answer']} without an answer{shown}): change its too_long, max_prompt_tokens, missing_answer"
+                f"{', media' if shown else ''} or answer_key"
             )
-        return {"rows": len(self), "too_long": too_long, "no_answer": no_answer, "cut": self._number_cut}
+        return {"rows": len(self), **out, "cut": self._number_cut}
 
     def _faults(self, rows: range, answers: bool) -> list[str]:
         """Find the faults of these rows; rows are looked at one by one only where there is a fault."""
@@ -140,10 +204,11 @@ class Source:
 
     def _check(self, every: range, answers: bool) -> None:
         rows = [row for row in every if not self.is_dropped(row)]
-        rendered = [self._render(index, self._items[index]) for index in rows]
+        rendered = {row: self._render(row, self._items[row]) for row in rows}
         lengths: dict[int, int] = {}
+        self._look_at_all(rendered)
         for is_chat in (False, True):
-            chosen = [(row, text) for row, (text, chat) in zip(rows, rendered, strict=True) if chat == is_chat]
+            chosen = [(row, one.text) for row, one in rendered.items() if one.is_chat == is_chat]
             if not chosen:
                 continue
             encoded = self._tokenizer([text for _, text in chosen], add_special_tokens=not is_chat)["input_ids"]
@@ -155,16 +220,49 @@ class Source:
             for row, tokens in zip(rows, self._answers(rows), strict=True):
                 self._check_room(row, lengths[row], len(tokens))
 
-    def _render(self, index: int, item: Item) -> tuple[str, bool]:
+    def _look_at_all(self, rendered: dict[int, Rendered]) -> None:
+        """Look at the media of rows before the run, unless that was done to see which are dropped."""
+        if self._file is None or self._file.broken_media == "drop":
+            return
+        if showing := [(row, one) for row, one in rendered.items() if one.places or self._file.media]:
+            with ThreadPoolExecutor(min(LOOKING_THREADS, len(showing))) as pool:
+                for _ in pool.map(lambda both: self._look_at_media(*both), showing):
+                    pass
+
+    def _look_at_media(self, index: int, rendered: Rendered) -> None:
+        if self._media is not None:
+            with self._placed(index):
+                self._media.look(index, rendered.places, rendered.text)
+
+    def _render(self, index: int, item: Item) -> Rendered:
+        with self._placed(index):
+            content, places = item.content, list[Place]()
+            if self._media is not None:
+                content, places = placed(content, self._media.columns, self._media.marks)
+            return Rendered(*render(content, self._tokenizer), places)
+
+    def _encode(self, rendered: Rendered) -> list[int]:
+        """Tokenize the prompt's text; media are one token each yet."""
+        tokens: list[int] = self._tokenizer.encode(rendered.text, add_special_tokens=not rendered.is_chat)
+        return tokens
+
+    @contextmanager
+    def _placed(self, index: int) -> Iterator[None]:
+        """Name the row in errors about its content."""
         try:
-            return render(item.content, self._tokenizer)
-        except ContentError as error:
+            yield
+        except (ContentError, MediaError) as error:
             raise RunError(f"{self._where(index)}: {error}") from None
 
-    def _tokens(self, index: int, item: Item) -> tuple[str, list[int]]:
-        """Render and tokenize the prompt; returns its text and all of its tokens."""
-        text, is_chat = self._render(index, item)
-        return text, self._tokenizer.encode(text, add_special_tokens=not is_chat)
+    @contextmanager
+    def _unusable(self, prompt: Prompt | None) -> Iterator[None]:
+        """Turn errors into UnusablePrompt, which costs a group and not the run; without a prompt, leave them."""
+        try:
+            yield
+        except RunError as error:
+            if prompt is None:
+                raise
+            raise UnusablePrompt(prompt, "the prompt's media cannot be used", str(error)) from error
 
     def _cut(self, tokens: list[int]) -> list[int]:
         return tokens if self._cuts is None else tokens[-self._cuts :]
@@ -180,10 +278,11 @@ class Source:
                     f"{self._where(index)}: there is no answer to learn: give one ({self.key}.answer_key names its "
                     f"column), or take the row out ({self.key}.missing_answer = 'drop' leaves all such rows out)"
                 )
-            try:
-                text, done = render_answer(item.content, item.answer, self._tokenizer)
-            except ContentError as error:
-                raise RunError(f"{self._where(index)}: {error}") from None
+            with self._placed(index):
+                marked = (
+                    placed(item.content, self._media.columns, self._media.marks)[0] if self._media else item.content
+                )
+                text, done = render_answer(marked, item.answer, self._tokenizer)
             texts.append(text)
             ended.append(done)
         encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]

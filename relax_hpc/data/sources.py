@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from relax_hpc.data.holdout import falls_in, fingerprint
 from relax_hpc.data.shuffle import order
 from relax_hpc.data.source import MOST_FAULTS, Source
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.process import Processor
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.tables.source import AnyEvaluationSource, AnySource, keys_of
+from relax_hpc.recipe.tables.source import AnyEvaluationSource, AnySource, FilePrompts, keys_of
 from relax_hpc.records import Prompt
 
 _TRAINED, _SHARE, _ELSEWHERE = 1, 2, 3
@@ -30,9 +32,10 @@ class PromptSources:
     """All sources of a recipe. A (source, index) names the same prompt in every process.
 
     `tokenizer`: a Hugging Face tokenizer. `context`: the model's longest sequence in tokens. `holdout`: the share of
-    distinct texts of the training sources that is held out (0: none). `evaluation`: sources for evaluation only; their
-    numbers follow those of training. `learns`: answers of training sources are trained on, so they need room too. The
-    constructor reads no prompt; call `check` once before a run starts.
+    distinct prompts of the training sources that is held out (0: none). `evaluation`: sources for evaluation only; their
+    numbers follow those of training. `learns`: answers of training sources are trained on, so they need room too.
+    `processor`: the model's, for prompts with media. The constructor reads no prompt; call `check` once before a run
+    starts.
     """
 
     def __init__(
@@ -43,11 +46,13 @@ class PromptSources:
         holdout: float = 0.0,
         evaluation: Sequence[AnyEvaluationSource] = (),
         learns: bool = False,
+        processor: Processor | None = None,
     ) -> None:
         self._evaluation, self._holdout = evaluation, holdout
         every = [*sources, *evaluation]
+        self._processor, self._recipe = processor, every
         self._sources = [
-            Source(number, key, own, tokenizer, context, learns=learns and number < len(sources))
+            Source(number, key, own, tokenizer, context, learns=learns and number < len(sources), processor=processor)
             for number, (key, own) in enumerate(zip(keys_of(every), every, strict=True))
         ]
         self._trained = self._sources[: len(sources)]
@@ -59,16 +64,18 @@ class PromptSources:
         """Results of `_side_of` by index; 0 where not known yet."""
 
     @classmethod
-    def of(cls, recipe: Recipe, tokenizer: Any, context: int) -> PromptSources:
-        """The prompt sources of `recipe`."""
+    def of(cls, recipe: Recipe, tokenizer: Any, context: int, folder: Path) -> PromptSources:
+        """The prompt sources of `recipe`; `folder`: the model's, with its processor where it has one."""
         asked = recipe.evaluation
         learns = recipe.supervised or recipe.sft_warm_start is not None
         return cls(
-            recipe.source, tokenizer, context, asked.holdout if asked else 0.0, asked.source if asked else (), learns
-        )
+            recipe.source, tokenizer, context, asked.holdout if asked else 0.0, asked.source if asked else (), learns,
+            Processor(folder, recipe.media),
+        )  # fmt: skip
 
     def prompt(self, source: int, index: int) -> Prompt:
-        """The prompt with its tokens. Raises RunError where it cannot be used (too long, a broken row, media)."""
+        """The prompt with its tokens. Raises RunError where it cannot be used (too long, a broken row), UnusablePrompt
+        where its media cannot."""
         return self._sources[source].prompt(index)
 
     def example(self, source: int, index: int) -> tuple[Prompt, NDArray[np.int32]]:
@@ -92,8 +99,17 @@ class PromptSources:
         Columns, chat messages, and the length in tokens are checked; the cost is about one tokenization of the files,
         two for those that drop rows. `answers`: check those of training sources too, because they will be trained on.
         Returns, by the keys of the sources that drop or cut rows, how many there are ("rows"), are left out
-        ("too_long", "no_answer") and cut ("cut").
+        ("too_long", "no_answer", "broken_media") and cut ("cut").
         """
+        if self._processor is not None:
+            self._processor.serve(
+                {
+                    f"{key}.media.{modality}": modality
+                    for key, one in zip(keys_of(self._recipe), self._recipe, strict=True)
+                    if isinstance(one, FilePrompts)
+                    for modality in one.media
+                }
+            )
         faults = [
             fault for source in self._sources for fault in source.faults(answers=answers and source in self._trained)
         ]
@@ -105,8 +121,8 @@ class PromptSources:
         return {source.key: counts for source in self._sources if (counts := source.counts())}
 
     def is_held_out(self, source: int, index: int) -> bool:
-        """Return True if a training source's prompt is for evaluation alone: by the hash of its text, or because an
-        evaluation source has it."""
+        """Return True if a training source's prompt is for evaluation alone: by the hash of its text and
+        media, or because an evaluation source has it."""
         return self._side_of(source, index) != _TRAINED
 
     def is_trained(self, source: int, index: int) -> bool:
@@ -119,16 +135,18 @@ class PromptSources:
             return _TRAINED
         side = self._side[source]
         if not side[index]:
-            text = self.text(source, index)
-            elsewhere = _ELSEWHERE if fingerprint(text) in self._evaluation_texts else _TRAINED
-            side[index] = _SHARE if falls_in(text, self._holdout) else elsewhere
+            asked = self._sources[source].identity(index)
+            elsewhere = _ELSEWHERE if fingerprint(asked) in self._evaluated_elsewhere else _TRAINED
+            side[index] = _SHARE if falls_in(asked, self._holdout) else elsewhere
         return int(side[index])
 
     @cached_property
-    def _evaluation_texts(self) -> frozenset[bytes]:
-        """Fingerprints of all texts of the evaluation sources, those beyond their limits too."""
+    def _evaluated_elsewhere(self) -> frozenset[bytes]:
+        """Fingerprints of all prompts of the evaluation sources, those beyond their limits too."""
         numbers = range(len(self._trained), len(self._sources))
-        return frozenset(fingerprint(self.text(n, i)) for n in numbers for i in range(len(self._sources[n])))
+        return frozenset(
+            fingerprint(self._sources[n].identity(i)) for n in numbers for i in range(len(self._sources[n]))
+        )
 
     def evaluated(self, count: int) -> list[tuple[int, int]]:
         """(source, index) of all prompts that are evaluated: `count` of the held-out share, then each evaluation
@@ -138,22 +156,23 @@ class PromptSources:
         """
         found = self.held_out(count) if self._holdout else []
         for number, asked in enumerate(self._evaluation, start=len(self._trained)):
-            texts: set[str] = set()
+            seen: set[str] = set()
             for index in order(len(self._sources[number]), "evaluated", number).tolist():
-                if len(texts) == asked.limit:
+                if len(seen) == asked.limit:
                     break
-                if (text := self.text(number, index)) not in texts and not self.is_dropped(number, index):
-                    texts.add(text)
+                same = self._sources[number].identity(index)
+                if same not in seen and not self.is_dropped(number, index):
+                    seen.add(same)
                     found.append((number, index))
         return found
 
     def held_out(self, count: int) -> list[tuple[int, int]]:
-        """(source, index) of up to `count` prompts of the held-out share, of distinct texts, shared among sources by weight.
+        """(source, index) of up to `count` distinct prompts of the held-out share, shared among sources by weight.
 
         They depend on the sources alone, not on the run's seed. Raises RunError where nothing is held out.
         """
         found: list[tuple[int, int]] = []
-        texts: set[str] = set()
+        seen: set[str] = set()
         streams = {source: self._held_out_of(source) for source in range(len(self._trained))}
         taken = [0] * len(streams)
         while streams and len(found) < count:
@@ -161,8 +180,8 @@ class PromptSources:
             index = next(streams[source], None)
             if index is None:
                 del streams[source]
-            elif (text := self.text(source, index)) not in texts:
-                texts.add(text)
+            elif (same := self._sources[source].identity(index)) not in seen:
+                seen.add(same)
                 found.append((source, index))
                 taken[source] += 1
         if not found:

@@ -108,7 +108,10 @@ def evaluate(
     place = prepare(folder, subject, recipe)
     assert recipe.evaluation is not None
     sources = PromptSources.of(
-        recipe, AutoTokenizer.from_pretrained(place.model), context_of(AutoConfig.from_pretrained(place.model))
+        recipe,
+        AutoTokenizer.from_pretrained(place.model),
+        context_of(AutoConfig.from_pretrained(place.model)),
+        place.model,
     )
     requests = evaluation_requests(recipe, sources.evaluated(recipe.evaluation.prompts), subject.step)
     missing = [request for request in requests if not place.shard(request.id).exists()]
@@ -242,7 +245,7 @@ def generate(
 def groups_of(runner: RolloutRunner, request: Request, load_again: Callable[[], None]) -> list[Group]:
     """Generate the request's groups, once more if the engine was lost and came back. Raises RunError if the engine
     stays lost."""
-    prompts = runner.prompts(request)
+    prompts = runner.prompts(request, lambda state: None)
     try:
         try:
             return runner.groups(request, prompts, lambda state: None)

@@ -63,7 +63,7 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
 def check_rows(run: RunDir, recipe: Recipe, context: int) -> PromptSources:
     """Return the recipe's sources, all of whose rows can be used; how many rows they leave out goes to RUN/rows.json.
     Raises RunError."""
-    sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context)
+    sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context, run.model)
     if counts := sources.check(answers=recipe.supervised or recipe.sft_warm_start is not None):
         write_file(run.rows, to_json(counts))
     return sources

@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, model_validator
 from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Grpo, Ppo, Rloo, Sft
 from relax_hpc.recipe.tables.algorithm_keys import DUAL_CLIP, Clipped, PolicyGradient, Ratio
 from relax_hpc.recipe.tables.evaluation import Evaluation, SftWarmStart
+from relax_hpc.recipe.tables.media import Media
 from relax_hpc.recipe.tables.model import AnyModel, TinyModel
 from relax_hpc.recipe.tables.rollout import Rollout
 from relax_hpc.recipe.tables.run import Run, Spool, Supervision
@@ -45,6 +46,7 @@ class Recipe(Table):
     critic: CriticRole | None = None
     weights: AnyWeights = FileWeights()
     source: list[AnySource] = Key(help="Where prompts come from: one table or more.", min_length=1)
+    media: Media = Media()
     curriculum: Curriculum | None = Key(None, "How the sources' weights follow their pass rates.")
     evaluation: Evaluation | None = None
     spool: Spool = Spool()

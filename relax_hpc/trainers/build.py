@@ -5,28 +5,19 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc.files.errors import DamagedFile, RunError
 from relax_hpc.files.publish import read_json
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.model import PathModel, TinyModel
+from relax_hpc.trainers.tiny_model import make_tiny
 
-PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files each of which is enough for a tokenizer."""
 SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -41,7 +32,7 @@ def materialise(model: PathModel | TinyModel, folder: Path, seed: int) -> None:
     drawn from `seed`, too. Raises RunError for a path that is not a model that can be trained here."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, TinyModel):
-        _make_tiny(model, folder, seed)
+        make_tiny(model, folder, seed)
     else:
         _take_over(model.path, folder)
 
@@ -92,41 +83,6 @@ def check_beside(recipe: Recipe, folder: Path) -> None:
             )
 
 
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token a character of `alphabet`, <unk> for all others. Decoding is the exact inverse."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, *alphabet])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines out
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False
-    )
-
-
-def _make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
-    tokenizer = character_tokenizer(model.alphabet)
-    shape: dict[str, Any] = {
-        "vocab_size": len(tokenizer), "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,
-        "num_hidden_layers": model.layers, "head_dim": model.hidden_size // model.heads,
-        "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
-        "max_position_embeddings": model.context, "tie_word_embeddings": True, "dtype": "float32",
-        # the customary 0.02 suits wide models; narrow ones learn several times slower
-        "initializer_range": model.hidden_size ** -0.5,
-        "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-    }  # fmt: skip
-    experts: dict[str, Any] = {
-        "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token,
-        "moe_intermediate_size": model.moe_intermediate_size, "norm_topk_prob": True,
-    }  # fmt: skip
-    config = Qwen3MoeConfig(**shape, **experts) if model.experts else Qwen3Config(**shape)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        policy = AutoModelForCausalLM.from_config(config)
-    transformers.utils.logging.disable_progress_bar()
-    policy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def _check_files(key: str, path: Path) -> None:
     """Raise RunError where `path`, the value of `key`, is no directory of a model, or one that was not copied whole."""
     if not path.is_dir():
@@ -168,12 +124,14 @@ def _take_over(path: Path, folder: Path) -> None:
     _check_files("model.path", path)
     copy_small_files(path, folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        whole = AutoConfig.from_pretrained(folder, local_files_only=True)
         AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # tokenizers raises Exception itself, transformers whatever its checks do
         raise RunError(
             f"model.path = '{path}' does not load: {type(error).__name__}: {error}; mend the file that this is about, or give another model"
         ) from error
+    family_of(whole)
+    config = whole.get_text_config()
     foreign = sorted(set(getattr(config, "layer_types", None) or []) - ATTENTION_LAYERS)
     if foreign:
         raise RunError(

@@ -142,7 +142,7 @@ def test_supervised_fine_tuning_killed_anywhere_has_the_bits_of_one_go_and_needs
     recipe = load_recipe(run.recipe)
     trainer, algorithm = make_trainer(recipe, run.model, 0, 1), make_algorithm(recipe.algorithm)
     trainer.begin_training()
-    sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), recipe.model.context)
+    sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), recipe.model.context, run.model)
     cursor, ledger = PromptCursor(sources, recipe.run.seed), Ledger(run)
     examples = ExampleLoader(sources, recipe.run.seed)
     for step in range(steps):

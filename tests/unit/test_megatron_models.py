@@ -28,9 +28,9 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_trainer
-from relax_hpc.trainers.build import character_tokenizer
 from relax_hpc.trainers.export import convert
 from relax_hpc.trainers.megatron.export import convert as megatron_convert
+from relax_hpc.trainers.tiny_model import character_tokenizer
 from tests import tiny
 
 SHAPE = {

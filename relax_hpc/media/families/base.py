@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from relax_hpc.recipe.tables.media import Media as Limits
 from relax_hpc.records import Media
 
 TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}
@@ -24,6 +25,8 @@ class Family:
     """Values of config.model_type, of a folder's config and of the part that is built."""
     placeholder_keys: ClassVar[Mapping[str, str]] = {}
     """Modality -> key of the config with the id of its placeholder token."""
+    marks: ClassVar[Mapping[str, str]] = {}
+    """Modality -> the text that stands for one in a prompt, as the model's chat template writes it."""
     parts: ClassVar[Sequence[tuple[str, str]]] = ()
     """(beginning of a parameter's name, its part: "vision", "projector" or "audio"); the first that fits holds."""
     axes: ClassVar[int] = 1
@@ -52,6 +55,18 @@ class Family:
         """Modality -> id of its placeholder token. A model may never draw one."""
         own = self.config(config)
         return {modality: int(getattr(own, key)) for modality, key in self.placeholder_keys.items()}
+
+    def options(self, processor: Any, limits: Limits) -> dict[str, dict[str, Any]]:
+        """Arguments of the processor by which it keeps to the limits: images_kwargs, videos_kwargs, audio_kwargs."""
+        return {}
+
+    def frame_size(self, processor: Any, limits: Limits) -> Callable[[int, int], tuple[int, int]]:
+        """How large a video's frame of (height, width) is decoded."""
+        return lambda height, width: (height, width)
+
+    def tensors(self, processor: Any, made: dict[str, NDArray[Any]], fps: Sequence[float]) -> dict[str, NDArray[Any]]:
+        """The model's arguments among what the processor made; `fps`: frames a second of each video."""
+        return made
 
     def token_types(self, config: Any, tokens: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """[T] the modality of each token as a number (mm_token_type_ids); 0 is text."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_hpc.media.families.base import Family, methods_of
+from relax_hpc.media.families.base import methods_of
+from relax_hpc.media.families.qwen_vl import IMAGE, VIDEO, QwenVision
 from relax_hpc.records import Media
 
 
-class Qwen3Omni(Family):
+class Qwen3Omni(QwenVision):
     """The thinker of Qwen3-Omni-MoE, trained by itself; its names in the files begin with `thinker.`."""
 
     name = "qwen3_omni"
     model_types = frozenset({"qwen3_omni_moe", "qwen3_omni_moe_thinker"})
     placeholder_keys: ClassVar = {"image": "image_token_id", "video": "video_token_id", "audio": "audio_token_id"}
     axes = 3
+    marks: ClassVar = {"image": IMAGE, "video": VIDEO, "audio": "<|audio_start|><|audio_pad|><|audio_end|>"}
     prefix = "thinker."
     parts = (
         ("visual.merger.", "projector"),
@@ -35,6 +38,13 @@ class Qwen3Omni(Family):
 
     def config(self, config: Any) -> Any:
         return getattr(config, "thinker_config", config)
+
+    def tensors(self, processor: Any, made: dict[str, NDArray[Any]], fps: Sequence[float]) -> dict[str, NDArray[Any]]:
+        """Give each video its own rate: the processor knows one for all of a call."""
+        if not fps:
+            return made
+        seconds = np.array([processor.video_processor.temporal_patch_size / rate for rate in fps], np.float32)
+        return {**made, "video_second_per_grid": seconds}
 
     def positions(self, config: Any, tokens: NDArray[np.integer[Any]], media: Media | None) -> NDArray[Any]:
         import torch

@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.media.families.base import Family, methods_of
+from relax_hpc.recipe.tables.media import Media as Limits
 from relax_hpc.records import Media
 
+IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
 
-class Qwen3VL(Family):
+
+class QwenVision(Family):
+    """What all of Qwen's models with pictures share: patches of one processor, sizes in whole merged patches."""
+
+    def options(self, processor: Any, limits: Limits) -> dict[str, dict[str, Any]]:
+        fewest, most = (tokens * _side(processor.image_processor) ** 2 for tokens in limits.image_tokens)
+        frames = {"do_sample_frames": False, "do_resize": False}  # done while they are decoded
+        if hasattr(processor.video_processor, "cap_pixels_per_frame"):  # until transformers 5.22, which has no choice
+            frames["cap_pixels_per_frame"] = False
+        return {"images_kwargs": {"size": {"shortest_edge": fewest, "longest_edge": most}}, "videos_kwargs": frames}
+
+    def frame_size(self, processor: Any, limits: Limits) -> Callable[[int, int], tuple[int, int]]:
+        from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+        side = _side(processor.video_processor)
+        fewest, most = (tokens * side**2 for tokens in limits.video_frame_tokens)
+        return lambda height, width: smart_resize(height, width, side, fewest, most)
+
+
+def _side(processor: Any) -> int:
+    """Pixels of a token's side."""
+    return int(processor.patch_size * processor.merge_size)
+
+
+class Qwen3VL(QwenVision):
     """Qwen3-VL and Qwen3-VL-MoE: every frame of a video stands between tokens of its own, with its time as text."""
 
     name = "qwen3_vl"
     model_types = frozenset({"qwen3_vl", "qwen3_vl_moe"})
     placeholder_keys: ClassVar = {"image": "image_token_id", "video": "video_token_id"}
     axes = 3
-    parts = (
+    marks: ClassVar = {"image": IMAGE, "video": VIDEO}
+    parts: ClassVar[Sequence[tuple[str, str]]] = (
         ("model.visual.merger.", "projector"),
         ("model.visual.deepstack_merger_list.", "projector"),
         ("model.visual.", "vision"),
@@ -46,11 +74,11 @@ class Qwen3VL(Family):
         found: NDArray[Any] = positions[:, 0].numpy()
         return found
 
-    def _body(self, config: Any) -> type[Any]:
+    def _body(self, config: Any) -> Any:
         """The class that has get_rope_index."""
         from transformers import AutoModel
 
-        body: type[Any] = AutoModel._model_mapping[type(config)]
+        body: Any = AutoModel._model_mapping[type(config)]
         return body
 
 

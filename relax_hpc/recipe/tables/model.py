@@ -18,6 +18,44 @@ class PathModel(Table):
     path: Path = Key(help="The directory with config.json, the tokenizer and safetensors weights.", looked_up=True)
 
 
+class TinyVision(Table):
+    """Eyes of a tiny model, which makes it a Qwen3-VL (with experts: a Qwen3-VL-MoE)."""
+
+    hidden_size: PositiveInt = Key(32, "Width of the vision encoder.")
+    intermediate_size: PositiveInt = Key(64, "Width of its MLP.")
+    layers: PositiveInt = Key(
+        3, "Its layers; the first ones, up to 3, reach the first layers of the language model too."
+    )
+    heads: PositiveInt = Key(2, "Its attention heads; must divide hidden_size.")
+    patch_size: PositiveInt = Key(8, "Pixels of a patch's side; a token is of 2 × 2 patches.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> TinyVision:
+        if self.hidden_size % self.heads or self.hidden_size // self.heads % 4:
+            raise conflict(
+                f"model.vision.heads = {self.heads} must divide hidden_size = {self.hidden_size} into multiples of 4"
+            )
+        return self
+
+
+class TinyAudio(Table):
+    """Ears of a tiny model, which makes it a Qwen3-Omni-MoE thinker; it has eyes too, and needs experts."""
+
+    hidden_size: PositiveInt = Key(32, "Width of the audio encoder.")
+    intermediate_size: PositiveInt = Key(64, "Width of its MLP.")
+    layers: PositiveInt = Key(2, "Its layers.")
+    heads: PositiveInt = Key(2, "Its attention heads; must divide hidden_size.")
+    bands: PositiveInt = Key(32, "Bands of the spectrum that it hears, 100 times a second.")
+
+    @model_validator(mode="after")
+    def _divides(self) -> TinyAudio:
+        if self.hidden_size % self.heads or self.hidden_size % 2:
+            raise conflict(
+                f"model.audio.heads = {self.heads} must divide hidden_size = {self.hidden_size}, an even number"
+            )
+        return self
+
+
 class TinyModel(Table):
     """A small model built from its configuration, with a tokenizer of single characters: nothing is downloaded."""
 
@@ -36,6 +74,8 @@ class TinyModel(Table):
     alphabet: str = Key(
         "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>."
     )
+    vision: TinyVision | None = Key(None, "Make it see images and video.")
+    audio: TinyAudio | None = Key(None, "Make it hear, and see.")
 
     @model_validator(mode="after")
     def _divides(self) -> TinyModel:
@@ -46,6 +86,14 @@ class TinyModel(Table):
             )
         if self.experts and self.experts_per_token > self.experts:
             raise conflict(f"model.experts_per_token = {self.experts_per_token} exceeds model.experts = {self.experts}")
+        if self.audio and not self.experts:
+            raise conflict(
+                "[model.audio] makes a Qwen3-Omni-MoE, which has experts: set model.experts, to 4 for instance"
+            )
+        if (self.vision or self.audio) and self.hidden_size // self.heads % 16:
+            raise conflict(
+                f"model.hidden_size = {self.hidden_size} / heads = {self.heads}: a head of a model that sees has a multiple of 16 values"
+            )
         if len(set(self.alphabet)) != len(self.alphabet):
             raise conflict("model.alphabet names a character twice")
         return self

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 
+from relax_hpc.recipe.tables.media import Modality
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 WEIGHT = "Share of prompts drawn from this source, against the other sources' weights."
@@ -25,6 +26,11 @@ class Prompts(Table):
         "single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True
     )
     environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
+
+    @property
+    def shows(self) -> bool:
+        """True where columns are named whose media prompts show."""
+        return False
 
 
 class FilePrompts(Prompts):
@@ -53,6 +59,16 @@ class FilePrompts(Prompts):
         "error",
         "Treatment of a row whose answer is missing, null or, where it is to be trained on, blank; `drop` leaves out rows with a blank one too.",
     )
+    media: dict[Modality, str] = Key(
+        {},
+        'Columns with what the prompt shows: `{image = "images", video = "video", audio = "audio"}`. They take the places of '
+        "`<image>`, `<video>` and `<audio>` in its text, in their order; as many as there are places.",
+    )
+    broken_media: Literal["error", "drop"] = Key(
+        "error",
+        "Treatment of a row whose media are missing, damaged by the look of their headers, or of another number than their places: "
+        "an error before the run begins, or the row is left out. What is found when a row is decoded fails its group alone.",
+    )
     reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
 
@@ -62,12 +78,22 @@ class FilePrompts(Prompts):
             raise conflict(
                 'too_long = "truncate" needs max_prompt_tokens, such as half of the model\'s context: the rest is for the answer'
             )
+        if self.too_long == "truncate" and self.media:
+            raise conflict(
+                'too_long = "truncate" would cut pictures and sounds in two: use "error" or "drop" for a source with media'
+            )
+        if len(set(self.media.values())) < len(self.media):
+            raise conflict(f"media = {self.media} names a column twice: each modality has one of its own")
         return self
+
+    @property
+    def shows(self) -> bool:
+        return bool(self.media)
 
     @property
     def drops(self) -> bool:
         """True where a row may be left out."""
-        return "drop" in (self.too_long, self.missing_answer)
+        return "drop" in (self.too_long, self.missing_answer, self.broken_media)
 
     @property
     def counted(self) -> bool:
@@ -165,9 +191,10 @@ def left_out(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
             for name, words in (
                 ("too_long", "left out as too long"),
                 ("no_answer", "left out without an answer"),
+                ("broken_media", "left out for their media"),
                 ("cut", "cut off at the beginning"),
             )
-            if count[name]
+            if count.get(name)
         ]
         if said:
             lines.append(f"{key}: of {count['rows']:,} rows {', '.join(said)}")

@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class Asked:
     samples_per_prompt: int
     seed: int
     sampling: Sampling
+    unusable: Mapping[int, Failure] = field(default_factory=dict)
+    """Prompts that fail from the start, by their place among `prompts`."""
 
 
 class Episodes:
@@ -81,6 +83,8 @@ class Episodes:
         everyone = [(group, p) for group, p in enumerate(asked.prompts) for _ in range(asked.samples_per_prompt)]
         seats = environments.begin(everyone, self._acting)
         try:
+            for seat in seats:
+                seat.failure = asked.unusable.get(seat.group, seat.failure)
             self._episodes = [Episode(p, group, seat) for (group, p), seat in zip(everyone, seats, strict=True)]
             goes_on = partial is None or self._restore(partial)
             while goes_on and (active := _active(self._episodes)):

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc.data import PromptSources
+from relax_hpc.data.media_rows import UnusablePrompt
 from relax_hpc.engines import EngineError, Sampling, make_engine
 from relax_hpc.environments import Environments
 from relax_hpc.files.errors import RunError
@@ -34,7 +35,7 @@ class RolloutRunner:
         gpus.computes_on_gpu(recipe.rollout.device, "rollout")
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self.engine = make_engine(recipe, model_dir)
-        self.sources = PromptSources.of(recipe, tokenizer, self.engine.context)
+        self.sources = PromptSources.of(recipe, tokenizer, self.engine.context, model_dir)
         environments, rewards = Environments(recipe), RewardRunner(recipe)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         placeholders = frozenset(family_of(config).placeholders(config).values())
@@ -42,11 +43,23 @@ class RolloutRunner:
         self._setup = RolloutSetup(self.engine, tokenizer, environments, rewards, turns, placeholders)
         r, asked = recipe.rollout, recipe.evaluation
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
+        self._unusable: dict[int, Failure] = {}
+        """Prompts of the request at hand, by their place in it, that have media which cannot be used."""
         self._evaluation = dataclasses.replace(self._training, temperature=asked.temperature if asked else 0.0)
 
-    def prompts(self, request: Request) -> list[Prompt]:
-        """Return the request's prompts, tokenized."""
-        return [self.sources.prompt(source, index) for source, index in request.prompts]
+    def prompts(self, request: Request, progress: Callable[[str], None]) -> list[Prompt]:
+        """Return the request's prompts, tokenized, their media decoded. One whose media cannot be used has its reason kept, and
+        fails in `groups`."""
+        self._unusable, found = {}, list[Prompt]()
+        for source, index in request.prompts:
+            try:
+                found.append(self.sources.prompt(source, index))
+            except UnusablePrompt as error:
+                logging.getLogger("episodes").warning("%s", error)
+                self._unusable[len(found)] = error.failure
+                found.append(error.prompt)
+            progress("reading prompts")
+        return found
 
     def groups(
         self,
@@ -65,7 +78,7 @@ class RolloutRunner:
         # The rest of an answer must not be drawn from the same random numbers as its beginning.
         seed = request_seed(request.seed, f"part {aborts}") if aborts else request.seed
         sampling = self._evaluation if request.evaluates else self._training
-        asked = Asked(prompts, request.samples_per_prompt, seed, sampling)
+        asked = Asked(prompts, request.samples_per_prompt, seed, sampling, self._unusable)
         try:
             return Episodes(self._setup, asked, progress).generate(partial)
         except (EngineError, RunError, RolloutAborted):

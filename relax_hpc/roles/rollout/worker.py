@@ -234,7 +234,7 @@ class RolloutWorker:
             return
         began, began_at, scored_s = time.perf_counter(), time.time(), self.runner.scored_s
         sync_s, self.fetch_s = self.fetch_s, 0.0
-        prompts = self.runner.prompts(request)
+        prompts = self.runner.prompts(request, self.progress)
         partial = partial_rollouts.read(self.process.run, request, claim.request_file, prompts)
         try:
             groups = self.poison(claim, prompts) or self.again(lambda: self.episodes(claim, prompts, partial), request)

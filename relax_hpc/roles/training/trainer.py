@@ -69,7 +69,7 @@ class TrainerRole(TrainerState):
         self.context = int(config.max_position_embeddings)
         # The context that the rows were checked with, so that the rows dropped are those counted.
         tokenizer = AutoTokenizer.from_pretrained(process.run.model)
-        self.sources = PromptSources.of(recipe, tokenizer, context_of(config))
+        self.sources = PromptSources.of(recipe, tokenizer, context_of(config), process.run.model)
         if recipe.supervised:
             self.examples = ExampleLoader(self.sources, recipe.run.seed, recipe.trainer.data_workers)
         self.controller = Controller(self) if self.rank == 0 else None

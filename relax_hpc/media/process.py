@@ -1,0 +1,160 @@
+"""A prompt's text and media through the model's own processor, once: the expanded tokens and the tensors beside them.
+
+text with marks, cells ──decode──► pictures, frames, sounds ──transformers' processor──► (tokens, Media)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from relax_hpc.files.errors import RunError
+from relax_hpc.media.families import family_of
+from relax_hpc.media.values import MediaError
+from relax_hpc.recipe.tables.media import Media as Limits
+from relax_hpc.records import Media
+
+LIBRARIES = ("PIL", "av", "soundfile", "torchvision")
+"""Modules of the extra `media`."""
+NO_ARGUMENTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "video_metadata"}
+"""Things that processors make which follow from the tokens, or are no arguments of a model."""
+
+
+class Cell(NamedTuple):
+    """A picture, video or sound as the data set has it."""
+
+    modality: str
+    value: Any
+
+
+class Processor:
+    """The processor of the model in a folder, with the recipe's limits. It is loaded when it is first needed."""
+
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        from transformers import AutoConfig
+
+        self._folder, self._limits = folder, limits
+        self._config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        self.family = family_of(self._config)
+
+    def serve(self, wanted: Mapping[str, str]) -> None:
+        """Raise RunError if the model cannot see what these keys of the recipe name, by key; or its processor is unusable."""
+        for key, modality in wanted.items():
+            if modality not in self.family.marks:
+                knows = f"only {list(self.family.marks)} beside text" if self.family.marks else "only text"
+                raise RunError(
+                    f"{key}: the model, a '{self._config.model_type}', knows {knows}; give another, or leave it out"
+                )
+        if wanted:
+            missing = [name for name in LIBRARIES if find_spec(name) is None]
+            if missing:
+                raise RunError(
+                    f"{next(iter(wanted))} needs {missing}, which cannot be imported: pip install 'relax-hpc[media]'"
+                )
+            self.check()
+
+    def check(self) -> None:
+        """Raise RunError for a processor that does not load, or is not this model's."""
+        tokenizer = self._loaded.tokenizer
+        for modality, number in self.family.placeholders(self._config).items():
+            if tokenizer(self.family.marks[modality], add_special_tokens=False)["input_ids"].count(number) != 1:
+                raise RunError(
+                    f"'{self._folder}': the tokenizer does not make the model's {modality} placeholder, token {number}, of "
+                    f"{self.family.marks[modality]!r}: config.json and the tokenizer are of different models"
+                )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The processor's own chat template, if it has one."""
+        return getattr(self._loaded, "chat_template", None)
+
+    def look(self, cell: Cell, folder: Path) -> None:
+        """Look at a cell's header alone; `folder`: where relative paths begin. Raises MediaError for an unusable one."""
+        from relax_hpc.media.decode import check_header
+
+        check_header(cell.modality, cell.value, folder, self._limits)
+
+    def tokens(
+        self, text: str, cells: Sequence[Cell], folder: Path, *, special: bool
+    ) -> tuple[NDArray[np.int32], Media]:
+        """Process a prompt whose text has the family's mark for each cell, in their order.
+
+        special: the tokenizer adds its special tokens, which a chat template has written itself. Raises MediaError.
+        """
+        self.check_marks(text, cells)
+        shown: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
+        for number, cell in enumerate(cells):
+            try:
+                shown[cell.modality].append(self._decode(cell, folder))
+            except MediaError as error:
+                raise MediaError(f"{cell.modality} {number + 1} of {len(cells)}: {error}") from None
+        made = self._process(text, shown["image"], shown["video"], shown["audio"], special)
+        tokens = np.asarray(made["input_ids"][0], np.int32)
+        arrays = {name: np.ascontiguousarray(value) for name, value in made.items() if name not in NO_ARGUMENTS}
+        return tokens, Media.of(self.family.tensors(self._loaded, arrays, [one.fps for one in shown["video"]]))
+
+    def check_marks(self, text: str, cells: Sequence[Cell]) -> None:
+        """Raise MediaError where the text has more or fewer of the model's own placeholders than there are cells."""
+        counted = Counter(cell.modality for cell in cells)
+        for modality, token in self._placeholder_texts.items():
+            if (found := text.count(token)) != counted[modality]:
+                raise MediaError(
+                    f"the rendered prompt has {found} of the model's own {token} for {counted[modality]} of {modality}: "
+                    "its text must not write them itself, and the chat template must write one for each"
+                )
+
+    @cached_property
+    def _placeholder_texts(self) -> dict[str, str]:
+        ids = self.family.placeholders(self._config)
+        return {modality: self._loaded.tokenizer.convert_ids_to_tokens(number) for modality, number in ids.items()}
+
+    @cached_property
+    def _loaded(self) -> Any:
+        from transformers import AutoProcessor
+
+        try:
+            processor = AutoProcessor.from_pretrained(self._folder, local_files_only=True)
+        except Exception as error:  # transformers raises whatever its checks do
+            raise RunError(
+                f"'{self._folder}' has no processor that loads, which prompts with media need: {type(error).__name__}: {error}"
+            ) from error
+        if not hasattr(processor, "tokenizer"):
+            raise RunError(
+                f"'{self._folder}' has a tokenizer, but no processor: copy preprocessor_config.json (and "
+                "video_preprocessor_config.json, processor_config.json where the model has them) beside its config.json"
+            )
+        return processor
+
+    def _decode(self, cell: Cell, folder: Path) -> Any:
+        from relax_hpc.media.decode import decoded
+
+        ears = getattr(self._loaded, "feature_extractor", None)
+        size = self.family.frame_size(self._loaded, self._limits)
+        return decoded(cell.modality, cell.value, folder, self._limits, size, ears.sampling_rate if ears else 0)
+
+    def _process(self, text: str, images: list[Any], videos: list[Any], sounds: list[Any], special: bool) -> Any:
+        from transformers.video_utils import VideoMetadata
+
+        options = self.family.options(self._loaded, self._limits)
+        given: dict[str, Any] = {
+            "images": images,
+            "videos": [v.frames.transpose(0, 3, 1, 2) for v in videos],
+            "audio": sounds,
+        }
+        if videos:
+            about = [VideoMetadata(len(v.frames), v.fps, frames_indices=[*range(len(v.frames))]) for v in videos]
+            options = {**options, "videos_kwargs": {**options.get("videos_kwargs", {}), "video_metadata": about}}
+        try:
+            return self._loaded(
+                text=[text], return_tensors="np", text_kwargs={"add_special_tokens": special},
+                **{name: values for name, values in given.items() if values}, **options,
+            )  # fmt: skip
+        except (ValueError, RuntimeError, TypeError, IndexError, StopIteration) as error:
+            raise MediaError(f"the model's processor refuses it: {error}") from error

@@ -1,0 +1,164 @@
+"""Tiny models, built in code: Qwen3, Qwen3-VL and Qwen3-Omni in small, each with its real processor; nothing is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+from relax_hpc.recipe.tables.model import TinyAudio, TinyModel, TinyVision
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+BEGIN, END = "<|im_start|>", "<|im_end|>"
+MARKS = {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "audio_token": "<|audio_pad|>",
+    "vision_bos_token": "<|vision_start|>", "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>", "audio_eos_token": "<|audio_end|>",
+}  # fmt: skip
+"""Tokens of media by the names under which processors look for them."""
+CHAT_TEMPLATE = """\
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>
+{%- elif part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TIMES = "<0123456789. seconds>"
+"""Characters that Qwen3-VL's processor writes between the frames of a video."""
+MERGE, FRAMES_A_PATCH = 2, 2
+DEEP_LAYERS = 3
+"""Vision layers whose output reaches the language model's first layers; SGLang knows three of them only."""
+TABLE_SIDE = 16
+"""Side of the table of positions in a picture, which is stretched to the picture's size."""
+RATE_HZ, HOP, WINDOW, CHUNK_S = 16000, 160, 400, 300
+
+
+def character_tokenizer(alphabet: str, *, media: bool = False) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token a character of `alphabet`, <unk> for all others. Decoding is the exact inverse.
+
+    media: with the tokens that stand for media, those of chat messages, and the characters that processors write.
+    """
+    marks = {**MARKS, "begin_token": BEGIN, "end_token": END} if media else {}
+    alphabet += "".join(character for character in sorted(set(TIMES)) if media and character not in alphabet)
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, *marks.values(), *alphabet])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines out
+    tokenizer.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": marks} if marks else {}),
+    )  # fmt: skip
+    if media:
+        made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
+    """Save a tiny model, its weights drawn from `seed`, with its tokenizer, and its processor if it sees or hears."""
+    shows = bool(model.vision or model.audio)
+    tokenizer = character_tokenizer(model.alphabet, media=shows)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = _kind(model)._from_config(_config(model, tokenizer))
+    transformers.utils.logging.disable_progress_bar()
+    policy.save_pretrained(folder)
+    (_processor(model, tokenizer) if shows else tokenizer).save_pretrained(folder)
+
+
+def _kind(model: TinyModel) -> Any:
+    if model.audio:
+        return transformers.Qwen3OmniMoeForConditionalGeneration
+    if model.vision:
+        see = transformers.Qwen3VLMoeForConditionalGeneration, transformers.Qwen3VLForConditionalGeneration
+        return see[0] if model.experts else see[1]
+    return transformers.Qwen3MoeForCausalLM if model.experts else transformers.Qwen3ForCausalLM
+
+
+def _config(model: TinyModel, tokenizer: Any) -> PreTrainedConfig:
+    text = _language(model, tokenizer)
+    if not model.vision and not model.audio:
+        return transformers.Qwen3MoeConfig(**text) if model.experts else transformers.Qwen3Config(**text)
+    half = model.hidden_size // model.heads // 2
+    side = half * 5 // 16
+    text["rope_parameters"] = {
+        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [half - 2 * side, side, side], "mrope_interleaved": True,
+    }  # fmt: skip
+    vision = _vision(model.vision or TinyVision(), model)
+    token = tokenizer.convert_tokens_to_ids
+    ids = {
+        "image_token_id": token(MARKS["image_token"]), "video_token_id": token(MARKS["video_token"]),
+        "vision_start_token_id": token(MARKS["vision_bos_token"]), "vision_end_token_id": token(MARKS["vision_eos_token"]),
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    if model.audio is None:
+        kind = transformers.Qwen3VLMoeConfig if model.experts else transformers.Qwen3VLConfig
+        return kind(text_config=text, vision_config=vision, dtype="float32", **ids)
+    ids |= {
+        "audio_token_id": token(MARKS["audio_token"]), "audio_start_token_id": token(MARKS["audio_bos_token"]),
+        "audio_end_token_id": token(MARKS["audio_eos_token"]),
+    }  # fmt: skip
+    thinker = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=text, vision_config=vision, audio_config=_audio(model.audio, model), **ids
+    )
+    return transformers.Qwen3OmniMoeConfig(thinker_config=thinker.to_dict(), enable_audio_output=False, dtype="float32")
+
+
+def _language(model: TinyModel, tokenizer: Any) -> dict[str, Any]:
+    shape: dict[str, Any] = {
+        "vocab_size": len(tokenizer), "hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.layers, "head_dim": model.hidden_size // model.heads,
+        "num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads,
+        "max_position_embeddings": model.context, "tie_word_embeddings": True, "dtype": "float32",
+        # the customary 0.02 suits wide models; narrow ones learn several times slower
+        "initializer_range": model.hidden_size ** -0.5,
+        "bos_token_id": None, "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
+    }  # fmt: skip
+    experts: dict[str, Any] = {
+        "num_experts": model.experts, "num_experts_per_tok": model.experts_per_token, "decoder_sparse_step": 1,
+        "moe_intermediate_size": model.moe_intermediate_size, "norm_topk_prob": True,
+    }  # fmt: skip
+    return shape | experts if model.experts else shape
+
+
+def _vision(vision: TinyVision, model: TinyModel) -> dict[str, Any]:
+    deep = min(DEEP_LAYERS, vision.layers, model.layers)
+    return {
+        "depth": vision.layers, "hidden_size": vision.hidden_size, "intermediate_size": vision.intermediate_size,
+        "num_heads": vision.heads, "patch_size": vision.patch_size, "spatial_merge_size": MERGE,
+        "temporal_patch_size": FRAMES_A_PATCH, "out_hidden_size": model.hidden_size,
+        "num_position_embeddings": TABLE_SIDE**2, "deepstack_visual_indexes": [*range(deep)],
+        "initializer_range": vision.hidden_size**-0.5,
+    }  # fmt: skip
+
+
+def _audio(audio: TinyAudio, model: TinyModel) -> dict[str, Any]:
+    return {
+        "num_mel_bins": audio.bands, "encoder_layers": audio.layers, "encoder_attention_heads": audio.heads,
+        "encoder_ffn_dim": audio.intermediate_size, "d_model": audio.hidden_size, "output_dim": model.hidden_size,
+        "downsample_hidden_size": audio.hidden_size, "initializer_range": audio.hidden_size**-0.5,
+    }  # fmt: skip
+
+
+def _processor(model: TinyModel, tokenizer: Any) -> Any:
+    patch = (model.vision or TinyVision()).patch_size
+    patches: dict[str, Any] = {
+        "patch_size": patch, "merge_size": MERGE, "temporal_patch_size": FRAMES_A_PATCH,
+        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
+    }  # fmt: skip
+    images = transformers.Qwen2VLImageProcessor(**patches)
+    if model.audio is None:
+        videos = transformers.Qwen3VLVideoProcessor(**patches)
+        return transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=CHAT_TEMPLATE)
+    return transformers.Qwen3OmniMoeProcessor(
+        images, transformers.Qwen2VLVideoProcessor(**patches),
+        transformers.WhisperFeatureExtractor(
+            feature_size=model.audio.bands, sampling_rate=RATE_HZ, hop_length=HOP, chunk_length=CHUNK_S, n_fft=WINDOW
+        ),
+        tokenizer, chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
