@@ -66,7 +66,7 @@ class TrainerRole(TrainerState):
         self.trainer = make_trainer(recipe, process.run.model, self.rank, self.world)
         self.saving: tuple[Begun, float] | None = None
         config = AutoConfig.from_pretrained(process.run.model)
-        self.context = int(config.max_position_embeddings)
+        self.context = int(config.get_text_config().max_position_embeddings)
         # The context that the rows were checked with, so that the rows dropped are those counted.
         tokenizer = AutoTokenizer.from_pretrained(process.run.model)
         self.sources = PromptSources.of(recipe, tokenizer, context_of(config), process.run.model)
