@@ -245,7 +245,7 @@ def generate(
 def groups_of(runner: RolloutRunner, request: Request, load_again: Callable[[], None]) -> list[Group]:
     """Generate the request's groups, once more if the engine was lost and came back. Raises RunError if the engine
     stays lost."""
-    prompts = runner.prompts(request, lambda state: None)
+    prompts = runner.prompts(request)
     try:
         try:
             return runner.groups(request, prompts, lambda state: None)

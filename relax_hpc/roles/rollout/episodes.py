@@ -190,7 +190,8 @@ class Episodes:
                 episode.add(np.asarray(observation, np.int32), None, [])
 
     def _drew_media(self, episode: Episode) -> bool:
-        return bool(episode.tokens) and int(episode.tokens[-1][-1]) in self._setup.placeholders
+        last = episode.tokens[-1][-1:] if episode.tokens else ()
+        return any(int(token) in self._setup.placeholders for token in last)
 
     def _tokens(self, observation: str) -> list[int]:
         tokens: list[int] = self._setup.tokenizer.encode(observation, add_special_tokens=False)

@@ -47,7 +47,7 @@ class RolloutRunner:
         """Prompts of the request at hand, by their place in it, that have media which cannot be used."""
         self._evaluation = dataclasses.replace(self._training, temperature=asked.temperature if asked else 0.0)
 
-    def prompts(self, request: Request, progress: Callable[[str], None]) -> list[Prompt]:
+    def prompts(self, request: Request, progress: Callable[[str], None] = lambda state: None) -> list[Prompt]:
         """Return the request's prompts, tokenized, their media decoded. One whose media cannot be used has its reason kept, and
         fails in `groups`."""
         self._unusable, found = {}, list[Prompt]()
