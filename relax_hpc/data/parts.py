@@ -10,7 +10,7 @@ from typing import Any
 from relax_hpc.data.render import ContentError
 from relax_hpc.media.process import Cell
 from relax_hpc.media.values import KEYS
-from relax_hpc.recipe.tables.media import MODALITIES
+from relax_hpc.recipe.tables.source import MODALITIES
 
 TYPES = {f"{modality}{ending}": modality for modality in MODALITIES for ending in ("", "_url")} | {
     f"input_{modality}": modality for modality in MODALITIES

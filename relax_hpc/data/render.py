@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from relax_hpc.recipe.tables.media import MODALITIES
+from relax_hpc.recipe.tables.source import MODALITIES
 
 
 class ContentError(Exception):

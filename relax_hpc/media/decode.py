@@ -9,7 +9,7 @@ from typing import Any
 from relax_hpc.media.pictures import check_picture, picture
 from relax_hpc.media.sounds import check_sound, sound
 from relax_hpc.media.videos import check_video, video
-from relax_hpc.recipe.tables.media import Media as Limits
+from relax_hpc.recipe.tables.source import Media as Limits
 
 
 def decoded(

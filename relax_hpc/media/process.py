@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
 from relax_hpc.media.values import MediaError
-from relax_hpc.recipe.tables.media import Media as Limits
+from relax_hpc.recipe.tables.source import Media as Limits
 from relax_hpc.records import Media
 
 LIBRARIES = ("PIL", "av", "soundfile", "torchvision")

@@ -17,7 +17,7 @@ from PIL import Image
 
 from relax_hpc.media.pictures import picture
 from relax_hpc.media.values import MediaError, Stored, stored
-from relax_hpc.recipe.tables.media import Media as Limits
+from relax_hpc.recipe.tables.source import Media as Limits
 
 FrameSize = Callable[[int, int], tuple[int, int]]
 """(height, width) of a frame ──► those that the model is to see."""

@@ -14,13 +14,12 @@ from pydantic import ConfigDict, Field, model_validator
 from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Grpo, Ppo, Rloo, Sft
 from relax_hpc.recipe.tables.algorithm_keys import DUAL_CLIP, Clipped, PolicyGradient, Ratio
 from relax_hpc.recipe.tables.evaluation import Evaluation, SftWarmStart
-from relax_hpc.recipe.tables.media import Media
 from relax_hpc.recipe.tables.model import AnyModel, TinyModel
 from relax_hpc.recipe.tables.rollout import Rollout
 from relax_hpc.recipe.tables.run import Run, Spool, Supervision
 from relax_hpc.recipe.tables.scoring import CriticRole, Scorer, refuse_critic, refuse_scorer
 from relax_hpc.recipe.tables.slurm import Slurm
-from relax_hpc.recipe.tables.source import AnyPrompts, AnySource, Curriculum
+from relax_hpc.recipe.tables.source import AnyPrompts, AnySource, Curriculum, Media
 from relax_hpc.recipe.tables.staleness import Async
 from relax_hpc.recipe.tables.table import Key, Table, conflict
 from relax_hpc.recipe.tables.tracking import AnyTracking, Notify

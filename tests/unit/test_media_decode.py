@@ -21,7 +21,7 @@ from relax_hpc.media.pictures import check_picture, picture
 from relax_hpc.media.sounds import check_sound, sound
 from relax_hpc.media.values import WHOLE_BYTES, MediaError, digest
 from relax_hpc.media.videos import check_video, video
-from relax_hpc.recipe.tables.media import Media as Limits
+from relax_hpc.recipe.tables.source import Media as Limits
 
 PIXELS = 1 << 20
 LIMITS = Limits(largest_image_pixels=PIXELS, longest_video_s=10, video_frames=(2, 8))

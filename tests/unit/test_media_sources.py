@@ -22,9 +22,9 @@ from relax_hpc.data.media_rows import UnusablePrompt
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
 from relax_hpc.media.process import Processor
-from relax_hpc.recipe.tables.media import Media as Limits
 from relax_hpc.recipe.tables.model import TinyModel
 from relax_hpc.recipe.tables.source import EvaluationFile, FileSource, left_out
+from relax_hpc.recipe.tables.source import Media as Limits
 from relax_hpc.trainers.build import materialise
 
 LIMITS = Limits(video_frame_tokens=(1, 4), video_frames=(2, 4))

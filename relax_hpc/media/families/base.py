@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from relax_hpc.recipe.tables.media import Media as Limits
+from relax_hpc.recipe.tables.source import Media as Limits
 from relax_hpc.records import Media
 
 TOKEN_TYPES = {"image": 1, "video": 2, "audio": 3}

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.media.families.base import Family, methods_of
-from relax_hpc.recipe.tables.media import Media as Limits
+from relax_hpc.recipe.tables.source import Media as Limits
 from relax_hpc.records import Media
 
 IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><|video_pad|><|vision_end|>"
