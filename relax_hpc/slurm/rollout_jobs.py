@@ -58,9 +58,9 @@ class RolloutJobs:
     def look_after(self) -> None:
         if self._asked or time.monotonic() - self._looked_at < LOOK_S:
             return
-        self._looked_at = time.monotonic()
         self._nodes.look()
         self._base.look_after(self._nodes)
+        self._looked_at = time.monotonic()
         for heartbeat in self._nodes.failed():
             self._failed(heartbeat)
         self.failure, self.suspect = self.failure or self._base.failure, self.suspect or self._base.suspect

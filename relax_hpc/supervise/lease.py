@@ -168,9 +168,7 @@ def _appears(draft: Path, folder: Path, about: dict[str, Any]) -> bool:
 
 
 class Holder:
-    """The lease as others see it: its holder, and how long it has been silent by our own clock (clocks of nodes
-    differ).
-    """
+    """The lease as others see it: its holder, and how long it has been silent by our own clock."""
 
     def __init__(self, run: RunDir) -> None:
         self._run, self._heartbeat_monitor = run, HeartbeatMonitor()
@@ -301,10 +299,7 @@ def _is_renewed(path: Path, limit_s: float, asked: Callable[[], bool] = lambda: 
 
 
 def _renewed_at(path: Path) -> int:
-    """When a lease was renewed, in ns of the file server's clock.
-
-    The file is opened because NFS and the like then ask the server and not a cache.
-    """
+    """When a lease was renewed, in ns of the file server's clock. Opening the file has NFS ask the server, not a cache."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.fstat(handle).st_mtime_ns
@@ -326,10 +321,7 @@ def _started(process: psutil.Process) -> float:
 
 
 def _supersede(folder: Path) -> Path:
-    """Rename a lease's folder, which fences all commits through it.
-
-    Raises FileNotFoundError when it was renamed already.
-    """
+    """Rename a lease's folder, which fences all commits through it. Raises FileNotFoundError when it was renamed already."""
     over = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}{OVER}")
     rename_once(folder, over, lambda: is_there(over))
     return over
@@ -353,4 +345,15 @@ def _empty(over: Path) -> None:
             continue
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # several may clean up at once
             (over / f"{name[:7]}{GONE}").touch()
-            shutil.rmtree(over / name, ignore_errors=True)
+            _remove(over / name)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a superseded folder. Raises OSError where the file system fails: what stays there may be committed through."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        # Another process removes it too; a file that is open on this machine stays on NFS.
+        if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EBUSY):
+            raise
+        shutil.rmtree(folder, ignore_errors=True)

@@ -108,8 +108,8 @@ class ProcessGroup(ABC):
         every_s = self.limits.hang_s / LOOKS_SHARE
         if time.monotonic() - self._looked_at < every_s or not self.running:
             return None
-        self._looked_at = time.monotonic()
         heard = {name: read_heartbeat(self.run, name) for name in self.names}
+        self._looked_at = time.monotonic()
         # A namesake on a node that was cut off may write there too: while it does, nothing can be said of ours.
         said = {name: (h["attempt"], h["time"]) if h is not None else None for name, h in heard.items()}
         for rank, (name, silent_s) in enumerate(self._monitor.look(said, every_s).items()):

@@ -160,9 +160,9 @@ class Supervisor:
     def _renew_lease(self) -> None:
         """Renew the lease, at most twice a second. Raises RunError when it was taken over."""
         if time.monotonic() - self._renewed_at >= LEASE_LOOK_S:
-            self._renewed_at = time.monotonic()
             if not self.lease.renew():
                 raise self.lease.superseded()
+            self._renewed_at = time.monotonic()  # not before: a tick that is tried again looks again
 
     def _end_all(self) -> None:
         grace_s = 0 if self.interrupts > 1 and self._hasty else GRACE_S

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -14,12 +15,15 @@ from hypothesis import strategies as st
 
 from relax_hpc.files.publish import to_json, write_file
 from relax_hpc.recipe import load_recipe
+from relax_hpc.slurm import rollout_jobs
 from relax_hpc.slurm.chain import Chain
 from relax_hpc.slurm.rollout_nodes import RolloutNodes
+from relax_hpc.supervise import processes, supervisor
 from relax_hpc.supervise.io_retry import IoRetry
 from relax_hpc.telemetry import Telemetry
+from tools.faults import roles
 from tools.faults.calls import CHANGES, inject
-from tools.faults.lives import LIVES, SPLIT, prepared
+from tools.faults.lives import LIVES, PAUSES, SPLIT, prepared
 from tools.faults.supervisor_errors import ERRNOS, Call, Failure, each_way, live, scratch, trials
 
 
@@ -67,6 +71,34 @@ def test_spells_of_errors_end_no_supervisor(found: tuple[str, list[Failure]]) ->
     with scratch() as folder:
         result = live(life, Path(folder) / "run", failures)
     assert not result.exit, f"{life}: {[str(failure) for failure in failures]}\n{result.log}"
+
+
+@pytest.mark.parametrize(
+    ("life", "call", "looks"),
+    [
+        ("local", Call("stat", "lease/*"), {supervisor: {"LEASE_LOOK_S": 0.02}}),
+        ("local", Call("open", "heartbeats/rollout-*.json"), {supervisor: {"LEASE_LOOK_S": 60.0}, processes: {"LOOKS_SHARE": 6000}}),
+        ("leader", Call("listdir", "heartbeats"), {rollout_jobs: {"LOOK_S": 0.1}}),
+    ],
+    ids=["lease", "heartbeats", "node agents"],
+)  # fmt: skip
+def test_a_spell_is_said_once_though_what_fails_is_looked_at_now_and_then(
+    life: str, call: Call, looks: dict[Any, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tick that is tried again must look again: else it goes well, and the next look says that all fails anew."""
+    monkeypatch.setattr(roles, "POLLS", 300)  # a life of many looks
+    for module, values in looks.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+            monkeypatch.setitem(PAUSES.get(module, {}), name, value)  # type: ignore[arg-type]
+    said = list[int]()
+    with scratch() as folder:
+        for occurrence in range(1, 4):
+            failure = Failure(call, occurrence, errno.EIO, times=12)
+            result = live(life, Path(folder) / f"run{occurrence}", [failure])
+            assert not result.exit, f"{failure}: {result.exit}\n{result.log}"
+            said.append(max(result.said.values(), default=0))
+    assert max(said) == 1
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_and_not_empty(
