@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from relax_hpc.files import folder_checksums, read_ahead
 from relax_hpc.files.errors import RunError
-from relax_hpc.files.publish import open_handle, sync_folder, to_json, write_file
+from relax_hpc.files.publish import discard, open_handle, sync_folder, to_json, write_file
 from relax_hpc.files.run_dir import RunDir
 
 T = TypeVar("T")
@@ -140,5 +140,5 @@ def rotate(run: RunDir, commit_dir: Path, keep: int) -> int:
     for step in done[:-keep]:
         gone = commit_dir / f"old-{step}"
         os.rename(run.checkpoint(step), gone)
-        shutil.rmtree(gone)
+        discard(gone)
     return done[-keep:][0]

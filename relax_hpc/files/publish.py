@@ -11,6 +11,8 @@ import ctypes
 import errno
 import json
 import os
+import shutil
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +20,8 @@ from typing import Any
 
 from relax_hpc.files.errors import DamagedFile
 
-STALE_TRIES = 10
-
+STALE_PAUSES_S = (0.0, 0.0, 0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 2.0)
+"""Pauses between attempts to read a file whose handle is stale: it was replaced meanwhile, or a cache of some seconds says so."""
 SMALL_BYTES = 1 << 16
 
 
@@ -61,6 +63,12 @@ def open_handle(path: Path, flags: int) -> Iterator[int]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def discard(folder: Path) -> None:
+    """Remove a folder that has no name of its own any more, as far as that goes: clients of NFS keep what another process of this
+    node has open under a hidden name, with its folder, until it is closed. Whoever removes the folder above removes the rest."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -162,7 +170,8 @@ def replace(final: Path, data: Data, *, commit_dir: Path | None = None, durable:
 
 def read_json(path: Path) -> Any:
     """Read a published JSON file; None if there is none. Raises DamagedFile for one that is not valid JSON."""
-    for _ in range(STALE_TRIES):
+    pauses = iter(STALE_PAUSES_S)
+    while True:
         try:
             return json.loads(_read_small(path))
         except FileNotFoundError:
@@ -173,9 +182,10 @@ def read_json(path: Path) -> Any:
                 "copy, or remove it"
             ) from error
         except OSError as error:
-            if error.errno != errno.ESTALE:  # NFS: replaced between opening and reading
+            pause_s = next(pauses, None)
+            if error.errno != errno.ESTALE or pause_s is None:  # NFS: replaced between opening and reading
                 raise
-    raise OSError(errno.ESTALE, "replaced again and again while it was read", str(path))
+            time.sleep(pause_s)
 
 
 def _read_small(path: Path) -> bytes:

@@ -15,14 +15,13 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import uuid
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.files.publish import names, publish, read_json, replace, sync_folder, to_json
+from relax_hpc.files.publish import discard, names, publish, read_json, replace, sync_folder, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.weights.base import DamagedWeights, Version, WeightsError
 from relax_hpc.weights.contents import Contents, checksum, from_json
@@ -106,7 +105,7 @@ class Versions:
         gone = self.commit_dir / f"{path.name}.{uuid.uuid4().hex}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, gone)
-            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+            discard(gone) if gone.is_dir() else gone.unlink()
 
     def on_disk(self) -> list[Path]:
         """The folders of versions, oldest first."""
