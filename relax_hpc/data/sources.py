@@ -70,7 +70,7 @@ class PromptSources:
         learns = recipe.supervised or recipe.sft_warm_start is not None
         return cls(
             recipe.source, tokenizer, context, asked.holdout if asked else 0.0, asked.source if asked else (), learns,
-            Processor(folder, recipe.media),
+            Processor(folder, recipe.media, keeps_files=recipe.spool.media == "source"),
         )  # fmt: skip
 
     def prompt(self, source: int, index: int) -> Prompt:

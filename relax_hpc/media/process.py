@@ -5,24 +5,30 @@ text with marks, cells ──decode──► pictures, frames, sounds ──tran
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from relax_hpc.files.errors import RunError
-from relax_hpc.media.families import family_of
-from relax_hpc.media.values import MediaError
+from relax_hpc.media.families import Family, family_of
+from relax_hpc.media.values import MediaError, stored
 from relax_hpc.recipe.tables.source import Media as Limits
-from relax_hpc.records import Media
+from relax_hpc.records import Media, MediaSource
 
 LIBRARIES = ("PIL", "av", "soundfile", "torchvision")
 """Modules of the extra `media`."""
+DISTRIBUTIONS = ("transformers", "torchvision", "pillow", "av", "soundfile")
+"""Libraries on whose versions the tensors depend."""
 NO_ARGUMENTS = {"input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "video_metadata"}
 """Things that processors make which follow from the tokens, or are no arguments of a model."""
 
@@ -37,12 +43,20 @@ class Cell(NamedTuple):
 class Processor:
     """The processor of the model in a folder, with the recipe's limits. It is loaded when it is first needed."""
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    def __init__(self, folder: Path, limits: Limits, *, keeps_files: bool = False) -> None:
+        """keeps_files: media bring the files that they were made of, for shards that keep these."""
+        self._folder, self._limits, self._keeps_files = folder, limits, keeps_files
+
+    @cached_property
+    def _config(self) -> Any:
         from transformers import AutoConfig
 
-        self._folder, self._limits = folder, limits
-        self._config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
-        self.family = family_of(self._config)
+        return AutoConfig.from_pretrained(self._folder, local_files_only=True)
+
+    @cached_property
+    def family(self) -> Family:
+        """The model's family."""
+        return family_of(self._config)
 
     def serve(self, wanted: Mapping[str, str]) -> None:
         """Raise RunError if the model cannot see what these keys of the recipe name, by key; or its processor is unusable."""
@@ -98,7 +112,38 @@ class Processor:
         made = self._process(text, shown["image"], shown["video"], shown["audio"], special)
         tokens = np.asarray(made["input_ids"][0], np.int32)
         arrays = {name: np.ascontiguousarray(value) for name, value in made.items() if name not in NO_ARGUMENTS}
-        return tokens, Media.of(self.family.tensors(self._loaded, arrays, [one.fps for one in shown["video"]]))
+        media = Media.of(self.family.tensors(self._loaded, arrays, [one.fps for one in shown["video"]]))
+        return tokens, replace(media, source=self._source(cells, folder)) if self._keeps_files else media
+
+    def remake(self, source: MediaSource) -> Media:
+        """Make media again from their files. Raises RunError."""
+        cells = [Cell(modality, data) for modality, data in source.files]
+        text = "".join(self.family.marks[cell.modality] for cell in cells)
+        try:
+            media = self.tokens(text, cells, self._folder, special=False)[1]
+        except MediaError as error:
+            raise RunError(f"media cannot be made again from the files that a shard keeps: {error}") from error
+        return replace(media, source=self._source(cells, self._folder))
+
+    def _source(self, cells: Sequence[Cell], folder: Path) -> MediaSource | None:
+        """The cells' files byte for byte; None where frames or arrays were given."""
+        files = []
+        for cell in cells:
+            try:
+                with stored(cell.value, folder).open() as file:
+                    files.append((cell.modality, file.read()))
+            except MediaError:
+                return None
+        return MediaSource(tuple(files), self._about)
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        """The processor, in words that change when it makes other tensors."""
+        settings = json.dumps(self._loaded.to_dict(), sort_keys=True, default=str)
+        return {
+            "class": type(self._loaded).__name__, "settings": xxhash.xxh3_128_hexdigest(settings.encode()),
+            "limits": self._limits.model_dump(mode="json"), "versions": {name: version(name) for name in DISTRIBUTIONS},
+        }  # fmt: skip
 
     def check_marks(self, text: str, cells: Sequence[Cell]) -> None:
         """Raise MediaError where the text has more or fewer of the model's own placeholders than there are cells."""

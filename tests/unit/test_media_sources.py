@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import soundfile
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer
 
 from relax_hpc.data import PromptSources
 from relax_hpc.data.examples import ExampleLoader
@@ -106,7 +107,7 @@ def test_the_model_takes_what_the_processor_made(seeing: Path, hearing: Path, tm
         config = AutoConfig.from_pretrained(folder)
         family = family_of(config)
         assert {int((prompt.tokens == number).sum()) > 0 for number in family.placeholders(config).values()} == {True}
-        whole = __import__("transformers").AutoModelForMultimodalLM.from_pretrained(folder).eval()
+        whole = AutoModelForMultimodalLM.from_pretrained(folder).eval()
         model = getattr(whole, "thinker", whole)
         tensors = {name: torch.from_numpy(array) for name, array in prompt.media.tensors.items()}
         tokens = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
@@ -279,3 +280,19 @@ def test_sounds_and_limits(hearing: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(RunError, match=r"prompt 1 .*long.wav' lasts 1.2 s, longer than media.longest_audio_s = 1"):
         short.check()
+
+
+def test_media_are_made_again_from_their_files(hearing: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.wav").write_bytes(wav(0.3))
+    row = {"prompt": "<audio>a<image>", "images": "red.png", "sound": "a.wav", "answer": "x"}
+    source = FileSource(prompts=write(tmp_path, [row]), media={"image": "images", "audio": "sound"})
+    keeping = Processor(hearing, LIMITS, keeps_files=True)
+    media = PromptSources([source], AutoTokenizer.from_pretrained(hearing), 512, processor=keeping).prompt(0, 0).media
+    assert media is not None and media.source is not None
+    assert [modality for modality, _ in media.source.files] == ["audio", "image"]
+    again = keeping.remake(media.source)
+    assert again.digest == media.digest and again.source == media.source
+    assert "transformers" in media.source.processor["versions"]
+    cut = dataclasses.replace(media.source, files=(("image", png("red")[:40]),))
+    with pytest.raises(RunError, match="cannot be made again"):
+        keeping.remake(cut)

@@ -19,6 +19,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.files.watch import backoff
+from relax_hpc.media.process import Processor
 from relax_hpc.roles.common.process import Exit, RoleProcess
 from relax_hpc.roles.common.ranks import first_said, gathered, told
 from relax_hpc.spool.reading import Shards
@@ -55,7 +56,8 @@ class GroupRole(ABC):
         source = self.identity["shards_from"]
         self.shards = RunDir(source) if source else process.run
         """The run whose shards are trained on."""
-        self.shard_reader = Shards(self.shards, process.recipe.spool.node_cache)
+        processor = Processor(process.run.model, process.recipe.media, keeps_files=True)
+        self.shard_reader = Shards(self.shards, process.recipe.spool.node_cache, processor.remake)
         self.actions: dict[str, Callable[[Any], object]] = {}
         self._pauses: Iterator[float] | None = None
         self._idle_since = self._usual_s = 0.0
