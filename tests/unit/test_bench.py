@@ -34,7 +34,7 @@ BENCHMARKS = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", (*BENCHMARKS, "faults"))
 def test_every_benchmark_takes_json(name: str) -> None:
     script = common.ROOT / "tools" / "bench" / f"{name}.py"
     done = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, cwd="/", timeout=600)

@@ -38,7 +38,8 @@ Action = Literal[
     "note", "kill-before", "kill-after", "kill-half", "stop-before", "stop-after", "error-before", "error-after", "delay"
 ]  # fmt: skip
 """What becomes of a call, or of its caller. kill-half: of a write, half is carried out. stop-before: the caller is stopped, and the
-call carried out once the rules are replaced; never, if the caller is killed before. error-after: the reply is lost. note: it is logged."""
+call carried out once the rules are replaced; never, if the caller is killed before. Until then other callers on
+the same mount may wait for it, as for a folder's lock: those on other mounts do not. error-after: the reply is lost. note: it is logged."""
 
 
 @dataclass(frozen=True)
