@@ -251,6 +251,7 @@ def _live(request: dict[str, Any], log: int, final_message: int) -> NoReturn:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    setproctitle.getproctitle()  # it finds its place by the environment that this process began with
     os.environ.update(request["environment"])
     if request["code"] is not None and request["code"] not in sys.path:
         _import_from(Path(request["code"]))

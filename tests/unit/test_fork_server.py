@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -70,6 +71,21 @@ def test_its_end_is_told_truly_and_it_ends_with_the_fork_server(fork_server: For
     fork_server._process.kill()
     assert second.wait(30) == -signal.SIGKILL
     assert spawn(fork_server, run.logs / "log", "--help").wait(120) == 0  # of another fork server
+
+
+def test_a_process_list_shows_the_role_whatever_becomes_of_its_environment(
+    fork_server: ForkServer, run: RunDir
+) -> None:
+    spawn(fork_server, run.logs / "log", "--help").wait(120)
+    assert fork_server._process is not None
+    variables = [*psutil.Process(fork_server._process.pid).environ()]
+    role = ("rollout", str(run.root), "--claim-dir", "w", "--name", "rollout-0")
+    child = fork_server.spawn(role, run.logs / "log", {name: os.environ.get(name, "") for name in variables[:3]})
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(2)
+    assert child.pid and psutil.Process(child.pid).cmdline()[:2] == ["relax_hpc", "rollout"]
+    child.kill()
+    child.wait(30)
 
 
 def test_nobody_waits_for_one_that_is_not_spawned(run: RunDir) -> None:
