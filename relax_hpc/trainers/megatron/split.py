@@ -122,9 +122,9 @@ class Split:
         return chunks
 
 
-def device_of(choice: str, role: str, index: int | None = None) -> torch.device:
-    """The device that a role computes on: GPU `index`, else torch's current one, the CPU where there is none. Raises
-    RunError where the recipe asks for another kind."""
+def device_of(choice: str, role: str) -> torch.device:
+    """The device that a role computes on: the GPU that it has chosen, the CPU where there is none. Raises RunError
+    where the recipe asks for another kind."""
     if not torch.cuda.is_available():
         if choice == "cuda":
             raise RunError(f'{role}.device = "cuda" but torch sees no GPU: use "auto" or "cpu"')
@@ -133,6 +133,4 @@ def device_of(choice: str, role: str, index: int | None = None) -> torch.device:
         raise RunError(
             f'{role}.device = "cpu", but Megatron-core takes a GPU where there is one: use "auto", or hide it (CUDA_VISIBLE_DEVICES=)'
         )
-    device = torch.device("cuda", torch.cuda.current_device() if index is None else index % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", torch.cuda.current_device())

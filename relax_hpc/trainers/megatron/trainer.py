@@ -41,7 +41,7 @@ class MegatronTrainer(Learners, PolicyUpdating):
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         check_beside(recipe, model_dir)
         fit.check(recipe, model_dir)
-        super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "trainer", rank))
+        super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "trainer"))
         self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
         folder = weights_folder(recipe.model, model_dir)
         self.chunks = build(self.hf, transformer_config(self.hf, recipe.trainer), self.groups)
