@@ -183,13 +183,20 @@ def _indexed(func: Any) -> Callable[..., Any]:
     """Indexing by a list of numbers: torch makes it a tensor on the device of what is indexed."""
 
     def index(tensor: Tensor, where: Any, *value: Any) -> Any:
-        return func(tensor, mark(torch.tensor(where), on_gpu(tensor)) if isinstance(where, list) else where, *value)
+        if isinstance(where, list):
+            where = mark(torch.tensor(where, dtype=None if where else torch.long), on_gpu(tensor))
+        return func(tensor, where, *value)
 
     return index
 
 
 def _getter(name: str) -> Any:
     return getattr(torch.Tensor, name).__get__
+
+
+def _counts(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """torch.histc, which counts whole numbers on a GPU alone."""
+    return torch.histc(values.float(), *args, **kwargs).to(values.dtype)
 
 
 SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -201,6 +208,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__setitem__: _indexed(torch.Tensor.__setitem__),
     torch.Tensor.get_device: lambda t: 0 if on_gpu(t) else -1,
     torch.Tensor.to: _to,
+    torch.histc: _counts,
     torch.Tensor.cpu: lambda t, **kwargs: _to(t, CPU, **kwargs),
     torch.Tensor.cuda: lambda t, *args, **kwargs: _to(t, GPU, **kwargs),
     torch.Tensor.type: _type,

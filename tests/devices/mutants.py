@@ -77,16 +77,19 @@ TORCH: dict[str, dict[str, list[str]]] = {
         ]
     },
     "files.tensor_files": {"checkpoint": ["tensor.detach()«.cpu()».contiguous().reshape(-1)"]},
-    "huggingface": {"engine, one batch": ["Module.to(model, «device→'cpu'»).eval()"]},
+    "huggingface": {
+        "engine, one batch": ["Module.to(model, «device→'cpu'»).eval()"],
+    },
     "engines.torch": {
         "engine, one batch": [
             "with «device→contextlib.nullcontext()»:",
             "weight.shape[0], dtype=torch.bool«, device=self.device»",
             "generator = torch.Generator(«self.device»).manual_seed(seed)",
-            "for prompt in prompts]«, device=self.device»)\n        of =",
-            "for prompt in distinct.values()]«, device=self.device»)",
+            "torch.tensor([place[key] for key in keys]«, device=self.device»)",
+            "for tokens, _ in distinct.values()]«, device=self.device»)",
             "visible = torch.arange(limit«, device=self.device»)",
-            "tokens = torch.from_numpy(padded[rows])«.to(self.device)»",
+            "torch.from_numpy(a[..., rows, :])«.to(self.device)»",
+            "position=torch.from_numpy(following)«.to(self.device)»[of]",
             "rows=torch.arange(len(of)«, device=self.device»)",
             "alive=torch.ones(len(of), dtype=torch.bool«, device=self.device»)",
             "room=torch.tensor(room«, device=self.device»)",
@@ -150,6 +153,7 @@ PLACES = re.compile(r"\.to\((?=\"cpu\"|(\w+\.)?device)|\bdevice=|\.cpu\(\)")
 UNNOTICED = {
     "loss_of(number, *said), torch.zeros((), dtype=torch.int, device=self.device)": "Megatron leaves this count alone",
     "dtype=instead.dtype, device=instead.device)": "the model is moved whole, later",
+    "torch.from_numpy(array).to(device) for name, array in media.items()": "no work has media yet",
     "data = whole.view(parameter.shape).cpu() if writes else": "the writer of a checkpoint copies to the host itself",
     "else torch.empty(parameter.shape, device=META)": "a place without values",
     "_placed(place, key, torch.empty(parameter.shape, device=device))": "filled by copies",
