@@ -124,7 +124,7 @@ def _add(kind: str, one: str, tensors: dict[str, list[NDArray[Any]]], rng: np.ra
     if kind.startswith("qwen3_vl"):  # a frame each, behind its time
         return [t for _ in range(grid[0]) for t in (9, VISION, *[VIDEO] * (grid[1] * grid[2] // 4), VISION_END)]
     seconds = {"qwen2_5_vl": "second_per_grid_ts", "qwen3_omni": "video_second_per_grid"}[kind]
-    keep(seconds, np.array([1.5], np.float32))
+    keep(seconds, np.array([4.0], np.float32))
     return [VISION, *[VIDEO] * (len(patches) // 4), VISION_END]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish, Prompt
+from relax_hpc.records import Finish, Media, Prompt
 from relax_hpc.roles.rollout.episodes import DREW_MEDIA
 from relax_hpc.roles.rollout.runner import RolloutRunner
 from relax_hpc.spool.request import Request
 from relax_hpc.trainers import fit
+from relax_hpc.trainers.packing import join
 from relax_hpc.trainers.torch import load_model, tensors_of
 from tests import omni, tiny
 
@@ -103,3 +105,12 @@ def test_a_placeholder_that_is_drawn_ends_its_sample_and_its_shard_says_so(
     assert ended.tokens.tolist() == [omni.IMAGE] and ended.turns == 1 and ended.finish is Finish.STOP
     assert ended.extra[DREW_MEDIA] == 1
     assert other.turns == 3 and DREW_MEDIA not in other.extra
+
+
+def test_answers_share_a_prompt_only_where_they_share_its_media() -> None:
+    shown = omni.prompt("qwen3_vl", ("image",), 0)
+    assert shown.media is not None
+    other = Media.of({**shown.media.tensors, "pixel_values": -shown.media.tensors["pixel_values"]})
+    made = tiny.rollouts([shown.tokens] * 2, tiny.prompts([2, 3]), group_size=2)
+    trees = [join(replace(made, media=(shown.media, second)), np.arange(2)) for second in (shown.media, other)]
+    assert trees == [[(0, 1)], [(0,), (1,)]]
