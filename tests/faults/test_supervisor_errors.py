@@ -78,7 +78,7 @@ def test_spells_of_errors_end_no_supervisor(found: tuple[str, list[Failure]]) ->
     [
         ("local", Call("stat", "lease/*"), {supervisor: {"LEASE_LOOK_S": 0.02}}),
         ("local", Call("open", "heartbeats/rollout-*.json"), {supervisor: {"LEASE_LOOK_S": 60.0}, processes: {"LOOKS_SHARE": 6000}}),
-        ("leader", Call("listdir", "heartbeats"), {rollout_jobs: {"LOOK_S": 0.1}}),
+        ("leader", Call("listdir", "heartbeats"), {supervisor: {"LEASE_LOOK_S": 60.0}, rollout_jobs: {"LOOK_S": 0.02}}),
     ],
     ids=["lease", "heartbeats", "node agents"],
 )  # fmt: skip
