@@ -77,10 +77,17 @@ class Claim:
 class RequestQueue:
     """The request files of a run."""
 
-    def __init__(self, run: RunDir, workers: int = 1, when_room: WhenRoom = lambda put, what: put()) -> None:
+    def __init__(
+        self,
+        run: RunDir,
+        workers: int = 1,
+        when_room: WhenRoom = lambda put, what: put(),
+        commit_dir: Path | None = None,
+    ) -> None:
         """workers: how many workers claim from the queue. when_room: calls its first argument, again and again while
-        the disk is full; the second says what needs the room."""
-        self._run, self._when_room = run, when_room
+        the disk is full; the second says what needs the room. commit_dir: the folder of the trainer's incarnation:
+        superseded, it removes nothing."""
+        self._run, self._when_room, self._commit_dir = run, when_room, commit_dir
         self._open = FolderWatch(run.open_requests, workers)
         self._names: frozenset[str] = frozenset()
         self._request_files: list[RequestFile] = []
@@ -118,22 +125,41 @@ class RequestQueue:
         return {found.request_id: state for state, found in self._files()}
 
     def _files(self) -> Iterator[tuple[RequestState, RequestFile]]:
-        """Yield all request files. Open ones twice: a request that is claimed or given back meanwhile is seen at least
-        once."""
-        waiting = lambda found: (RequestState.PARTIAL if found.aborts else RequestState.OPEN, found)
-        yield from map(waiting, _request_files(self._run.open_requests))
-        for worker in self._workers():
-            yield from ((RequestState.CLAIMED, found) for found in _request_files(worker))
-        yield from map(waiting, _request_files(self._run.open_requests))
+        """Yield all request files, those that move meanwhile at least once."""
+        for folder in self._folders():
+            for found in _request_files(folder):
+                waiting = RequestState.PARTIAL if found.aborts else RequestState.OPEN
+                yield waiting if folder == self._run.open_requests else RequestState.CLAIMED, found
+
+    def _folders(self) -> Iterator[Path]:
+        """Yield the folders of request files, the open ones' twice: a request that is claimed or given back while they
+        are listed, one by one, is in a later one."""
+        yield self._run.open_requests
+        yield from self._workers()
+        yield self._run.open_requests
 
     def remove_torn(self) -> None:
         """Remove request files that a power failure left without their content, so that they count as missing."""
-        for folder in (self._run.open_requests, *self._workers()):
+        for folder in self._folders():
             for path in (folder / request_file.name for request_file in _request_files(folder)):
                 try:
                     read_json(path)
                 except ValueError:
-                    path.unlink(missing_ok=True)
+                    self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a request file if it is still there. Raises FileNotFoundError for a superseded trainer."""
+        if self._commit_dir is None:
+            path.unlink(missing_ok=True)
+            return
+        gone = self._commit_dir / path.name
+        try:
+            os.rename(path, gone)
+        except FileNotFoundError:
+            if not is_there(self._commit_dir):
+                raise
+        else:
+            gone.unlink()
 
     def raise_oldest(self, version: int) -> bool:
         """Raise to `version` the oldest version that open requests not yet started may start from. Return True if any
@@ -153,7 +179,7 @@ class RequestQueue:
         gone = set(request_ids)
         for request_file in _request_files(self._run.open_requests):
             if request_file.request_id in gone:
-                (self._run.open_requests / request_file.name).unlink(missing_ok=True)
+                self._remove(self._run.open_requests / request_file.name)
 
     # a worker's side
 

@@ -345,6 +345,7 @@ def _empty(over: Path) -> None:
             continue
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # several may clean up at once
             (over / f"{name[:7]}{GONE}").touch()
+            sync_folder(over)
             _remove(over / name)
 
 

@@ -84,7 +84,7 @@ class Trainer:
         self.scheduler = BatchScheduler(
             planner,
             ledger,
-            RequestQueue(run),
+            RequestQueue(run, commit_dir=commit_dir),
             self.arrivals,
             self.selection,
             self.retention,
@@ -350,6 +350,17 @@ def test_a_fenced_trainer_takes_nothing(run: RunDir) -> None:
     with pytest.raises(FileNotFoundError):
         old.entry()
     assert not list(run.ledger.rglob("*.json"))
+
+
+def test_a_fenced_trainer_withdraws_nothing(run: RunDir) -> None:
+    """It does not know the extra requests of its successor, which would wait for them."""
+    old = Trainer(run, 1, staleness=0, extra_requests=4)
+    new = Trainer(run, 2, staleness=0, extra_requests=4)
+    assert new.entry() is None and set(generate(run, 0)) == names(0)
+    assert new.entry() is None and in_progress(run) == {"r000000-002"}
+    with pytest.raises(FileNotFoundError):
+        old.entry()
+    assert in_progress(run) == {"r000000-002"}
 
 
 def evaluations(run: RunDir) -> Evaluations:

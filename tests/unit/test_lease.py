@@ -361,3 +361,24 @@ def test_one_that_is_overtaken_between_looking_and_taking_fails(
     assert (holder(run) is None) is released
     faster[0].release()
     assert acquire(run).number == 3
+
+
+def test_an_incarnations_number_is_on_disk_before_its_folder_is_removed(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the number is given again after a loss of power."""
+    first = acquire(run)
+    first.new_incarnation()
+    first.release()
+    (gone,) = run.lease.glob("000001.*.over/i000001.gone")
+    done = list[str]()
+    held = acquire(run)
+    held.new_incarnation()
+    sync, remove = lease_module.sync_folder, lease_module.shutil.rmtree
+    monkeypatch.setattr(lease_module, "sync_folder", lambda folder: (done.append(f"sync {folder}"), sync(folder)))
+    monkeypatch.setattr(
+        lease_module.shutil, "rmtree", lambda path, **about: (done.append(f"remove {path}"), remove(path, **about))
+    )
+    held.release()
+    (over,) = run.lease.glob("000002.*.over")
+    assert done == [f"sync {over}", f"remove {over}/i000002"] and gone.exists() and (over / "i000002.gone").exists()

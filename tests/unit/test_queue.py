@@ -271,6 +271,30 @@ def test_a_request_file_that_a_power_failure_emptied_stops_nobody(queue: Request
     assert set(queue.in_progress()) == {"r000000-001", "r000000-002"}
 
 
+@pytest.mark.parametrize("moves", ["to a new worker", "back from a dead one"])
+def test_a_torn_request_that_moves_while_they_are_looked_for_is_removed(
+    moves: str, queue: RequestQueue, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it counts as claimed, until its worker sees that it is torn: then it is nowhere, and a step waits for it."""
+    name, listdir = "r000000-000.a0.v0", os.listdir
+    held, waits = run.claimed_requests / "c" / name, run.open_requests / name
+    source, target = (waits, held) if moves == "to a new worker" else (held, waits)
+    if moves == "back from a dead one":
+        queue.open_claim_dir("c")
+    source.write_bytes(b"")
+
+    def moving(path: Any) -> list[str]:
+        monkeypatch.setattr(os, "listdir", listdir)
+        before = listdir(path)
+        queue.open_claim_dir("c")
+        source.rename(target)
+        return before if moves == "back from a dead one" else listdir(path)
+
+    monkeypatch.setattr(os, "listdir", moving)
+    queue.remove_torn()
+    assert not held.exists() and not waits.exists()
+
+
 def test_a_name_is_seen_at_the_next_poll_even_when_the_folders_time_stands_still(tmp_path: Path) -> None:
     folder = FolderWatch(tmp_path)
     for i in range(50):

@@ -47,7 +47,8 @@ class Controller:
     def __init__(self, role: TrainerState) -> None:
         recipe, run, commit_dir = role.recipe, role.run, role.commit_dir
         self.role, self.process, self.recipe = role, role.process, role.recipe
-        self.ledger, self.queue = Ledger(run, commit_dir), RequestQueue(run, when_room=self.process.when_room)
+        self.ledger = Ledger(run, commit_dir)
+        self.queue = RequestQueue(run, when_room=self.process.when_room, commit_dir=commit_dir)
         self.incarnation = self.ledger.incarnation
         self.critic = RunDir(run.critic) if "values" in role.columns else None
         """The critic's directory, if it has processes of its own."""
