@@ -1,0 +1,56 @@
+"""The protocol on a real directory under an adversary: old listings, lost replies, deaths between any two calls, two
+supervisors, zombies, clocks that jump, power that goes. And: an adversary that does not see a missing step is none.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tools.faults.model.actors import installed
+from tools.faults.model.mutants import MUTANTS, Mutant, kill
+from tools.faults.model.protocol import Protocol, play
+
+EXAMPLES, EVENTS, SCHEDULES = 60, 30, 60
+KNOWN = [mutant for mutant in MUTANTS if mutant.seed is not None]
+"""Mutants of which a schedule is known that finds them out; all are tried by `mutants` in tools/faults/model/mutants.py."""
+
+
+def test_no_promise_is_broken_whatever_fails() -> None:
+    Protocol.states.clear()
+    chosen = settings(
+        max_examples=EXAMPLES, stateful_step_count=EVENTS, deadline=None, derandomize=True, database=None,
+        suppress_health_check=[*HealthCheck],
+    )  # fmt: skip
+    run_state_machine_as_test(Protocol, settings=chosen)
+    assert len(Protocol.states) > 1000, "the machine hardly moves"
+
+
+def test_random_schedules_break_no_promise() -> None:
+    with installed():
+        for seed in range(SCHEDULES):
+            play(seed)
+
+
+@pytest.mark.parametrize("mutant", KNOWN, ids=lambda mutant: mutant.says)
+def test_a_protocol_without_one_step_is_found_out(mutant: Mutant) -> None:
+    assert kill(mutant, range(5)) is not None, f"nothing notices: {mutant.says}"
+
+
+def test_every_mutant_changes_the_code_that_it_is_about() -> None:
+    """A refactoring that makes one void is an error."""
+    assert len({mutant.says for mutant in MUTANTS}) == len(MUTANTS)
+    for mutant in MUTANTS:
+        mutant.source()
+
+
+def test_a_schedule_plays_the_same_each_time() -> None:
+    mutant = next(m for m in MUTANTS if m.says == "a claim does not end with its shard")
+    assert kill(mutant, ()) == kill(mutant, ())
+
+
+def test_a_mutant_that_matches_nothing_is_refused() -> None:
+    void = Mutant("nothing", "relax_hpc.files.publish:names", (("no such text", ""),), 0)
+    with pytest.raises(LookupError, match="0 times"):
+        void.source()
