@@ -24,7 +24,7 @@ class Place:
 
     modality: str
     value: Any = None
-    """What a structured part brings itself; None where the row's column has it."""
+    """The value that a structured part brings itself; None where the row's column has it."""
 
 
 def placed(content: Any, from_columns: Sequence[str], marks: Mapping[str, str]) -> tuple[Any, list[Place]]:

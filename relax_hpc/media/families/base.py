@@ -38,7 +38,7 @@ class Family:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """What a prompt may show: of "image", "video", "audio"."""
+        """The modalities that a prompt may show, of "image", "video", "audio"."""
         return tuple(self.placeholder_keys)
 
     def model_class(self) -> Any:

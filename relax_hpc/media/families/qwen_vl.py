@@ -16,7 +16,7 @@ IMAGE, VIDEO = "<|vision_start|><|image_pad|><|vision_end|>", "<|vision_start|><
 
 
 class QwenVision(Family):
-    """What all of Qwen's models with pictures share: patches of one processor, sizes in whole merged patches."""
+    """The common part of Qwen's models with pictures: patches of one processor, sizes in whole merged patches."""
 
     def options(self, processor: Any, limits: Limits) -> dict[str, dict[str, Any]]:
         fewest, most = (tokens * _side(processor.image_processor) ** 2 for tokens in limits.image_tokens)

@@ -38,7 +38,7 @@ class Shown(NamedTuple):
 
 
 def shown(view: RunView, request: str, group: int) -> list[Shown]:
-    """What a group's prompt showed, the first few of it; nothing where its shard is gone, damaged, or keeps no tensors."""
+    """The first few media of a group's prompt; nothing where its shard is gone, damaged, or keeps no tensors."""
     try:
         tensors = view.media(request, group)
     except RunError:
