@@ -157,7 +157,7 @@ def _print(checks: list[Check], shown: Callable[[list[Check]], Table]) -> None:
 
 
 def _table(checks: list[Check]) -> Table:
-    """Print the needs of a run: a row each, with what mends it."""
+    """Lay out the needs of a run: a row each, with what mends it."""
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -174,7 +174,7 @@ def _table(checks: list[Check]) -> Table:
 
 
 def _judged(checks: list[Check]) -> Table:
-    """Print the promises of a file system: a row each, with what rests on it and the keys to set."""
+    """Lay out the promises of a file system: a row each, with what rests on it and the keys to set."""
     from rich.table import Column, Table
     from rich.text import Text
 
