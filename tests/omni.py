@@ -45,7 +45,7 @@ def config(kind: str) -> Any:
         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
     if kind in ("qwen3_vl_moe", "qwen3_omni"):
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "decoder_sparse_step": 1}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
     vision: dict[str, Any] = {
         "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 8, "out_hidden_size": 32,
         "spatial_merge_size": 2, "temporal_patch_size": 2,

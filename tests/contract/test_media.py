@@ -260,5 +260,18 @@ def test_a_critic_sees_media_too(setup: Setup) -> None:
     assert np.abs(critic.values(made) - critic.values(blank)).max() > 1e-4
 
 
+def test_a_policy_in_bfloat16_learns_with_a_critic_beside_it(setup: Setup) -> None:
+    recipe = omni.recipe(setup.folder, trainer={"dtype": "bfloat16"}, algorithm={"name": "ppo", "group_size": EACH})
+    trainer, engine = make_trainer(recipe, setup.folder, 0, 1), TorchEngine(recipe, setup.folder)
+    trainer.begin_training()
+    engine.load(0, trainer.export())
+    done = replace(setup, engine=engine).generate()
+    made = rollouts_of(setup.prompts, [c.tokens for c in done])
+    made = replace(made, logprobs=np.concatenate([c.logprobs for c in done]))
+    first, second = (trainer.step(made, make_algorithm(recipe.algorithm), step) for step in range(2))
+    assert first["logprob_diff"] < 0.05
+    assert second["value_loss"] < first["value_loss"] and second["kl"] > 0 == first["skipped"]
+
+
 def _dark(media: Media) -> dict[str, NDArray[Any]]:
     return {n: np.zeros_like(a) for n, a in media.tensors.items() if n.startswith("pixel") or n == "input_features"}
