@@ -103,6 +103,9 @@ class Processor:
         special: the tokenizer adds its special tokens, which a chat template has written itself. Raises MediaError.
         """
         self.check_marks(text, cells)
+        source = self._source(cells, folder) if self._keeps_files else None
+        if source is not None:  # what is kept is what is decoded, though the file changes meanwhile
+            cells = [Cell(*file) for file in source.files]
         shown: dict[str, list[Any]] = {"image": [], "video": [], "audio": []}
         for number, cell in enumerate(cells):
             try:
@@ -113,17 +116,16 @@ class Processor:
         tokens = np.asarray(made["input_ids"][0], np.int32)
         arrays = {name: np.ascontiguousarray(value) for name, value in made.items() if name not in NO_ARGUMENTS}
         media = Media.of(self.family.tensors(self._loaded, arrays, [one.fps for one in shown["video"]]))
-        return tokens, replace(media, source=self._source(cells, folder)) if self._keeps_files else media
+        return tokens, replace(media, source=source)
 
     def remake(self, source: MediaSource) -> Media:
         """Make media again from their files. Raises RunError."""
         cells = [Cell(modality, data) for modality, data in source.files]
         text = "".join(self.family.marks[cell.modality] for cell in cells)
         try:
-            media = self.tokens(text, cells, self._folder, special=False)[1]
+            return self.tokens(text, cells, self._folder, special=False)[1]
         except MediaError as error:
             raise RunError(f"media cannot be made again from the files that a shard keeps: {error}") from error
-        return replace(media, source=self._source(cells, self._folder))
 
     def _source(self, cells: Sequence[Cell], folder: Path) -> MediaSource | None:
         """The cells' files byte for byte; None where frames or arrays were given."""

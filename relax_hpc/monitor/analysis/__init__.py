@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+    from relax_hpc.records import Media, MediaSource
     from relax_hpc.spool.shard import Shard
 
 __all__ = ["STATUSES", "RunView"]
@@ -161,14 +162,22 @@ class RunView:
     def media(self, request: str, group: int) -> dict[str, NDArray[Any]]:
         """The tensors that a group's prompt showed to the model, by name, compared with their digest; empty for text.
 
-        Raises RunError where there is no such shard or group, or it keeps no more of media than their digest."""
+        Where the shard keeps files, they are made again, with transformers. Raises RunError where there is no such shard or
+        group, or it keeps no more of media than their digest."""
         from relax_hpc.spool.shard import Shard
 
-        with Shard(self.run.shard(request)) as shard:
+        with Shard(self.run.shard(request), self._media_again) as shard:
             if not 0 <= group < len(shard.groups):
                 raise RunError(f"request {request} has no group {group}: they count from 0 to {len(shard.groups) - 1}")
             media = shard.media(group)
         return {} if media is None else dict(media.tensors)
+
+    def _media_again(self, source: MediaSource) -> Media:
+        from relax_hpc.media.process import Processor
+        from relax_hpc.recipe.tables.source import Media as Limits
+
+        limits = Limits(**self.recipe.get("media", {}))
+        return Processor(self.run.model, limits, keeps_files=True).remake(source)
 
     def steps(self) -> pd.DataFrame:
         """One row a training step, as the trainer measured it; for a step repeated after a restart, the last time."""
