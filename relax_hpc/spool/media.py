@@ -177,8 +177,9 @@ class MediaIndex:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors that the shard keeps."""
-        return sum(item.bytes for item in self.items if item.kept == "tensors")
+        """Bytes that the shard keeps: of tensors, or of the files that they are made of."""
+        tensors = sum(item.bytes for item in self.items if item.kept == "tensors")
+        return tensors + sum(place.bytes for item in self.items for _, place in item.files)
 
     def columns(self) -> dict[str, tuple[np.dtype[Any], int]]:
         """Return each column of media with its type and its rows."""

@@ -63,6 +63,8 @@ def test_files_of_each_modality_become_the_same_tensors_again(tmp_path: Path, mo
     path = write(tmp_path / "a.h5", [group(0, both), group(1, tone), group(2, both)], kept="source")
     with Shard(path, Processor(model, LIMITS, keeps_files=True).remake) as shard:
         assert [item.kept for item in shard.media_index.items] == ["source", "tensors"]
+        files_bytes = (files / "a.mp4").stat().st_size + (files / "a.jpg").stat().st_size
+        assert shard.media_index.bytes == files_bytes + shard.media_index.items[1].bytes
         read = shard.rollouts().media
     assert equal(read[0], both) and equal(read[4], tone) and read[8] is read[0]
 
@@ -72,7 +74,10 @@ def test_another_limit_than_the_shards_is_refused_by_the_names_of_both(
 ) -> None:
     path = write(tmp_path / "a.h5", [group(0, media(model, files, Cell("image", "a.jpg")))], kept="source")
     others = LIMITS.model_copy(update={"image_tokens": (64, 128)})
-    with Shard(path, Processor(model, others, keeps_files=True).remake) as shard, pytest.raises(RunError, match="made again") as error:
+    with (
+        Shard(path, Processor(model, others, keeps_files=True).remake) as shard,
+        pytest.raises(RunError, match="made again") as error,
+    ):
         shard.rollouts()
     assert not isinstance(error.value, Damaged), "the file is whole: nothing is generated again"
     assert "'image_tokens': [64, 128]" in str(error.value) and "'image_tokens': [4, 16384]" in str(error.value)

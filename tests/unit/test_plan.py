@@ -35,7 +35,7 @@ from relax_hpc.planning.sizing.model import from_config, parameters, shape_of
 from relax_hpc.planning.sizing.traffic import step_of
 from relax_hpc.planning.sizing.trainer import trainer_memory
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Group, Prompt, Sample
+from relax_hpc.records import Finish, Group, Media, Prompt, Sample
 from relax_hpc.spool.planner import RequestPlanner
 from relax_hpc.spool.shard_writer import encode
 from relax_hpc.trainers import make_trainer
@@ -180,6 +180,33 @@ def test_bytes_of_a_step_are_those_of_its_shards(routed: bool) -> None:
     said = estimate(made, shape, Asked(prompt_tokens=120)).traffic
     assert said.spool_bytes == pytest.approx(2 * request, rel=0.03)
     assert said.routed_bytes == (2 * 8 * 4 * experts.size if experts is not None else 0)
+
+
+def test_bytes_of_a_step_know_what_prompts_show() -> None:
+    """Once a prompt, not once a sample; prompts that are nothing but a picture of Qwen3-VL's patches."""
+    pictures = [{"prompts": __file__, "media": {"image": "pictures"}}]
+    rollout = {"groups_per_request": 8, "max_new_tokens": 9}
+    same = {
+        "model": {"context": 256},
+        "rollout": rollout,
+        "trainer": {"prompts_per_step": 16},
+        "algorithm": {"group_size": 4},
+    }
+    made, text = tiny.recipe(source=pictures, **same), tiny.recipe(**same)
+    shown = Media.of(
+        {"pixel_values": np.zeros((4 * 120, 1536), np.float32), "image_grid_thw": np.zeros((1, 3), np.int64)}
+    )
+    sample = Sample(np.zeros(9, np.int32), np.ones(9, np.uint8), np.zeros(9, np.float32), [(0, 1)], Finish.STOP)
+    groups = []
+    for i in range(8):
+        shown = Media.of({**shown.tensors, "pixel_values": shown.tensors["pixel_values"] + 1})
+        groups.append(Group(Prompt(0, i, "", np.zeros(120, np.int32), "42", media=shown), [sample] * 4))
+    request = sum(map(len, encode("r000000-000", groups, {"version": 1})))
+    said = estimate(made, shape_of(made.model, Path())[0], Asked(prompt_tokens=120)).traffic
+    assert said.spool_bytes == pytest.approx(2 * request, rel=0.01) and said.media_bytes / said.spool_bytes > 0.99
+    needs = [room.need(recipe) for recipe in (made, text)]
+    assert needs[0] and needs[1]
+    assert needs[0].shards - needs[1].shards == made.run.steps * 16 * 256 * 6144 * 4, "prompts as long as the context"
 
 
 @pytest.mark.parametrize(("extra", "oversample", "staleness"), [(0, 1.0, 1), (3, 1.0, 0), (0, 1.5, 2), (2, 1.25, 1)])

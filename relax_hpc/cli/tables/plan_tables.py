@@ -95,8 +95,9 @@ def _traffic(made: Estimate, console: Console) -> None:
         )
         table.add_row("samples generated", generated)
         routed = f", {gib(moved.routed_bytes)} of it routed experts" if moved.routed_bytes else ""
+        media = f", {gib(moved.media_bytes)} of it images, video and audio at most" if moved.media_bytes else ""
         to = f" to {gib(moved.most_spool_bytes)}" if extended else ""
-        table.add_row("shards", gib(moved.spool_bytes) + to + routed)
+        table.add_row("shards", gib(moved.spool_bytes) + to + routed + media)
         table.add_row("shards that are kept, at most", gib(moved.run_spool_bytes))
     if made.engine is not None:
         weights = f"{gib(moved.weights_bytes)}, {moved.copies} times: {moved.sync_s:.1f} s"

@@ -22,6 +22,7 @@ from relax_hpc.launch.child import count_rows
 from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 from relax_hpc.planning.doctor.files import existing_part
 from relax_hpc.planning.sizing import model
+from relax_hpc.planning.sizing.traffic import prompt_media_bytes
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.algorithm import Ppo
 from relax_hpc.recipe.tables.model import PathModel, TinyModel
@@ -75,6 +76,8 @@ def need(recipe: Recipe) -> Need | None:
         longest = min(longest, recipe.model.context)
     requests, token_bytes = recipe.most_requests_per_step, TOKEN_BYTES + SCORE_BYTES * len(recipe.columns)
     shards = steps * requests * rollout.groups_per_request * recipe.algorithm.group_size * longest * token_bytes
+    media = prompt_media_bytes(recipe, min(PROMPT_TOKENS, longest))
+    shards += steps * requests * rollout.groups_per_request * media
     if recipe.spool.quota_gb is not None:
         shards = min(shards, int(recipe.spool.quota_gb * 1e9))
     files = (

@@ -19,6 +19,9 @@ COLUMN_FILE_BYTES = 800
 """Bytes of a scorer's column file beside tokens."""
 PROMPT_META_BYTES = 100
 """Bytes of a prompt's answer and metadata in `meta`; sources that say much take more."""
+MEDIA_TOKEN_BYTES = 4 * 16 * 16 * 3 * 2 * 4
+"""Bytes of tensors behind one token of a picture: four patches of 16 × 16 pixels, three colors and two frames in float32, as
+Qwen3-VL has them. Sounds and other families have fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class Traffic:
     spool_bytes: int
     routed_bytes: int
     """The part of the spool's bytes that says to which experts tokens were routed."""
+    media_bytes: int
+    """The part of the spool's bytes that are images, video and audio, if prompts consist of them."""
     most_spool_bytes: int
     """Bytes in the spool for `most_samples`."""
     run_spool_bytes: int
@@ -57,6 +62,8 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     a_request = _shard_bytes(in_request, size, prompt, answer) + FILE_BYTES
     a_request += len(recipe.columns) * (in_request * size * answer * SCORE_BYTES + COLUMN_FILE_BYTES)
     routed = _routed_bytes(shape, prompt, answer) * in_request * size if recipe.rollout.routed_experts else 0
+    media = in_request * prompt_media_bytes(recipe, prompt)
+    a_request += media
     weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
     copies = _copies(recipe)
     steps = recipe.run.steps
@@ -70,6 +77,7 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
         trained_tokens=samples * answer,
         spool_bytes=(a_request + routed) * requests,
         routed_bytes=routed * requests,
+        media_bytes=media * requests,
         most_spool_bytes=(a_request + routed) * most_requests,
         run_spool_bytes=(a_request + routed) * most_requests * steps,
         weights_bytes=weights,
@@ -84,6 +92,14 @@ def step_of(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> Step:
     generated = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
     longest = min(prompt + (answer if recipe.supervised else generated), shape.context)
     return Step(samples, longest, samples * (prompt + answer))
+
+
+def prompt_media_bytes(recipe: Recipe, prompt: int) -> int:
+    """Bytes that a shard keeps of the media of a prompt of so many tokens, at most; 0 where prompts are text alone.
+
+    Files, where shards keep those, are smaller than the tensors that are made of them.
+    """
+    return prompt * MEDIA_TOKEN_BYTES if any(source.shows for source in recipe.sources) else 0
 
 
 def _shard_bytes(groups: int, size: int, prompt: int, answer: int) -> int:
