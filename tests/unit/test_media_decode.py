@@ -183,6 +183,11 @@ def test_the_sound_of_a_video() -> None:
     assert abs(len(found) - 16000) < 2100 and 0.4 < np.abs(found).max() < 0.6
 
 
+def named(value: Any) -> str | None:
+    """Name a case by its kind where it holds bytes: some have the time in them, and a test's name must not change."""
+    return type(value).__name__ if isinstance(value, (bytes, list, dict)) else None
+
+
 SECOND = np.random.default_rng(0).normal(0, 0.1, 16000).astype(np.float32)
 
 
@@ -200,6 +205,7 @@ SECOND = np.random.default_rng(0).normal(0, 0.1, 16000).astype(np.float32)
         (b"RIFF", "is no sound, or is damaged", True),
         (film(4), "has no sound", True),
     ],
+    ids=named,
 )  # fmt: skip
 def test_a_sound_that_cannot_be_played(value: Any, said: str, in_header: bool) -> None:
     with pytest.raises(MediaError, match=said):
@@ -262,6 +268,7 @@ MOVIE = film(16, movflags="faststart")
         (b"", "is no video, or is damaged", True),
         ("gone.mp4", "No such file", True),
     ],
+    ids=named,
 )
 def test_a_video_that_cannot_be_shown(value: Any, said: str, in_header: bool) -> None:
     with pytest.raises(MediaError, match=said):
