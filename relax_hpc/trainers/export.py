@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig
 
 from relax_hpc.files import folder_checksums
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json, to_json
-from relax_hpc.files.run_dir import open_existing
+from relax_hpc.files.run_dir import RunDir, open_existing
+from relax_hpc.media.families import family_of
+from relax_hpc.recipe import load_recipe
+from relax_hpc.recipe.tables.model import PathModel
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DISTRIBUTED = ".metadata"
 """The index of a Megatron-core checkpoint."""
@@ -46,9 +54,28 @@ def export_checkpoint(run: Path, output: Path, step: int | None = None, dtype: s
         for path in opened.model.iterdir():
             if path.suffix != ".safetensors":
                 shutil.copy2(path, output)
-        state_files.write(output, {state_files.MODEL: state_files.cast(checkpoint / state_files.MODEL, written)})
+        trained = state_files.cast(checkpoint / state_files.MODEL, written)
+        state_files.write(output, {state_files.MODEL: {**_untrained(opened, written), **trained}})
     _say_dtype(output)
-    return f"step {chosen} of {opened.root.name} is in {output}, in {written}: AutoModelForCausalLM.from_pretrained('{output}')"
+    kind = family_of(AutoConfig.from_pretrained(output, local_files_only=True)).model_class().__name__
+    return f"step {chosen} of {opened.root.name} is in {output}, in {written}: {kind}.from_pretrained('{output}')"
+
+
+def _untrained(run: RunDir, dtype: str) -> dict[str, Tensor]:
+    """Parts of the run's model that are not trained, such as a talker beside the thinker, as they were."""
+    import torch
+
+    from relax_hpc.trainers.build import tensors_in
+
+    config = AutoConfig.from_pretrained(run.model, local_files_only=True)
+    family = family_of(config)
+    if family.config(config) is config:
+        return {}
+    model = load_recipe(run.recipe).model
+    if not isinstance(model, PathModel):
+        return {}
+    others = {name: tensor for name, tensor in tensors_in(model.path) if not name.startswith(family.prefix)}
+    return {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in others.items()}
 
 
 def _said_dtype(config: dict[str, Any]) -> str | None:

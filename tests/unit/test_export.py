@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3OmniMoeConfig
 
 from relax_hpc import checkpoint
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.recipe import dump_recipe
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.export import export_checkpoint
-from tests import tiny
+from relax_hpc.trainers.torch import load_model, tensors_of
+from tests import omni, tiny
 
 
 @pytest.fixture
@@ -72,3 +74,33 @@ def test_a_model_that_says_no_type_keeps_that_of_the_checkpoint(run: RunDir, tmp
     export_checkpoint(run.root, tmp_path / "own")
     config, types, _ = held(tmp_path / "own")
     assert (config["dtype"], types) == ("float32", {torch.float32})
+
+
+def test_a_thinker_is_exported_within_the_whole_model(tmp_path: Path) -> None:
+    """Its talker, which is not trained, comes along from the folder that the run began with."""
+    thinker = omni.config("qwen3_omni").to_dict()
+    whole = tmp_path / "whole"
+    Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False).save_pretrained(whole)
+    model = load_model(omni.folder("qwen3_omni", tmp_path / "thinker"), torch.device("cpu"))
+    trained = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
+    talker = torch.arange(6.0)
+    save_file({**{n: t * 0 for n, t in trained.items()}, "talker.weight": talker}, whole / "model.safetensors")
+    run = RunDir(tmp_path / "run")
+    run.create()
+    run.identity.write_text("{}")
+    run.recipe.write_text(dump_recipe(omni.recipe(whole)))
+    run.model.mkdir()
+    (run.model / "config.json").write_bytes((whole / "config.json").read_bytes())
+    (commit_dir := run.lease / "000001" / "i000001").mkdir(parents=True)
+    folder = checkpoint.begin(commit_dir, 0)
+    save_file(trained, folder / "model.safetensors")
+    checkpoint.commit(run, folder, 0, {})
+
+    said = export_checkpoint(run.root, tmp_path / "out", dtype="float32")
+
+    assert "Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained" in said
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written.pop("talker.weight"), talker)
+    assert written.keys() == trained.keys() and all(name.startswith("thinker.") for name in written)
+    again = load_model(tmp_path / "out", torch.device("cpu"))
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in tensors_of(again).items())
