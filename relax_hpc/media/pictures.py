@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000
 """Formats of Pillow that are read; others run programs of their own, or are no pictures."""
 DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 """Modes with sixteen bits a pixel, which Pillow cuts off above 255 instead of scaling them."""
+BROKEN = (OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, EOFError, struct.error)
+"""Errors that Pillow's readers raise over damaged files."""
 _DEEP_STEPS = 257
 """Sixteen-bit steps in one of eight bits: 65535 / 255."""
 
@@ -27,9 +30,9 @@ def picture(value: Any, folder: Path, most_pixels: int) -> Image.Image:
     with _opened(file, most_pixels) as image:
         try:
             image.load()
-        except (OSError, SyntaxError, ValueError, EOFError) as error:  # Pillow's readers raise all of these
-            raise MediaError(f"{file.name} is damaged: {error}") from None
-        return _plain(ImageOps.exif_transpose(image))
+            return _plain(ImageOps.exif_transpose(image))
+        except BROKEN as error:
+            raise _damaged(file, error) from error
 
 
 def check_picture(value: Any, folder: Path, most_pixels: int) -> None:
@@ -44,22 +47,27 @@ def _opened(file: Stored, most_pixels: int) -> Iterator[ImageFile.ImageFile]:
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         try:
             image = Image.open(opened, formats=FORMATS)
+            (width, height), frames = image.size, getattr(image, "n_frames", 1)
         except UnidentifiedImageError:
             raise MediaError(f"{file.name} is no picture of the formats {list(FORMATS)}, or is damaged") from None
         except Image.DecompressionBombError as error:
             raise MediaError(f"{file.name}: {error}; media.largest_image_pixels = {most_pixels}") from None
-        except (OSError, SyntaxError, ValueError) as error:
-            raise MediaError(f"{file.name} is damaged: {error}") from None
-        width, height = image.size
+        except BROKEN as error:
+            raise _damaged(file, error) from error
         if width * height > most_pixels:
             raise MediaError(
                 f"{file.name} has {width} × {height} = {width * height} pixels, more than "
                 f"media.largest_image_pixels = {most_pixels}"
             )
-        frames = getattr(image, "n_frames", 1)
         if frames > 1:
             raise MediaError(f"{file.name} is animated, with {frames} frames: give it as a video, or one of its frames")
         yield image
+
+
+def _damaged(file: Stored, error: Exception) -> Exception:
+    """The error to raise: a file system that fails is no fault of the picture's."""
+    failed = isinstance(error, OSError) and error.errno is not None
+    return error if failed else MediaError(f"{file.name} is damaged: {error}")
 
 
 def _plain(image: Image.Image) -> Image.Image:

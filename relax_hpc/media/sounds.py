@@ -100,6 +100,8 @@ def _by_av(file: Stored, opened: BinaryIO, longest_s: float, *, decode: bool) ->
             if not container.streams.audio:
                 raise MediaError(f"{file.name} has no sound")
             stream = container.streams.audio[0]
+            if stream.codec_context is None or not stream.rate:
+                raise MediaError(f"{file.name} has sound of an unknown kind, or is damaged")
             if container.duration:
                 _check_length(file.name, container.duration / av.time_base, longest_s)
             if not decode:
@@ -121,5 +123,7 @@ def _resampled(samples: NDArray[np.float32], rate: int, rate_hz: int) -> NDArray
     frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples[None]), "fltp", "mono")
     frame.sample_rate = rate
     parts = [plain.to_ndarray()[0] for given in (frame, None) for plain in resampler.resample(given)]
+    if not parts:
+        raise MediaError(f"a sound of {len(samples)} samples at {rate} Hz is too short to be heard")
     joined: NDArray[np.float32] = np.concatenate(parts)
     return joined

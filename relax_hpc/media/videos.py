@@ -91,6 +91,8 @@ def _check_header(file: Stored, container: Any, limits: Limits) -> Any:
     if not container.streams.video:
         raise MediaError(f"{file.name} has no pictures: it is a sound, or a part of it is missing")
     stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise MediaError(f"{file.name} has pictures of an unknown kind, or is damaged")
     if stream.width * stream.height > limits.largest_image_pixels:
         raise MediaError(
             f"{file.name} has frames of {stream.width} × {stream.height} pixels, more than "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import io
 import tempfile
 import zlib
@@ -15,7 +16,7 @@ import av
 import numpy as np
 import pytest
 import soundfile
-from PIL import Image
+from PIL import Image, ImageFile
 
 from relax_hpc.media.pictures import check_picture, picture
 from relax_hpc.media.sounds import check_sound, sound
@@ -202,6 +203,7 @@ SECOND = np.random.default_rng(0).normal(0, 0.1, 16000).astype(np.float32)
         (wave(np.zeros(160_001, np.float32), subtype="PCM_16"), "lasts 10.0 s, longer than media.longest_audio_s = 10", True),
         ({"array": [0.0] * 99, "sampling_rate": 9}, "lasts 11.0 s", True),
         ({"array": [0.0]}, "needs its 'sampling_rate'", True),
+        (wave(np.ones(2, np.float32), 4_000_000), "too short to be heard", False),
         (b"RIFF", "is no sound, or is damaged", True),
         (film(4), "has no sound", True),
     ],
@@ -259,7 +261,9 @@ MOVIE = film(16, movflags="faststart")
     [
         (film(16)[:600], "a part of it is missing|is damaged", True),
         (MOVIE[: len(MOVIE) * 3 // 4], "is truncated|is damaged", False),
+        (MOVIE[:-500] + bytes(500), "is damaged", False),
         (wave(SECOND), "has no pictures", True),
+        (MOVIE[:-1000] + bytes(1000), "pictures of an unknown kind", True),
         ([], "a video without frames", True),
         ({"frames": [], "fps": 2}, "a video without frames", True),
         ({"frames": [saved(RED)], "fps": 0}, "0 frames a second", True),
@@ -281,3 +285,52 @@ def test_a_video_that_cannot_be_shown(value: Any, said: str, in_header: bool) ->
 def test_frames_beyond_the_largest_picture_are_refused() -> None:
     with pytest.raises(MediaError, match="frames of 64 × 64 pixels"):
         check_video(film(2, side=64), HERE, Limits(largest_image_pixels=1000))
+
+
+def damaged(data: bytes, rng: np.random.Generator) -> bytes:
+    """A file that is cut off, or of which some bytes were overwritten."""
+    if rng.random() < 0.3:
+        return data[: rng.integers(len(data))]
+    changed = bytearray(data)
+    for _ in range(rng.integers(1, 8)):
+        changed[rng.integers(len(data))] = rng.integers(256)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "WAV", "FLAC", "MP3", "OGG", "MP4"])
+def test_a_damaged_file_never_raises_anything_else(kind: str) -> None:
+    rng = np.random.default_rng(len(kind))
+    subtypes = {"WAV": "PCM_16", "FLAC": "PCM_16", "MP3": "MPEG_LAYER_III", "OGG": "VORBIS"}
+    if kind == "MP4":
+        data = film(8, sounds=True)
+    else:
+        data = (
+            wave(SECOND[:4000], 16000, kind, subtypes[kind])
+            if kind in subtypes
+            else saved(Image.fromarray(NOISE), kind)
+        )
+    refused = 0
+    for _ in range(60):
+        broken = damaged(data, rng)
+        for read in (
+            (lambda b: video(b, HERE, LIMITS, as_is)) if kind == "MP4" else None,
+            (lambda b: sound(b, HERE, 16000, 10)) if kind in subtypes or kind == "MP4" else None,
+            (lambda b: picture(b, HERE, PIXELS)) if kind not in subtypes and kind != "MP4" else None,
+        ):
+            if read is not None:
+                try:
+                    read(broken)
+                except MediaError:
+                    refused += 1
+    assert refused
+
+
+def test_a_file_system_that_fails_is_not_the_pictures_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(PICTURE)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        picture("a.png", tmp_path, PIXELS)

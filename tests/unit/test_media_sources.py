@@ -296,3 +296,16 @@ def test_media_are_made_again_from_their_files(hearing: Path, tmp_path: Path) ->
     cut = dataclasses.replace(media.source, files=(("image", png("red")[:40]),))
     with pytest.raises(RunError, match="cannot be made again"):
         keeping.remake(cut)
+
+
+def test_each_video_has_its_own_rate(hearing: Path, tmp_path: Path) -> None:
+    films = [{"frames": [{"path": "red.png"}] * 4, "fps": fps} for fps in (2, 4)]
+    row = {"prompt": "<video><video>", "films": films, "answer": "x"}
+    prompt = sources(hearing, write(tmp_path, [row]), media={"video": "films"}).prompt(0, 0)
+    assert prompt.media is not None
+    # two frames a patch: of four in 2 s, and of two in 1 s
+    assert prompt.media.tensors["video_second_per_grid"].tolist() == [1.0, 1.0]
+    still = {**row, "films": [{"frames": [{"path": "red.png"}], "fps": 8}, films[0]]}
+    prompt = sources(hearing, write(tmp_path, [still]), media={"video": "films"}).prompt(0, 0)
+    assert prompt.media is not None
+    assert prompt.media.tensors["video_second_per_grid"].tolist() == [0.125, 1.0], "one frame of 1/8 s, seen twice"
