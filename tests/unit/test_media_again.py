@@ -101,12 +101,11 @@ def test_the_files_that_are_kept_are_those_that_were_decoded(
     path.write_bytes((files / "a.jpg").read_bytes())
     decode = Processor._decode
 
-    def slow(self: Processor, cell: Cell, folder: Path) -> Any:
-        picture = decode(self, cell, folder)
+    def overtaken(self: Processor, cell: Cell, folder: Path) -> Any:
         Image.new("RGB", (64, 64), "red").save(path)
-        return picture
+        return decode(self, cell, folder)
 
-    monkeypatch.setattr(Processor, "_decode", slow)
+    monkeypatch.setattr(Processor, "_decode", overtaken)
     found = media(model, tmp_path, Cell("image", "b.jpg"))
     monkeypatch.undo()
     assert found.source is not None and found.source.files[0][1] == (files / "a.jpg").read_bytes()
