@@ -14,6 +14,7 @@ import pyarrow.parquet
 import pytest
 import soundfile
 import torch
+import transformers
 from PIL import Image
 from transformers import AutoConfig, AutoModelForMultimodalLM, AutoTokenizer
 
@@ -23,10 +24,11 @@ from relax_hpc.data.media_rows import UnusablePrompt
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
 from relax_hpc.media.process import Processor
-from relax_hpc.recipe.tables.model import TinyModel
+from relax_hpc.recipe.tables.model import PathModel, TinyModel
 from relax_hpc.recipe.tables.source import EvaluationFile, FileSource, left_out
 from relax_hpc.recipe.tables.source import Media as Limits
 from relax_hpc.trainers.build import materialise
+from relax_hpc.trainers.tiny_model import character_tokenizer
 
 LIMITS = Limits(video_frame_tokens=(1, 4), video_frames=(2, 4))
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?.:\n"
@@ -309,3 +311,34 @@ def test_each_video_has_its_own_rate(hearing: Path, tmp_path: Path) -> None:
     prompt = sources(hearing, write(tmp_path, [still]), media={"video": "films"}).prompt(0, 0)
     assert prompt.media is not None
     assert prompt.media.tensors["video_second_per_grid"].tolist() == [0.125, 1.0], "one frame of 1/8 s, seen twice"
+
+
+def test_a_model_folder_is_taken_over_with_its_processor(seeing: Path, tmp_path: Path) -> None:
+    materialise(PathModel(path=seeing), tmp_path / "model", 0)
+    path = write(tmp_path, [TWO])
+    own, taken = sources(seeing, path).prompt(0, 0), sources(tmp_path / "model", path).prompt(0, 0)
+    assert own.media is not None and taken.media is not None and own.media.digest == taken.media.digest
+
+
+def test_a_folder_of_qwen2_5_vl(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(ALPHABET, media=True)
+    token = tokenizer.convert_tokens_to_ids
+    patches: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+    processor = transformers.Qwen2_5_VLProcessor(
+        transformers.Qwen2VLImageProcessor(**patches), tokenizer, transformers.Qwen2VLVideoProcessor(**patches)
+    )
+    processor.save_pretrained(tmp_path)
+    transformers.Qwen2_5_VLConfig(
+        vision_config={"patch_size": 8, "tokens_per_second": 2}, image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"), vision_start_token_id=token("<|vision_start|>"),
+    ).save_pretrained(tmp_path)  # fmt: skip
+    film = {"frames": [{"path": "red.png"}] * 4, "fps": 2}
+    row = {"prompt": "<image>a<video>", "images": "red.png", "film": film, "answer": "x"}
+    media = {"image": "images", "video": "film"}
+    prompt = sources(tmp_path, write(tmp_path, [row]), media=media).prompt(0, 0)
+    assert prompt.media is not None
+    assert prompt.media.tensors["second_per_grid_ts"].tolist() == [1.0], "two frames a patch, two a second"
+    config = AutoConfig.from_pretrained(tmp_path)
+    positions = family_of(config).positions(config, prompt.tokens, prompt.media)
+    times = positions[0, prompt.tokens == ids(tmp_path)["video"]]
+    assert np.unique(times - times[0]).tolist() == [0, 2], "tokens_per_second = 2"
