@@ -2,11 +2,15 @@
 
     schedules    every call of every kind of commit, in real runs on the fault file system (tools/faults/scenes.py)
     supervisor   every call of a supervisor outside a commit, made to fail in each way (tools/faults/supervisor_errors.py)
+    model        a state machine of the protocol over the real code, and mutants with one step removed (tools/faults/model)
+    caches       real runs on three hosts whose clients cache (tools/faults/hosts.py)
 
 points, errors      kills and stops that were met; errors that were given. What was armed and never met is in `missed`.
 lost, twice, torn   what the audits of all runs found; bit_identical: whether each run ended with the bits of an undisturbed one
 control_differs     whether one bit of one token that is trained on ends in other weights: else the bits would say nothing
 unknown             changes in a run's folder that no kind of commit names
+mutants_killed      the fraction of the mutants that a schedule or a test finds out; states, violations: of the protocol itself
+step_wait_s         the median wait of a step at max_staleness 0, by what the hosts cache
 """
 
 from __future__ import annotations
@@ -24,12 +28,15 @@ from rich.table import Table
 from tools.bench import common
 from tools.bench.chaos import control_differs
 from tools.faults import faultfs
+from tools.faults.hosts import step_waits
+from tools.faults.model.mutants import mutants
 from tools.faults.scenes import SCENES, Found, lost_replies_of, play, points_of
 from tools.faults.supervisor_errors import supervisor_errors
 
 STORM = {"plain": 300, "scored": 60, "critic": 40, "partial": 60}
 """Errors by chance in each scene."""
 SUPERVISOR_S = 120.0
+PARTS = ["schedules", "supervisor", "model", "caches"]
 
 
 def schedules(scenes: Sequence[str], share: float, folder: Path) -> dict[str, Any]:
@@ -84,9 +91,7 @@ def main() -> None:
         "--share", type=float, default=1.0, help="of all points and errors, evenly picked (default: %(default)s)"
     )
     arguments.add_argument("--scenes", nargs="+", choices=SCENES, default=[*SCENES], help="the runs (default: all)")
-    arguments.add_argument(
-        "--parts", nargs="+", choices=["schedules", "supervisor"], default=["schedules", "supervisor"]
-    )
+    arguments.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all)")
     given = arguments.parse_args()
     if reason := faultfs.why_not():
         raise SystemExit(reason)
@@ -97,11 +102,13 @@ def main() -> None:
             schedules(given.scenes, given.share, folder) | {"control_differs": control_differs(folder, 0)}
         ),
         "supervisor": lambda: dict(supervisor_errors(SUPERVISOR_S)),
+        "model": mutants,
+        "caches": lambda: {"step_wait_s": step_waits()},
     }
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"errors": 0}
     for name in given.parts:
         part = parts[name]()
-        result |= part | {"errors": part["errors"] + result.get("errors", 0)}
+        result |= part | {"errors": part.get("errors", 0) + result["errors"]}
     common.finish(result, given.json)
 
 
