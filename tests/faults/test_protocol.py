@@ -9,12 +9,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tools.faults.model.actors import installed
-from tools.faults.model.mutants import MUTANTS, Mutant, kill
+from tools.faults.model.killing import ROOT, fails, fails_without, kill
+from tools.faults.model.mutants import MUTANTS, Mutant
 from tools.faults.model.protocol import Protocol, play
 
 EXAMPLES, EVENTS, SCHEDULES = 60, 30, 60
-KNOWN = [mutant for mutant in MUTANTS if mutant.seed is not None]
-"""Mutants of which a schedule is known that finds them out; all are tried by `mutants` in tools/faults/model/mutants.py."""
+BY_SCHEDULE = [mutant for mutant in MUTANTS if isinstance(mutant.killer, int)]
+BY_TEST = [mutant for mutant in MUTANTS if isinstance(mutant.killer, str)]
+"""Those that a test finds out, in a process of its own; each is tried by `mutants` in tools/faults/model/killing.py, here a few."""
+QUICK = ("test_lease.py", "test_ledger.py", "test_heartbeat_monitor.py")
+"""Files of tests that begin without torch and end within a second or two."""
 
 
 def test_no_promise_is_broken_whatever_fails() -> None:
@@ -33,14 +37,30 @@ def test_random_schedules_break_no_promise() -> None:
             play(seed)
 
 
-@pytest.mark.parametrize("mutant", KNOWN, ids=lambda mutant: mutant.says)
+@pytest.mark.parametrize("mutant", BY_SCHEDULE, ids=lambda mutant: mutant.says)
 def test_a_protocol_without_one_step_is_found_out(mutant: Mutant) -> None:
     assert kill(mutant, range(5)) is not None, f"nothing notices: {mutant.says}"
 
 
-def test_every_mutant_changes_the_code_that_it_is_about() -> None:
-    """A refactoring that makes one void is an error."""
+def test_a_test_finds_a_protocol_without_one_step_out() -> None:
+    quick = [mutant for mutant in BY_TEST if any(file in str(mutant.killer) for file in QUICK)]
+    assert not fails_without(str(mutant.killer) for mutant in quick)
+    assert [mutant.says for mutant in quick[::3] if not fails(str(mutant.killer), mutant)] == []
+
+
+def test_a_mutant_of_something_else_fails_no_test() -> None:
+    """The plugin alone does not."""
+    other = next(m for m in BY_TEST if "test_ledger.py" in str(m.killer))
+    assert not fails("tests/unit/test_heartbeat_monitor.py", other)
+
+
+def test_every_mutant_changes_the_code_that_it_is_about_and_something_finds_it_out() -> None:
+    """A refactoring that makes one void is an error, and so is the name of a test that is no more."""
     assert len({mutant.says for mutant in MUTANTS}) == len(MUTANTS)
+    assert [mutant.says for mutant in MUTANTS if mutant.killer is None] == []
+    for mutant in BY_TEST:
+        path, _, name = str(mutant.killer).partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text()
     for mutant in MUTANTS:
         mutant.source()
 

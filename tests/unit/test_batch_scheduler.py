@@ -197,6 +197,26 @@ def test_a_claim_that_its_worker_still_generates_is_not_asked_for_again(run: Run
     assert claim is not None and not [n for n in os.listdir(run.open_requests) if n.startswith(claim.request.id)]
 
 
+def test_a_request_that_is_published_while_a_successor_looks_for_it_is_not_asked_for_again(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(run, 1)
+    state = trainer.state()
+    trainer.entry()
+    successor, queue = Trainer(run, 2, state=state), RequestQueue(run)
+    claim, looks = queue.claim(WORKER, 0), successor.scheduler.queue.in_progress
+    assert claim is not None
+
+    def published_first() -> dict[str, int]:
+        if claim.path.exists():
+            publish_shard(run, claim, image(claim.request.id, 0), WORKER)
+        return looks()
+
+    monkeypatch.setattr(successor.scheduler.queue, "in_progress", published_first)
+    assert successor.entry() is None
+    assert in_progress(run) == names(0, 1) - {claim.request.id}
+
+
 def test_a_request_is_not_dropped_that_was_started_with_newer_weights_than_it_asked_for(run: RunDir) -> None:
     """Staleness 1: batch 1 may start from version 0 and was started from 1, so it is due by step 2, not by step 1."""
     trainer = Trainer(run, 1, on_stale="drop")

@@ -111,6 +111,18 @@ def test_who_looks_rarely_finds_the_silent_too(tmp_path: Path, monkeypatch: pyte
     assert found[:41] == [None] * 41 and found[41] == 1230
 
 
+def test_the_time_for_which_we_stood_still_is_nobodys_silence(
+    worker: LocalProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, or waiting for a file server: others could have spoken, and we could not have heard it."""
+    clocks = Clocks(monkeypatch)
+    Telemetry(worker.run, "rollout-0", 0).heartbeat("idle")
+    look = lambda: silent(worker)
+    assert look() is None and clocks.after(60, look) is None
+    clocks.passed += 1000
+    assert look() is None and clocks.after(60, look) is None and clocks.after(3, look) == 123
+
+
 def test_a_pause_before_the_next_start_is_not_changed_with_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks, restart_policy = Clocks(monkeypatch), RestartPolicy(Supervision(backoff_s=10.0))
     assert restart_policy.failed(None) and restart_policy.failed(None)

@@ -191,6 +191,25 @@ def test_a_holder_on_another_host_lives_as_long_as_it_is_seen_to_renew_whatever_
     assert acquire(run).number == 2, "nobody renews it any more"
 
 
+def test_a_single_renewal_is_seen_though_stat_answers_from_a_cache(
+    run: RunDir, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = acquire(run)
+    pretend(lease, host="elsewhere")
+    path, sleep, stat = lease.folder / "holder.json", time.sleep, os.stat
+    cached = stat(path)
+
+    def renewing(seconds: float) -> None:
+        monkeypatch.setattr(time, "sleep", sleep)
+        os.utime(path)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", renewing)
+    monkeypatch.setattr(os, "stat", lambda name, **more: cached if name == path else stat(name, **more))
+    with pytest.raises(RunError, match="on elsewhere"):
+        acquire(run)
+
+
 def test_a_lease_is_renewed_while_the_clock_is_set(run: RunDir, soon: None, monkeypatch: pytest.MonkeyPatch) -> None:
     lease = acquire(run)
     holder_file, real = lease.folder / "holder.json", time.time

@@ -29,6 +29,7 @@ from relax_hpc.spool.shard import Shard
 from relax_hpc.telemetry import read_metrics
 from relax_hpc.weights import FilePublisher
 from tests import metric_lists, tiny
+from tools.faults.calls import inject
 
 ORDER = Request("r000000-000", ((0, 1), (0, 2)), 4, 1, 0)
 USER = Path(__file__).with_name("user_code.py")
@@ -290,6 +291,24 @@ def test_of_two_parts_with_one_number_the_first_is_gone_on_from_and_a_broken_one
     other.generate(claim, waited_s)
     other.publisher.close()
     assert len(setup.shard()) == 2 and setup.partials() == []
+
+
+def test_a_part_stays_until_the_next_one_is_there(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make({})
+    worker = setup.worker()
+    groups = [Group(p, [_sample()] * 4) for p in worker.runner.prompts(ORDER)]
+    part = PartialRollout(groups, [[0]] * 8, [*range(8)])
+    put_back = lambda: partial_rollouts.put_back(setup.run, setup.queue, worker.wait_for_claim()[0], part, "none")
+    assert put_back() and setup.partials() == ["r000000-000.p1.h5"]
+    faults = inject(monkeypatch, setup.run.partial_rollouts)
+    faults.rule = lambda number, call, path: "before" if call == "link" else None
+    with pytest.raises(OSError):
+        put_back()
+    faults.rule = lambda number, call, path: None
+    assert setup.partials() == ["r000000-000.p1.h5"]
+    setup.queue.give_back("rollout-0", lost=True)
+    worker = setup.worker()
+    assert put_back() and setup.partials() == ["r000000-000.p2.h5"]
 
 
 def test_parts_of_requests_that_are_over_are_removed(tmp_path: Path) -> None:

@@ -232,6 +232,25 @@ def test_a_request_that_moves_while_it_is_listed_is_seen(queue: RequestQueue, mo
         queue.withdraw(["r000000-000"])
 
 
+def test_a_request_that_is_claimed_after_claims_were_listed_is_seen(
+    queue: RequestQueue, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stays claimed: a look at the open requests that comes last would not find it."""
+    queue.put([request(0)])
+    listdir, listed = os.listdir, list[str]()
+
+    def claiming(path: Any) -> list[str]:
+        if listed and Path(path) == run.open_requests:
+            monkeypatch.setattr(os, "listdir", listdir)
+            queue.claim("a", 0)
+        listed.append(str(path))
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", claiming)
+    assert queue.in_progress() == {"r000000-000": 0}
+    assert len(listed) == 4 and queue.claim("a", 0) is None
+
+
 def test_a_request_passes_through_the_states_that_its_files_say(queue: RequestQueue, run: RunDir) -> None:
     def states() -> dict[str, RequestState]:
         return queue.states()
@@ -345,15 +364,17 @@ def test_a_poll_costs_one_stat_when_nothing_changes(tmp_path: Path, monkeypatch:
 def test_a_folder_is_listed_again_after_a_while_whatever_its_time_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = FolderWatch(tmp_path)
-    long_ago = (10**18, 10**18)
+    folder, now = FolderWatch(tmp_path), 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    long_ago = (10**18 + 1, 10**18 + 1)  # no whole second, after which it would be listed in any case
     os.utime(tmp_path, ns=long_ago)
+    assert folder.names() == frozenset()
+    now += watch.RECENT_S + 0.01
     assert folder.names() == frozenset()
     (tmp_path / "new").touch()
     os.utime(tmp_path, ns=long_ago)
     assert folder.names() == frozenset()
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + watch.RELIST_S + 1)
+    now += watch.RELIST_S + 0.01
     assert folder.names() == {"new"}
 
 

@@ -73,6 +73,8 @@ def test_a_stray_name_changes_nothing(
             path.mkdir()
         else:
             path.write_bytes(b'{"id": 1}\n' if kind == "file" else b"")
+    (run.checkpoints / "step-00000040.bak").mkdir()
+    (run.checkpoints / "step-00000040.bak" / "DONE").touch()  # as a copy of a checkpoint has it
     voice = Telemetry(run, "supervisor", 0)
     assert run.checkpoint_steps() == [40]
     assert set(RequestQueue(run).in_progress()) == {"r000000-000"}

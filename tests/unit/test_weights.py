@@ -268,6 +268,17 @@ def test_a_damaged_name_of_the_newest_version_is_named_and_said_anew(run: RunDir
         assert newest is not None and newest.number == 0
 
 
+def test_a_fenced_trainer_forgets_no_version(run: RunDir) -> None:
+    """Its successor, which went on from an older checkpoint, compares what it replays with them."""
+    sender = publisher(run, node_cache=False)
+    for number in range(3):
+        sender.publish(number, lambda: iter([("w", torch.ones(4))]))
+    (run.lease / "commit_dir").rename(run.lease / "commit_dir.over")
+    before = sorted(run.weights.glob("*.json"))
+    sender.forget(2)
+    assert len(before) == 4 and sorted(run.weights.glob("*.json")) == before
+
+
 def test_names_that_are_no_versions_end_nothing(run: RunDir) -> None:
     for name in (
         "v00000000.l0.bak.json",

@@ -1,8 +1,10 @@
 """Mutants of the protocol: each has one step removed or weakened, and must be found out.
 
-    Mutant ──its text must match exactly once──► the function, compiled anew, in the place of the real one ──► schedules ──► Violation
+    Mutant ──its text must match exactly once──► the function, compiled anew, in the place of the real one ─┬─► a schedule ──► Violation
+                                                                                                            └─► a test ──► fails
 
-A refactoring that makes a mutant void is an error, so that no step goes unguarded unnoticed.
+A refactoring that makes a mutant void is an error, so that no step goes unguarded unnoticed. Steps that only clocks, caches or
+a crash at one place can tell from others have a test of their own: the machine seldom comes there by chance.
 """
 
 from __future__ import annotations
@@ -12,12 +14,9 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from tools.faults.model.actors import Violation, installed
-from tools.faults.model.protocol import play
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,8 @@ class Mutant:
     """MODULE:FUNCTION or MODULE:CLASS.METHOD."""
     edits: tuple[tuple[str, str], ...]
     """Texts of the function's source, each with the text in its place."""
-    seed: int | None = None
-    """A schedule that finds it out, if one is known."""
+    killer: int | str | None = None
+    """What finds it out: the seed of a schedule, or the name of a test for pytest."""
 
     def source(self) -> str:
         """Return the mutated source. Raises LookupError where a text is not there exactly once."""
@@ -83,8 +82,8 @@ _WATCH, _LEDGER = "relax_hpc.files.watch:FolderWatch.", "relax_hpc.spool.ledger:
 _RETENTION = "relax_hpc.roles.training.retention:Retention."
 
 
-def _m(seed: int | None, says: str, where: str, *texts: str) -> Mutant:
-    return Mutant(says, where, tuple(zip(texts[::2], texts[1::2], strict=True)), seed)
+def _m(killer: int | str | None, says: str, where: str, *texts: str) -> Mutant:
+    return Mutant(says, where, tuple(zip(texts[::2], texts[1::2], strict=True)), killer)
 
 
 MUTANTS = (
@@ -117,7 +116,8 @@ MUTANTS = (
     _m(2, "an old listing is believed by a worker", _QUEUE + "RequestQueue.claim", "if path in self._mine and is_there(path):", "if False:"),
     _m(1, "a given-up worker does not notice", _QUEUE + "RequestQueue.claim", "if not folder.is_dir():", "if False:"),
     _m(223, "a torn request is claimed", _QUEUE + "RequestQueue.claim", "if request is None:", "if False:"),
-    _m(None, "a torn request counts as open", _QUEUE + "RequestQueue.remove_torn", "self._remove(path)", "pass"),
+    _m("tests/unit/test_queue.py::test_a_request_file_that_a_power_failure_emptied_stops_nobody",
+       "a torn request counts as open", _QUEUE + "RequestQueue.remove_torn", "self._remove(path)", "pass"),
     _m(20, "a dead worker's claims are not given back", _QUEUE + "RequestQueue.give_back", "self._reopen(folder, t, lost)", "False"),
     _m(0, "a dead worker's folder stays", _QUEUE + "RequestQueue.give_back",
        "folder.rmdir()  # without the folder it cannot claim", "pass",
@@ -133,17 +133,21 @@ MUTANTS = (
     _m(69, "a request is opened again before its part is there", "relax_hpc.spool.partial_rollouts:put_back",
        "    mine = publish_part(", "    moved = queue.put_back(claim, aborts=number)\n    mine = publish_part(",
        "if queue.put_back(claim, aborts=number) and", "if moved and"),
-    _m(None, "a part is removed before the next one is there", "relax_hpc.spool.partial_rollouts:put_back",
+    _m("tests/unit/test_partial.py::test_a_part_stays_until_the_next_one_is_there",
+       "a part is removed before the next one is there", "relax_hpc.spool.partial_rollouts:put_back",
        "    number = claim.request_file.aborts + 1\n",
        "    number = claim.request_file.aborts + 1\n    run.partial_rollout(claim.request.id, number - 1).unlink(missing_ok=True)\n"),
     _m(7, "a claim is given back as an attempt of its own", _QUEUE + "RequestQueue.put_back",
        "return _moved(claim.path, self._run.open_requests / again.name)", "claim.path.unlink(); return True"),
     # restarts
-    _m(None, "open requests are not looked at a second time", _QUEUE + "RequestQueue._folders",
+    _m("tests/unit/test_queue.py::test_a_request_that_moves_while_it_is_listed_is_seen",
+       "open requests are not looked at a second time", _QUEUE + "RequestQueue._folders",
        "yield from self._workers()\n    yield self._run.open_requests", "yield from self._workers()"),
-    _m(None, "claims are looked at before open requests", _QUEUE + "RequestQueue._folders",
+    _m("tests/unit/test_queue.py::test_a_request_that_is_claimed_after_claims_were_listed_is_seen",
+       "claims are looked at before open requests", _QUEUE + "RequestQueue._folders",
        "    yield self._run.open_requests\n    yield from", "    yield from"),
-    _m(None, "shards are looked at before requests", _SCHEDULER + "_missing",
+    _m("tests/unit/test_batch_scheduler.py::test_a_request_that_is_published_while_a_successor_looks_for_it_is_not_asked_for_again",
+       "shards are looked at before requests", _SCHEDULER + "_missing",
        "    somewhere =", "    there = {o.id for o in requests if self.arrivals.is_published(o.id)}\n    somewhere =",
        "not self.arrivals.is_published(o.id)]", "o.id not in there]"),
     _m(6, "shards are not looked at after a restart", _SCHEDULER + "_missing", " and not self.arrivals.is_published(o.id)]", "]"),
@@ -153,7 +157,8 @@ MUTANTS = (
     _m(373, "torn requests are not looked for", _SCHEDULER + "_reconcile", "self.queue.remove_torn()", "pass"),
     _m(0, "a step trains on its own entry, not on the one that is there", _LEDGER + "Ledger.commit",
        "    if publish(", "    if True or publish("),
-    _m(None, "an entry that is there is not adopted", _LEDGER + "Ledger.commit",
+    _m("tests/unit/test_ledger.py::test_who_comes_second_adopts",
+       "an entry that is there is not adopted", _LEDGER + "Ledger.commit",
        "adopted = self.find(entry.step)", "adopted = entry"),
     _m(0, "an entry's checksum is not compared", _LEDGER + "read_entry", "if written != (found := checksum(value)):", "if (found := '') is None:"),
     _m(7, "a version that was published is not made the newest", _VERSIONS + "catch_up", "self._say_newest(version)", "pass"),
@@ -161,13 +166,18 @@ MUTANTS = (
     _m(6, "the ledger is not written through the incarnation", _LEDGER + "Ledger.commit", "commit_dir=self._commit_dir", "commit_dir=None"),
     _m(121, "manifests are not written through the incarnation", _VERSIONS + "announce", ", commit_dir=self.commit_dir)", ")"),
     _m(7, "the newest version is not named through the incarnation", _VERSIONS + "_say_newest", "commit_dir=self.commit_dir, ", ""),
-    _m(None, "manifests are not removed through the incarnation", _VERSIONS + "remove", "os.rename(path, gone)", "path.unlink(); return"),
-    _m(None, "open requests are not removed through the incarnation", _QUEUE + "RequestQueue._remove", "if self._commit_dir is None:", "if True:"),
-    _m(None, "shards are not removed through the incarnation", _RETENTION + "_remove",
+    _m("tests/unit/test_weights.py::test_a_fenced_trainer_forgets_no_version",
+       "manifests are not removed through the incarnation", _VERSIONS + "remove", "os.rename(path, gone)", "path.unlink(); return"),
+    _m("tests/unit/test_batch_scheduler.py::test_a_fenced_trainer_withdraws_nothing",
+       "open requests are not removed through the incarnation", _QUEUE + "RequestQueue._remove", "if self._commit_dir is None:", "if True:"),
+    _m("tests/unit/test_retention.py::test_a_fenced_trainer_removes_nothing",
+       "shards are not removed through the incarnation", _RETENTION + "_remove",
        "os.rename(path, gone)\n        gone.unlink()", "path.unlink()"),
-    _m(None, "checkpoints are not removed through the incarnation", _CHECKPOINT + "rotate",
+    _m("tests/unit/test_checkpoint.py::test_a_fenced_trainer_neither_adds_nor_removes",
+       "checkpoints are not removed through the incarnation", _CHECKPOINT + "rotate",
        "os.rename(run.checkpoint(step), gone)\n        discard(gone)", "shutil.rmtree(run.checkpoint(step))"),
-    _m(None, "a fenced publication makes its folder again", _PUBLISH + "publish", "(temporary.exists() if written else commit_dir is None)", "True"),
+    _m("tests/unit/test_ledger.py::test_a_fenced_incarnation_cannot_commit",
+       "a fenced publication makes its folder again", _PUBLISH + "publish", "(temporary.exists() if written else commit_dir is None)", "True"),
     _m(21, "a new incarnation does not fence the one before", _LEASE + "Lease.new_incarnation",
        "rename_once(old, over, partial(is_there, over))", "pass"),
     _m(6, "an incarnation's number counts only in its own lease", _LEASE + "Lease.new_incarnation",
@@ -180,67 +190,44 @@ MUTANTS = (
        "number = max((int(lease.name[:6]) for lease in _leases(run)), default=0) + 1\n", "pass\n",
        'folder, token = run.lease / f"{number:06d}"',
        'number = max((int(lease.name[:6]) for lease in _leases(run)), default=0) + 1\n    folder, token = run.lease / f"{number:06d}"'),
-    _m(None, "a lease's number may be given twice", _LEASE + "acquire",
+    _m("tests/unit/test_lease.py::test_one_that_is_overtaken_between_looking_and_taking_fails",
+       "a lease's number may be given twice", _LEASE + "acquire",
        "if any(lease != folder and int(lease.name[:6]) >= number for lease in _leases(run)):", "if False:"),
     _m(0, "a lease appears before its holder", _LEASE + "_appears", "rename_once(draft, folder,",
        'folder.mkdir(); write_file(folder / "holder.json", to_json(about)); (lambda *a: None)(draft, folder,'),
     _m(6, "a superseded supervisor goes on between renewals", _LEASE + "Lease.renew", "return is_there(self.folder)", "return True"),
     _m(81, "a superseded supervisor goes on after a renewal", _LEASE + "Lease.renew",
        "except FileNotFoundError:\n            return False", "except FileNotFoundError:\n            pass"),
-    _m(None, "outcomes are not written through the lease", _LEASE + "Lease.commit", ", commit_dir=self.folder", ""),
+    _m("tests/unit/test_lease.py::test_a_superseded_holder_notices_and_can_do_nothing",
+       "outcomes are not written through the lease", _LEASE + "Lease.commit", ", commit_dir=self.folder", ""),
     # clocks and caches
-    _m(None, "a renewed lease is not believed", _LEASE + "_is_renewed", "if before not in (None, renewed) or asked():", "if asked():"),
-    _m(None, "a lease is judged by the clock on the wall", _LEASE + "_lives",
+    _m("tests/unit/test_lease.py::test_a_single_renewal_is_seen_though_stat_answers_from_a_cache",
+       "a renewed lease is not believed", _LEASE + "_is_renewed", "if before not in (None, renewed) or asked():", "if asked():"),
+    _m("tests/unit/test_lease.py::test_a_holder_on_another_host_lives_as_long_as_it_is_seen_to_renew_whatever_the_clocks_say",
+       "a lease is judged by the clock on the wall", _LEASE + "_lives",
        'return _is_renewed(lease / "holder.json", limit_s, asked)', "return young"),
-    _m(None, "a silent holder is given no time", _LEASE + "_lives", "limit_s = SILENT_S if young else OLD_S", "limit_s = 0.0"),
-    _m(None, "a lease's time is taken from a cache", _LEASE + "_renewed_at",
+    _m("tests/unit/test_lease.py::test_a_holder_on_another_host_lives_as_long_as_it_is_seen_to_renew_whatever_the_clocks_say",
+       "a silent holder is given no time", _LEASE + "_lives", "limit_s = SILENT_S if young else OLD_S", "limit_s = 0.0"),
+    _m("tests/unit/test_lease.py::test_a_single_renewal_is_seen_though_stat_answers_from_a_cache",
+       "a lease's time is taken from a cache", _LEASE + "_renewed_at",
        "    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)\n", "    return os.stat(path).st_mtime_ns\n"),
-    _m(None, "standing still counts as another's silence", "relax_hpc.supervise.heartbeat_monitor:HeartbeatMonitor.look",
+    _m("tests/unit/test_heartbeat_monitor.py::test_the_time_for_which_we_stood_still_is_nobodys_silence",
+       "standing still counts as another's silence", "relax_hpc.supervise.heartbeat_monitor:HeartbeatMonitor.look",
        "passed_s if passed_s > max(BLIND_S, 3 * every_s) else 0.0", "0.0"),
-    _m(None, "a folder's time is believed at once", _WATCH + "_may_hide_more", "return unsettled and", "return False and"),
-    _m(None, "times in whole seconds are taken for fine ones", _WATCH + "_may_hide_more", "coarse = self._mtime % 10**9 == 0", "coarse = False"),
-    _m(None, "a folder is listed only when its time changes", _WATCH + "names", "elif now - self._listed_at > self._relist_s:", "elif False:"),
+    _m("tests/unit/test_queue.py::test_a_name_is_seen_at_the_next_poll_even_when_the_folders_time_stands_still",
+       "a folder's time is believed at once", _WATCH + "_may_hide_more", "return unsettled and", "return False and"),
+    _m("tests/unit/test_queue.py::test_where_times_are_whole_seconds_a_name_of_the_same_second_is_seen_soon",
+       "times in whole seconds are taken for fine ones", _WATCH + "_may_hide_more", "coarse = self._mtime % 10**9 == 0", "coarse = False"),
+    _m("tests/unit/test_queue.py::test_a_folder_is_listed_again_after_a_while_whatever_its_time_says",
+       "a folder is listed only when its time changes", _WATCH + "names", "elif now - self._listed_at > self._relist_s:", "elif False:"),
     # stray names
     _m(0, "any name is a lease", _LEASE + "_leases", "if _LEASE.fullmatch(name)", "if name"),
-    _m(None, "any name is an incarnation's or a checkpoint's", "relax_hpc.files.run_dir:RunDir.checkpoint_steps",
+    _m("tests/unit/test_stray_names.py::test_a_stray_name_changes_nothing[checkpoints-folder]",
+       "any name that begins like a checkpoint's is one", "relax_hpc.files.run_dir:RunDir.checkpoint_steps",
        "_CHECKPOINT.fullmatch(name)", 're.match(r"step-(.*)", name)'),
     _m(0, "names that begin like a request's are requests", _QUEUE + "RequestFile.parse", "_REQUEST_FILE.fullmatch(name)", "_REQUEST_FILE.match(name)"),
     # room
-    _m(None, "shards are removed that a checkpoint replays", _RETENTION + "_remove_before", "range(self.removed_before, step)", "range(self.removed_before, step + 1)"),
+    _m("tests/unit/test_retention.py::test_nothing_goes_that_the_oldest_checkpoint_replays",
+       "shards are removed that a checkpoint replays", _RETENTION + "_remove_before", "range(self.removed_before, step)", "range(self.removed_before, step + 1)"),
     _m(0, "the newest checkpoint decides what is removed", _CHECKPOINT + "rotate", "return done[-keep:][0]", "return done[-1]"),
 )  # fmt: skip
-
-
-def kill(mutant: Mutant, seeds: Iterable[int]) -> tuple[int, str] | None:
-    """Return the first schedule that finds a mutant out, and the promise that it broke; None if none does. The mutant's own
-    seed is tried first."""
-    with installed(), applied(mutant):
-        for seed in ([] if mutant.seed is None else [mutant.seed]) + [*seeds]:
-            try:
-                play(seed)
-            except Violation as violation:
-                return seed, str(violation).partition(":")[0]
-            except Exception as error:  # the machinery's own reading of what the mutant left
-                return seed, f"what is there can be read ({type(error).__name__})"
-    return None
-
-
-def mutants(seeds: int = 300, schedules: int = 400, which: Sequence[Mutant] = MUTANTS) -> dict[str, Any]:
-    """Try mutants with up to so many schedules each, and the protocol itself with `schedules`. Returns figures and a table."""
-    states, violations = set[int](), list[str]()
-    with installed():
-        for seed in range(schedules):
-            try:
-                play(seed, states)
-            except Violation as violation:
-                violations.append(f"schedule {seed}: {violation}")
-    table = []
-    for mutant in which:
-        killed = kill(mutant, range(seeds))
-        found: dict[str, Any] = {"seed": killed[0], "broken_promise": killed[1]} if killed else {"seed": None}
-        table.append({"mutant": mutant.says, "where": mutant.where, **found})
-    fraction = sum(row["seed"] is not None for row in table) / max(len(table), 1)
-    return {
-        "mutants": len(table), "mutants_killed": fraction, "schedules": schedules, "states": len(states),
-        "violations": len(violations), "violated": violations, "table": table,
-    }  # fmt: skip
