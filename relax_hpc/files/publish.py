@@ -183,18 +183,29 @@ def read_json(path: Path) -> Any:
             ) from error
         except OSError as error:
             pause_s = next(pauses, None)
-            if error.errno != errno.ESTALE or pause_s is None:  # NFS: replaced between opening and reading
+            if error.errno != errno.ESTALE or pause_s is None:  # replaced between opening and reading
                 raise
             time.sleep(pause_s)
 
 
 def _read_small(path: Path) -> bytes:
-    """Read all of a small file, mostly in three calls to the file system; path.read_bytes() needs eight."""
-    with open_handle(path, os.O_RDONLY) as handle:
-        parts = [os.read(handle, SMALL_BYTES)]
-        while len(parts[-1]) == SMALL_BYTES:
-            parts.append(os.read(handle, SMALL_BYTES))
-        return b"".join(parts)
+    """Read all of a small file, mostly in three calls to the file system; path.read_bytes() needs eight.
+
+    That there is no such file is said by opening it alone: after that, the file was replaced, which some clients (GlusterFS) call
+    ENOENT and others (NFS) ESTALE. It is ESTALE here.
+    """
+    opened = False
+    try:
+        with open_handle(path, os.O_RDONLY) as handle:
+            opened = True
+            parts = [os.read(handle, SMALL_BYTES)]
+            while len(parts[-1]) == SMALL_BYTES:
+                parts.append(os.read(handle, SMALL_BYTES))
+            return b"".join(parts)
+    except FileNotFoundError as error:
+        if not opened:
+            raise
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path)) from error
 
 
 def to_json(value: Any) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from relax_hpc.planning.doctor import file_system, files, load, seen
 from relax_hpc.planning.doctor.checks import Check
 from relax_hpc.planning.doctor.file_system import RESTS, SECOND, measure
-from relax_hpc.planning.doctor.two_nodes import Pulse
+from relax_hpc.planning.doctor.two_nodes import Pulse, Watch
 from relax_hpc.recipe import Recipe
 from tests.runs import relax_hpc, start, wait_for
 from tests.unit.test_docs import key_names
@@ -124,6 +124,17 @@ def test_lost_replies_errors_and_refusals_are_told_by_the_command(tmp_path: Path
         "changes by another node",
     }
     assert {found[what]["verdict"] for what in fine} == {"ok"} and set(RESTS) >= fine
+
+
+def test_a_replaced_file_that_can_be_neither_read_nor_closed_ends_no_measurement(tmp_path: Path) -> None:
+    """As on GlusterFS, where both say that there is no such file."""
+    with FaultFS(tmp_path / "backing", tmp_path / "mount") as disk:
+        Pulse(disk.backing / "second").close()
+        gone = [Rule(op, "stat/file", "error-before", 1.0, errno.ENOENT) for op in ("read", "close")]
+        disk.rules(*gone)
+        watch = Watch(disk.mount / "second", 0.1)
+        watch.work()
+        assert watch.held_error == "No such file or directory" and disk.hits()[-1].op == "close"
 
 
 def test_what_a_killed_second_left_the_next_one_removes(tmp_path: Path) -> None:

@@ -171,3 +171,29 @@ def test_a_shard_that_the_file_system_fails_to_give_is_damaged_only_when_that_la
                         reads()
                 else:
                     assert reads() == size
+
+
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
+@pytest.mark.parametrize("call", ["read", "close"])
+def test_a_file_that_was_replaced_while_it_was_read_is_read_again_and_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
+) -> None:
+    """GlusterFS opens a file when it is first read, and closes it likewise: what was replaced in between is "no such file"."""
+    path = tmp_path / "latest.json"
+    publish.replace(path, publish.to_json({"number": 3}))
+    faults = inject(monkeypatch, tmp_path)
+    left = iter([call, call])
+    wanted = next(left, None)
+
+    def rule(n: int, name: str, of: str) -> str | None:
+        nonlocal wanted
+        if name != wanted:
+            return None
+        wanted = next(left, None)
+        return "before"
+
+    faults.rule, faults.error = rule, error
+    assert publish.read_json(path) == {"number": 3}
+    assert wanted is None, "it failed twice"
+    path.unlink()
+    assert publish.read_json(path) is None

@@ -227,7 +227,8 @@ class Watch:
         try:
             yield read
         finally:
-            os.close(handle)
+            with contextlib.suppress(OSError):  # GlusterFS: closing what another node replaced fails like reading it
+                os.close(handle)
 
     def lock_error(self) -> str:
         """Ask for the lock that the second holds; return what came instead of a refusal, empty where it was refused."""
