@@ -35,9 +35,24 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+SHARED = "--shared-filesystems"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(SHARED, action="store_true", help="tests/shared_filesystems too: real GlusterFS and MooseFS")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as quick the unit tests that are not marked as slow; other tests are when they say so."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as quick the unit tests that are not marked as slow; other tests are when they say so.
+
+    Those on real shared file systems are deselected where nobody asked for them.
+    """
+    if not config.getoption(SHARED) and (
+        left_out := [item for item in items if "shared_filesystems" in item.path.parts]
+    ):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if "unit" in item.path.parts and item.get_closest_marker("slow") is None:
             item.add_marker("quick")

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# usage: tools/test.sh [--python PATH] [--setup-only] [--quick] [pytest arguments]
+# usage: tools/test.sh [--python PATH] [--setup-only] [--quick | --shared-filesystems] [pytest arguments]
 # Set up, then run all tests (or those that the arguments name).
 # --python  under this interpreter, in an environment of its own (.venv-3.13.0); without it, in .venv
 # --quick   a part of the tests that is done in 4 minutes on two cores (docs/contributing.md says what it leaves out)
+# --shared-filesystems   the runs on real GlusterFS and MooseFS alone, which no other way of calling this includes (root, /dev/fuse)
 set -euo pipefail
 setup=() venv=.venv only=
 while [[ "${1:-}" = --python || "${1:-}" = --setup-only ]]; do
@@ -17,6 +18,7 @@ while [[ "${1:-}" = --python || "${1:-}" = --setup-only ]]; do
     shift
 done
 cd "$(dirname "$0")/.."
+[ "${1:-}" != --shared-filesystems ] || tools/shared-filesystems-install.sh
 tools/slurm-install.sh
 tools/fuse-install.sh
 tools/setup.sh "${setup[@]}" analysis,dev,docs,media,megatron,mpi,sglang-cpu,tracking
@@ -24,4 +26,5 @@ tools/setup.sh "${setup[@]}" analysis,dev,docs,media,megatron,mpi,sglang-cpu,tra
 # tests/conftest.py takes more settings of the machine away; these would decide how pytest itself starts.
 for name in $(compgen -e PYTHON); do unset "$name"; done
 [ "${1:-}" = --quick ] && shift && set -- -m quick "$@"
+[ "${1:-}" = --shared-filesystems ] && shift && set -- --shared-filesystems -n0 tests/shared_filesystems "$@"
 exec "$venv/bin/python" -m pytest "$@"

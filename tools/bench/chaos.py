@@ -67,6 +67,7 @@ class Monkey:
     """Kill only while all roles work: one worker is always left."""
     kills: list[str] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
+    command: list[str] = field(default_factory=lambda: [sys.executable, "-m", "relax_hpc"])
 
     def drive(self, kills: int, steps: int) -> None:
         """Kill `kills` times, spread over `steps` steps, then let the run end. Raises SystemExit when it does not."""
@@ -150,8 +151,8 @@ class Monkey:
                 f"the run ended with {self.process.returncode}: {read_json(self.run.outcome)}; see {self.run.root}"
             )
         log = (self.run.root.parent / f"{self.run.root.name}.log").open("ab")
-        command = [sys.executable, "-m", "relax_hpc", "run", *self.arguments]
-        self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        command = [*self.command, "run", *self.arguments]
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=common.ROOT)
 
 
 def monkey(
