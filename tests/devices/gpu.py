@@ -288,6 +288,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (torch, "get_autocast_dtype", lambda *_, ask=torch.get_autocast_dtype: ask("cpu")),
         (dist, "init_process_group", _join),
         (dist.distributed_c10d, "_get_object_coll_device", lambda group=None: "cuda" if _nccl else _OBJECTS_ON(group)),
+        (torch.accelerator, "current_accelerator", null),  # a build with CUDA would ask the driver for a stream
         (cuda, "is_available", lambda: True),
         *((cuda, name, lambda *args: 1) for name in ("device_count",)),
         (cuda, "current_device", lambda: 0),

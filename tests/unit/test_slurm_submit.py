@@ -78,8 +78,10 @@ def run(recipe: Path, tmp_path: Path) -> RunDir:
 
 
 def program(folder: Path, name: str, *lines: str) -> None:
-    (folder / name).write_text("\n".join(["#!/bin/bash", *lines]) + "\n")
-    (folder / name).chmod(0o755)
+    draft = folder / f"{name}.new"  # another thread may be about to run the one that is there
+    draft.write_text("\n".join(["#!/bin/bash", *lines]) + "\n")
+    draft.chmod(0o755)
+    draft.replace(folder / name)
 
 
 def says(folder: Path, words: str, code: int = 1) -> None:
