@@ -2,7 +2,8 @@
 
     LEASE/000002/holder.json          the supervisor that holds the run; the folder appears with it, by one rename
     LEASE/000002/i000007/             an incarnation: all that this trainer commits passes through here, by path
-    LEASE/000001.5c0ffee5.over/       superseded: whatever still wants to commit through it fails
+    LEASE/000001.5c0ffee5.over/       superseded: whatever still wants to commit through it fails; removed soon
+    LEASE/000001.gone, i000006.gone   numbers of what was removed: none is given twice
 
 One rename fences everything a superseded holder has, whenever it wakes up: no clock, no lock, no server.
 Other names in LEASE are nobody's: they are left alone.
@@ -44,9 +45,9 @@ GLANCE_S = RENEW_S + 1
 LOOK_S = 0.5
 OVER = ".over"
 GONE = ".gone"
-"""Suffix of the file that keeps the number of an incarnation whose folder was removed."""
+"""Suffix of the file that keeps the number of a lease or an incarnation whose folder was removed."""
 _HELD = re.compile(r"\d{6}")
-_LEASE = re.compile(rf"\d{{6}}(\.\w+\{OVER})?")
+_LEASE = re.compile(rf"\d{{6}}(\.\w+\{OVER}|\{GONE})?")
 _INCARNATION = re.compile(r"i\d{6}(\.\w+)?")
 _DRAFT = re.compile(r"\.\w{32}")
 _renewals: dict[Path, HeartbeatMonitor] = {}
@@ -97,7 +98,8 @@ class Lease:
 
         Raises FileNotFoundError when superseded.
         """
-        number = max((_number(name) for lease in _leases(self.run) for name in _incarnations(lease)), default=0) + 1
+        folders = (self.run.lease, *(lease for lease in _leases(self.run) if not lease.name.endswith(GONE)))
+        number = max((_number(name) for folder in folders for name in _incarnations(folder)), default=0) + 1
         for name in _incarnations(self.folder):
             if "." not in name:
                 old = self.folder / name
@@ -110,7 +112,8 @@ class Lease:
     def release(self) -> None:
         """Give the lease up. What lies in its folders was committed already, or is of no use."""
         with contextlib.suppress(FileNotFoundError):
-            _empty(_supersede(self.folder))
+            _supersede(self.folder)
+        _clear_away(self.run)
 
 
 def acquire(run: RunDir, asked: Callable[[], bool] = lambda: False) -> Lease:
@@ -127,9 +130,7 @@ def acquire(run: RunDir, asked: Callable[[], bool] = lambda: False) -> Lease:
             raise _refusal(run, holder)
         with contextlib.suppress(FileNotFoundError):  # somebody else has: the number decides between us
             _supersede(held)
-    for over in _leases(run):
-        if over.name.endswith(OVER):
-            _empty(over)
+    _clear_away(run)
     folder, token = run.lease / f"{number:06d}", uuid.uuid4().hex
     process = psutil.Process()
     about = {
@@ -220,12 +221,12 @@ def _overtaken(run: RunDir) -> RunError:
 
 
 def _leases(run: RunDir) -> list[Path]:
-    """The folders of all leases there have been."""
+    """All leases there have been: their folders, and the files that keep the numbers of those that were removed."""
     return [run.lease / name for name in names(run.lease) if _LEASE.fullmatch(name)]
 
 
 def _held(run: RunDir) -> list[Path]:
-    """The leases that nobody has taken over."""
+    """The folders of the leases that nobody has taken over."""
     return [lease for lease in _leases(run) if _HELD.fullmatch(lease.name)]
 
 
@@ -334,19 +335,17 @@ def _describe(about: dict[str, Any] | None) -> str:
     return f"pid {about['pid']} on {about['host']} since {since}"
 
 
-def _empty(over: Path) -> None:
-    """Remove what superseded trainers left half done, and their folders.
+def _clear_away(run: RunDir) -> None:
+    """Remove the folders of superseded leases, with what their trainers left half done.
 
-    A trainer that has such a folder still in a cache, as NFS clients do, could go on to commit through it. Files keep
-    the numbers, so that none is given twice.
+    Who has one, or a folder in it, still in a cache, as NFS clients do, could go on to commit through it, or to start a
+    trainer that does. Files keep the numbers, so that none is given twice.
     """
-    for name in _incarnations(over):
-        if name.endswith(GONE):
-            continue
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # several may clean up at once
-            (over / f"{name[:7]}{GONE}").touch()
-            sync_folder(over)
-            _remove(over / name)
+    for over in (lease for lease in _leases(run) if lease.name.endswith(OVER)):
+        for number in (over.name[:6], *(name[:7] for name in _incarnations(over))):
+            (run.lease / f"{number}{GONE}").touch()
+        sync_folder(run.lease)
+        _remove(over)
 
 
 def _remove(folder: Path) -> None:

@@ -147,7 +147,7 @@ def test_a_leader_goes_on_whatever_call_fails_and_sends_each_job_once(
             assert kinds == [f"{kind}.sbatch" for kind in wanted], "each is sent once"
             assert [leader["job"] for leader in read_leaders(run)] == ["7"]
             assert (outcome_of(run) or {})["outcome"] == "done"
-            assert not [name for name in os.listdir(run.lease) if not name.endswith(".over")], "the lease is given up"
+            assert not [name for name in os.listdir(run.lease) if not name.endswith(".gone")], "the lease is given up"
 
     assert each_call(tmp_path, scenario, every) > 80
 

@@ -92,6 +92,8 @@ def test_a_superseded_holder_notices_and_can_do_nothing(run: RunDir) -> None:
     pretend(old, pid=2**22 + 1)
     new = acquire(run)
     assert not old.renew() and new.renew()
+    old.renewed = float("-inf")
+    assert not old.renew(), "it writes, and is answered that there is no such file"
     with pytest.raises(FileNotFoundError):
         old.new_incarnation()
     new.commit(run.outcome, b"the new one's")
@@ -287,6 +289,25 @@ def test_who_holds_a_folder_of_a_superseded_one_open_can_commit_nothing_through_
     os.close(handle)
 
 
+def test_who_holds_the_folder_of_a_superseded_lease_open_can_neither_start_nor_commit_anything_through_it(
+    run: RunDir,
+) -> None:
+    """A supervisor that was stopped for a minute: its client knows its lease's folder, and goes on with it."""
+    lease = acquire(run)
+    lease.new_incarnation()
+    handle = os.open(lease.folder, os.O_RDONLY)
+    pretend(lease, pid=2**22 + 1)
+    new = acquire(run)
+    with pytest.raises(FileNotFoundError):
+        os.mkdir("i000002", dir_fd=handle)
+    with pytest.raises(FileNotFoundError):
+        os.open("outcome", os.O_CREAT | os.O_WRONLY, dir_fd=handle)
+    with pytest.raises(FileNotFoundError):
+        os.utime("holder.json", dir_fd=handle)
+    os.close(handle)
+    assert new.number == 2 and new.new_incarnation().name == "i000002"
+
+
 def test_names_that_are_nobodys_are_left_alone(run: RunDir) -> None:
     lease = acquire(run)
     lease.new_incarnation()
@@ -361,17 +382,17 @@ def test_one_that_is_overtaken_between_looking_and_taking_fails(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, released: bool
 ) -> None:
     acquire(run).release()
-    empty = lease_module._empty  # called between the two
+    appears = lease_module._appears  # called between the two
     faster: list[Lease] = []
 
-    def overtaken(over: Path) -> None:
-        monkeypatch.setattr(lease_module, "_empty", empty)
-        empty(over)
+    def overtaken(*arguments: Any) -> bool:
+        monkeypatch.setattr(lease_module, "_appears", appears)
         faster.append(acquire(run))
         if released:
             faster[0].release()
+        return appears(*arguments)
 
-    monkeypatch.setattr(lease_module, "_empty", overtaken)
+    monkeypatch.setattr(lease_module, "_appears", overtaken)
     with pytest.raises(
         RunError, match="given up by another supervisor" if released else f"is held by pid {os.getpid()}"
     ):
@@ -389,7 +410,7 @@ def test_an_incarnations_number_is_on_disk_before_its_folder_is_removed(
     first = acquire(run)
     first.new_incarnation()
     first.release()
-    (gone,) = run.lease.glob("000001.*.over/i000001.gone")
+    assert sorted(os.listdir(run.lease)) == ["000001.gone", "i000001.gone"]
     done = list[str]()
     held = acquire(run)
     held.new_incarnation()
@@ -399,5 +420,5 @@ def test_an_incarnations_number_is_on_disk_before_its_folder_is_removed(
         lease_module.shutil, "rmtree", lambda path, **about: (done.append(f"remove {path}"), remove(path, **about))
     )
     held.release()
-    (over,) = run.lease.glob("000002.*.over")
-    assert done == [f"sync {over}", f"remove {over}/i000002"] and gone.exists() and (over / "i000002.gone").exists()
+    assert done[0] == f"sync {run.lease}" and done[1].startswith(f"remove {run.lease}/000002.") and len(done) == 2
+    assert sorted(os.listdir(run.lease)) == ["000001.gone", "000002.gone", "i000001.gone", "i000002.gone"]

@@ -23,7 +23,7 @@ from relax_hpc.weights import DamagedWeights, FilePublisher, FileReceiver, Versi
 from relax_hpc.weights.contents import checksum
 from relax_hpc.weights.file import READ_AGAIN_S
 from relax_hpc.weights.parts import digest, in_threads
-from relax_hpc.weights.versions import tensors_path
+from relax_hpc.weights.versions import Versions, tensors_path
 
 MIB = 1 << 20
 
@@ -268,7 +268,7 @@ def test_a_damaged_name_of_the_newest_version_is_named_and_said_anew(run: RunDir
         assert newest is not None and newest.number == 0
 
 
-def test_a_fenced_trainer_forgets_no_version(run: RunDir) -> None:
+def test_a_fenced_trainer_announces_and_forgets_no_version(run: RunDir) -> None:
     """Its successor, which went on from an older checkpoint, compares what it replays with them."""
     sender = publisher(run, node_cache=False)
     for number in range(3):
@@ -276,6 +276,8 @@ def test_a_fenced_trainer_forgets_no_version(run: RunDir) -> None:
     (run.lease / "commit_dir").rename(run.lease / "commit_dir.over")
     before = sorted(run.weights.glob("*.json"))
     sender.forget(2)
+    with pytest.raises(FileNotFoundError):
+        Versions(run, run.lease / "commit_dir", 1).announce(Version(3, 0, 1, "0"), {})
     assert len(before) == 4 and sorted(run.weights.glob("*.json")) == before
 
 

@@ -69,14 +69,23 @@ SUPERVISING = (
     ),
     Kind(
         "takeover",
-        calls(f"rename {{l}} > {OVER}", f"create {OVER}/i{{n}}.gone", f"rmdir {OVER}/i{{n}}"),
+        calls(
+            f"rename {{l}} > {OVER}",
+            "create lease/{n}.gone",
+            "create lease/i{n}.gone",
+            f"rmdir {OVER}/i{{n}}",
+            f"unlink {OVER}/holder.json",
+            f"rmdir {OVER}",
+        ),
         role="supervisor",
         begins="supervisor",
     ),
     Kind(
         "what a superseded incarnation left",
         calls(
-            f"utime {OVER}/i{{n}}.gone",
+            "utime lease/{n}.gone",
+            "utime lease/i{n}.gone",
+            f"unlink {OVER}/{{any}}",
             f"unlink {OVER}/i{{n}}{{any}}/{{all}}",
             f"unlink {OVER}/i{{n}}/{{all}}",
             f"rmdir {OVER}/i{{n}}{{all}}",

@@ -56,6 +56,7 @@ class Checks:
         self._lease: Lease | None = None
         self._numbers, self._incarnations = [0], [0]
         self._renewed: dict[Actor, float] = {}
+        self._fenced_after_s = 0.0
         self._seen_silent: dict[Actor, float] = {}
         """Seconds for which the holder was silent, not counting those in which nobody ran, when this actor last looked."""
         self.places: dict[str, set[str]] = defaultdict(set)
@@ -166,6 +167,8 @@ class Checks:
 
     def _went(self, actor: Actor, path: str, to: str) -> None:
         folder, name = os.path.split(path)
+        if self._lease is not None and path == f"lease/{self._lease.number:06d}":
+            self._fenced_after_s = NEVER if actor is self.holder else self._seen_silent.get(actor, 0.0)
         if folder == "requests/open" or folder.startswith("requests/claimed/"):
             if actor.role == "trainer" and RequestFile.parse(name) and not to.startswith("requests/"):
                 self._committed(actor, path)
@@ -215,8 +218,8 @@ class Checks:
         if self._lease is not None:
             expect(not self._lease.folder.exists(), "one supervisor holds a run", actor.name, before and before.name)
         if before is not None and before.alive:
-            silent_s = self._seen_silent.get(actor, 0.0)
-            expect(silent_s >= OLD_S - RENEWS_S, "a holder that renews its lease keeps it", before.name, silent_s)
+            was_silent = self._fenced_after_s >= OLD_S - RENEWS_S  # as seen by who fenced it
+            expect(was_silent, "a holder that renews its lease keeps it", before.name, self._fenced_after_s)
         self._numbers.append(lease.number)
         self._lease, self.reigning = lease, None
         self._renewed[actor] = self.world.server.now_s
@@ -256,9 +259,8 @@ class Checks:
     def claimed(self, actor: Actor, claim: Claim) -> None:
         key = str(claim.path)
         expect(key not in self._held, "a claim is given to a worker once", key)
-        others = [
-            a.name for path, a in self._held.items() if a.alive and Path(path).name.startswith(f"{claim.request.id}.")
-        ]
+        of_it = [a for path, a in self._held.items() if Path(path).name.startswith(f"{claim.request.id}.")]
+        others = [a.name for a in of_it if a.alive]
         if self._quiet:
             expect(not others, "one worker at a time generates a request", actor.name, others, claim.request.id)
         self._held[key] = actor
@@ -284,9 +286,8 @@ class Checks:
             return
         expect(self.shards[request] != made, "a worker whose shard was published knows it", request)
         aside = self.run.quarantine / f"{request}.{actor.name}.h5"
-        expect(
-            aside.exists() and aside.with_suffix(".reason.json").exists(), "what lost is kept, with the reason", aside
-        )
+        kept = aside.exists() and aside.with_suffix(".reason.json").exists()
+        expect(kept, "what lost is kept, with the reason", aside)
 
     def lost_power(self, lost: list[str]) -> None:
         """Take back what may go with the power, and refuse what may not."""
@@ -317,9 +318,8 @@ class Checks:
     def unchanged(self) -> None:
         """Compare shards and ledger entries with what they were."""
         for step, content in self.entries.items():
-            expect(
-                self.run.ledger_entry(step).read_bytes() == content, "a ledger entry stays as it was first seen", step
-            )
+            same = self.run.ledger_entry(step).read_bytes() == content
+            expect(same, "a ledger entry stays as it was first seen", step)
         for request, known in self.shards.items():
             path = self.run.shard(request)
             if path.exists():
