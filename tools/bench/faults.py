@@ -29,7 +29,7 @@ from tools.bench import common
 from tools.bench.chaos import control_differs
 from tools.faults import faultfs
 from tools.faults.hosts import step_waits
-from tools.faults.model.mutants import mutants
+from tools.faults.model.killing import mutants
 from tools.faults.scenes import SCENES, Found, lost_replies_of, play, points_of
 from tools.faults.supervisor_errors import supervisor_errors
 
