@@ -5,6 +5,7 @@
    The monotonic clock, times of files and the kernel's own waits are left as they are. */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <semaphore.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -44,4 +45,11 @@ time_t time(time_t *out) {
     clock_gettime(CLOCK_REALTIME, &exact);
     if (out) *out = exact.tv_sec;
     return exact.tv_sec;
+}
+
+/* A caller computes its deadline by the moved clock, and the kernel compares it with its own: translate it. */
+int sem_timedwait(sem_t *restrict semaphore, const struct timespec *restrict deadline) {
+    struct timespec real = *deadline;
+    if (moved_s) real.tv_sec -= *moved_s;
+    return sem_clockwait(semaphore, CLOCK_REALTIME, &real);
 }
