@@ -15,7 +15,7 @@ import pytest
 from relax_hpc import open_run
 from relax_hpc.files.publish import read_json
 from relax_hpc.monitor.analysis.report import restarts
-from relax_hpc.slurm.submission.sbatch import jobs, read_leaders
+from relax_hpc.slurm.submission.sbatch import exclude, jobs, read_leaders
 from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tests.runs import SMALL, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
@@ -199,10 +199,15 @@ def test_a_requeueing_leader_that_a_person_cancels_stays_so(cluster: SlurmCluste
 
 
 def test_a_chain_that_makes_no_progress_ends_itself(cluster: SlurmCluster) -> None:
-    """Its first step takes an hour: each job loses the trainer as silent, and no job may start it again."""
+    """Its first step takes an hour: each job loses the trainer as silent, and no job may start it again.
+
+    The first to fail leaves no node that is not avoided: the chain goes on with all of them.
+    """
     endless = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=3600.0}}, group_size=4}}'
     sets = ("slurm.max_idle_jobs=2", "supervision.max_restarts=0", "supervision.hang_s=4.0")
     ours = submit(cluster, "idle", *sets, f"algorithm={endless}")
+    for node in ("t1", "t2"):
+        exclude(ours.run, node, "it failed before")
     ended = ours.wait_for_end()
     assert ended["outcome"] == "failed" and "2 jobs in a row made no step" in str(ended["reason"]), ended
     assert 2 <= len((ours.run.slurm / "leaders.jsonl").read_text().splitlines()) <= 4

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,18 +51,6 @@ def equal(found: Media | None, expected: Media | None) -> bool:
         for n, a in found.tensors.items()
     }  # fmt: skip
     return found.digest == expected.digest and same.keys() == expected.tensors.keys() and all(same.values())
-
-
-def flip(path: Path, column: str, row: int) -> None:
-    """Change the lowest bit of a row's last byte, where the file has it."""
-    with h5py.File(path, "r", locking=False) as file:
-        dataset = file[column]
-        place = dataset.id.get_offset() + (row + 1) * dataset.dtype.itemsize - 1
-    with path.open("r+b") as raw:
-        raw.seek(place)
-        byte = raw.read(1)[0]
-        raw.seek(place)
-        raw.write(bytes([byte ^ 1]))
 
 
 MIXED = [

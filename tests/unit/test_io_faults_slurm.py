@@ -29,6 +29,7 @@ from relax_hpc.supervise.io_retry import IoTrouble, at_first
 from relax_hpc.supervise.lease import acquire
 from relax_hpc.supervise.supervisor import outcome_of
 from relax_hpc.telemetry import Telemetry
+from tests.programs import program
 from tests.runs import write_recipe
 from tools.faults.calls import Faults, inject
 
@@ -53,11 +54,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     for name in ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_JOB_NODELIST", "SLURM_JOB_END_TIME"):
         monkeypatch.delenv(name, raising=False)
     yield commands
-
-
-def program(folder: Path, name: str, *lines: str) -> None:
-    (folder / name).write_text("\n".join(["#!/bin/sh", *lines]) + "\n")
-    (folder / name).chmod(0o755)
 
 
 def prepared(root: Path, folder: Path, *sets: str) -> RunDir:

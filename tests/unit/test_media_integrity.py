@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from media_shards import MIXED, SAMPLES, equal, flip, group, media, write
+from media_shards import MIXED, SAMPLES, equal, group, media, write
 from PIL import Image
 from transformers import Qwen2VLImageProcessor
 
@@ -27,6 +27,7 @@ from relax_hpc.spool.reading import Shards
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import DamagedShard, Shard
 from relax_hpc.spool.shard_writer import encode
+from tests.flips import flip
 
 
 @pytest.mark.parametrize("column", ["pixel_values", "image_grid_thw", "input_features", "feature_attention_mask"])

@@ -20,6 +20,7 @@ from relax_hpc.spool.column import DamagedColumn, read_column
 from relax_hpc.spool.column import encode as encode_column
 from relax_hpc.spool.shard import DamagedShard, Shard
 from relax_hpc.spool.shard_writer import encode
+from tests.flips import flip
 
 COLUMNS = ("prompt_tokens", "prompt_offsets", "tokens", "offsets", "loss_mask", "logprobs", "span_start", "span_version", "samples", "groups")  # fmt: skip
 ROOM_BYTES = 4 << 30
@@ -43,18 +44,6 @@ def shard(path: Path, lengths: tuple[int, ...] = (5, 9), compression: Any = "non
     ]
     path.write_bytes(b"".join(encode("r000001-000", groups, {"version": 3, "run": "mine"}, compression)))
     return path
-
-
-def flip(path: Path, column: str, row: int = 0) -> None:
-    """The lowest bit of a row's last byte, where the file has it."""
-    with h5py.File(path, "r", locking=False) as file:
-        dataset = file[column]
-        place = dataset.id.get_offset() + (row + 1) * dataset.dtype.itemsize - 1
-    with path.open("r+b") as raw:
-        raw.seek(place)
-        byte = raw.read(1)[0]
-        raw.seek(place)
-        raw.write(bytes([byte ^ 1]))
 
 
 @pytest.fixture(scope="module", autouse=True)

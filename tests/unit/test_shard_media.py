@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from media_shards import MIXED, ROOT, SAMPLES, equal, flip, group, media, write
+from media_shards import MIXED, ROOT, SAMPLES, equal, group, media, write
 from numpy.typing import NDArray
 from PIL import Image
 from small_run import build
@@ -28,6 +28,7 @@ from relax_hpc.monitor.analysis.export import export_parquet
 from relax_hpc.monitor.analysis.report import render
 from relax_hpc.records import Group, Media, concatenate
 from relax_hpc.spool.shard import Shard
+from tests.flips import flip
 
 
 @pytest.mark.parametrize("compression", ["none", "lz4"])

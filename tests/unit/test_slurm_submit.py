@@ -42,6 +42,7 @@ from relax_hpc.slurm.submission.unstartable import Vigil, hopeless
 from relax_hpc.supervise.io_retry import at_first
 from relax_hpc.supervise.lease import acquire
 from relax_hpc.telemetry import read_metrics
+from tests.programs import program
 from tests.runs import wait_for
 
 RECIPE = (
@@ -75,13 +76,6 @@ def run(recipe: Path, tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "toy")
     sbatch.write_scripts(run, make_plan(load_recipe(recipe, [f"run.root={tmp_path}"])))
     return run
-
-
-def program(folder: Path, name: str, *lines: str) -> None:
-    draft = folder / f"{name}.new"  # another thread may be about to run the one that is there
-    draft.write_text("\n".join(["#!/bin/bash", *lines]) + "\n")
-    draft.chmod(0o755)
-    draft.replace(folder / name)
 
 
 def says(folder: Path, words: str, code: int = 1) -> None:

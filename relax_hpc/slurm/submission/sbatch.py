@@ -37,6 +37,7 @@ _BUSY = re.compile(
     r"slurm_persist_conn_open|Transport endpoint is not connected",
     re.IGNORECASE,
 )
+_TOO_FEW_NODES = re.compile(r"node (count|configuration)|nodes? .*not available", re.IGNORECASE)
 _LIMIT = "(QOS|Assoc)(Max|Min|Grp)"
 _ELSE = "or another slurm.qos or slurm.account"
 _FIXES = (
@@ -60,7 +61,7 @@ _FIXES = (
     (r"node name", "slurm.exclude: `sinfo -N` lists the nodes"),
     (r"feature|constraint", "slurm.constraint: `sinfo -o '%P %f'` shows the features"),
     (r"reservation", "slurm.reservation: `scontrol show reservation` lists them"),
-    (r"node (count|configuration)|More processors|nodes? .*not available|too many|CPU count",
+    (f"{_TOO_FEW_NODES.pattern}|More processors|too many|CPU count",
      "trainer.nodes, rollout.nodes, slurm.cpus_per_task, slurm.mem and the GPUs: `sinfo -o '%P %D %c %m %G'` shows what there is"),
     (r"unrecognized option|invalid option|unknown option|ambiguous", "slurm.options: `sbatch --help` lists what this Slurm takes"),
     (r"requeue|not permitted", "slurm.restart or slurm.options"),
@@ -103,7 +104,8 @@ def submit_script(
     """Send RUN/slurm/KIND.sbatch, record the job, and return its id.
 
     `after`: the job starts when that one has ended, however; `begun`: when that one has begun. `options`: further ones
-    for sbatch, over those in the script. Waits up to minutes for a controller that is busy or being restarted.
+    for sbatch, over those in the script. Waits up to minutes for a controller that is busy or being restarted. Where too few
+    nodes would be left, none is avoided any more: what fails on all of them is not a node.
 
     Raises RunError with sbatch's own words and the key of the recipe that mends it.
     """
@@ -112,15 +114,25 @@ def submit_script(
         raise RunError(f"'{run.root}' has no batch script '{path}': `relax-hpc submit {run.root}` writes them")
     dependency = f"afterany:{after}" if after else f"after:{begun}" if begun else None
     waits = [f"--dependency={dependency}"] if dependency else []
-    command = ["sbatch", "--parsable", *waits, *_excluding(run, kind), *options, str(path)]
+    avoiding = _excluding(run, kind)
     retrying = Retrying(
         stop=stop_after_attempt(ATTEMPTS),
         wait=wait_random_exponential(multiplier=first_wait_s, max=LONGEST_WAIT_S),
         retry=retry_if_exception_type(_Busy),
         reraise=True,
     )
+
+    def send(*avoiding: str) -> str:
+        return retrying(_send_once, run, ["sbatch", "--parsable", *waits, *avoiding, *options, str(path)], path)
+
     try:
-        job = retrying(_send_once, run, command, path)
+        try:
+            job = send(*avoiding)
+        except RunError as error:
+            if not (avoiding and _TOO_FEW_NODES.search(str(error))):
+                raise
+            _excluded(run).unlink(missing_ok=True)
+            job = send()
     except _Busy as error:
         raise RunError(
             f"Slurm's controller does not answer, after {ATTEMPTS} attempts: {error}; look with `scontrol ping`, then "
