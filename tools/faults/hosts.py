@@ -20,14 +20,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from relax_hpc.cli import app
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.recipe.schema import Recipe
-from relax_hpc.supervise import local
-from relax_hpc.supervise.fork_server import ForkServer
+from relax_hpc.recipe.tables.run import Supervision
+from relax_hpc.supervise import rollout_workers
 from relax_hpc.supervise.processes import LocalProcesses
-from relax_hpc.supervise.rollout_workers import RolloutWorker
 from relax_hpc.telemetry import read_metrics
 from tools.faults.faultfs import Caches, FaultFS
 
@@ -103,26 +102,20 @@ class Hosts:
 
 
 def main(folder: Path, words: list[str]) -> None:
-    """Give a command of relax-hpc whose rollout workers are on hosts of their own."""
+    """Give a command of relax-hpc whose rollout workers are on hosts of their own, with disks of their own."""
 
-    def workers(
-        run: RunDir,
-        recipe: Recipe,
-        fork_server: ForkServer,
-        names: list[str],
-        tag: str,
-        give_back: Callable[[str, bool], list[str]],
-        say: Callable[..., None],
-    ) -> list[RolloutWorker]:
-        def group(name: str) -> LocalProcesses:
-            disk, there = folder / f"disk-{name}", RunDir(folder / name / run.root.name)
-            disk.mkdir(exist_ok=True)
-            own = {"SLURM_TMPDIR": str(disk)}
-            return LocalProcesses(there, recipe.supervision, "rollout", name, [name], fork_server, own)
+    def elsewhere(run: RunDir, supervision: Supervision, role: str, name: str, *rest: Any) -> LocalProcesses:
+        if role != "rollout":
+            return LocalProcesses(run, supervision, role, name, *rest)
+        processes, fork_server, own = rest
+        disk = folder / f"disk-{name}"
+        disk.mkdir(exist_ok=True)
+        there = RunDir(folder / name / run.root.name)
+        return LocalProcesses(
+            there, supervision, role, name, processes, fork_server, {**own, "SLURM_TMPDIR": str(disk)}
+        )
 
-        return [RolloutWorker(group(name), say, tag, give_back) for name in names]
-
-    local.workers_here = workers  # type: ignore[attr-defined]  # it is imported there
+    rollout_workers.LocalProcesses = elsewhere  # type: ignore[assignment, attr-defined]
     app(words)
 
 
