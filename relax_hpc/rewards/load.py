@@ -15,8 +15,12 @@ from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, check_call, resolve, shown
 from relax_hpc.rewards.base import BATCH, Reward, parts
 from relax_hpc.rewards.exact import exact
+from relax_hpc.rewards.tags import multiple_choice
 
-BUILT_IN = ("exact", "math", "reasoning_gym")
+QUICK = {"exact": exact, "multiple_choice": multiple_choice}
+BY_MATH_VERIFY = {"math": "equivalent", "geo3k": "geo3k", "openr1mm": "openr1mm"}
+"""Name -> the function of relax_hpc.rewards.math, whose library is imported where it is needed only."""
+BUILT_IN = (*QUICK, *BY_MATH_VERIFY, "reasoning_gym")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +79,12 @@ def _function(key: str, source: AnyPrompts) -> tuple[Reward, bool]:
 
         verifier = Verifier(source)
         return verifier, verifier.is_quick
-    if source.reward in ("exact", "math") and not getattr(source, "answer_key", "answer"):
+    if source.reward in BUILT_IN and not getattr(source, "answer_key", "answer"):
         raise RunError(f"{key}.reward = '{source.reward}' compares with an answer, but answer_key is empty")
-    if source.reward == "exact":
-        return exact, True
-    if source.reward == "math":
-        from relax_hpc.rewards.math import equivalent
+    if source.reward in QUICK:
+        return QUICK[source.reward], True
+    if source.reward in BY_MATH_VERIFY:
+        import relax_hpc.rewards.math as by_math_verify
 
-        return equivalent, False
+        return getattr(by_math_verify, BY_MATH_VERIFY[source.reward]), False
     return resolve("reward", source.reward, dict.fromkeys(BUILT_IN)), False

@@ -59,8 +59,11 @@ SOURCES = (
     {"prompts": "x.jsonl", "reward": "math"},
     BY_ANSWER,
     {"prompts": "x.jsonl", "reward": f"{USER}:length", "reward_options": {"scale": 0.5}},
+    {"prompts": "x.jsonl", "reward": "geo3k"},
+    {"prompts": "x.jsonl", "reward": "openr1mm"},
+    {"prompts": "x.jsonl", "reward": "multiple_choice"},
 )
-"""Exact match (source 0), mathematics (1), the user's own (2, 3)."""
+"""Exact match (source 0), mathematics (1), the user's own (2, 3), those of questions with media (4, 5, 6)."""
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +104,70 @@ def test_mathematical_equivalence(reward_runner: RewardRunner, reference: str, a
     assert scores(reward_runner, (prompt(reference, source=1), answer)) == [expected]
 
 
-def test_a_reference_answer_that_is_no_mathematics_is_the_datas_fault(reward_runner: RewardRunner) -> None:
-    (verdict,) = reward_runner.score([(prompt("", source=1), "3")])
+@pytest.mark.parametrize("source", [1, 4])
+def test_a_reference_answer_that_is_no_mathematics_is_the_datas_fault(reward_runner: RewardRunner, source: int) -> None:
+    (verdict,) = reward_runner.score([(prompt("", source=source), "\\boxed{3}")])
     assert isinstance(verdict, Failure) and "has no mathematical expression" in verdict.detail
+
+
+def test_geo3k_weighs_the_boxed_answer_and_the_form(reward_runner: RewardRunner) -> None:
+    expected = {
+        "<think>a\nb</think>\nso \\boxed{\\frac{10}{4}}.": (1, 1),
+        "\\boxed{2.5}": (1, 0),
+        "<think>a</think> \\boxed{7}": (0, 1),
+        "<think>a</think> 2.5": (0, 0),  # not boxed
+        "<think>\\boxed{2.5}</think>": (1, 0),  # boxed before the thought ends
+        "well <think>a</think> \\boxed{2.5}": (1, 0),
+        "<think>a</think> \\boxed{2.5": (0, 0),  # cut off
+        "<think>a</think> \\boxed{} 2.5 $2.5$": (0, 1),
+        "\\boxed{7} \\boxed{2.5}": (1, 0),  # the last one counts
+        "\\boxed{2.5} \\boxed{7}": (0, 0),
+        "<think>\\boxed{2.5}": (1, 0),
+        "": (0, 0),
+    }
+    asked = prompt("\\frac{5}{2}", source=4)
+    for verdict, (text, (accuracy, form)) in zip(
+        reward_runner.score([(asked, text) for text in expected]), expected.items(), strict=True
+    ):
+        assert isinstance(verdict, Score) and verdict.reward == pytest.approx(0.9 * accuracy + 0.1 * form), text
+        assert verdict.extra == {"accuracy": accuracy, "format": form}, text
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer", "expected"),
+    [
+        ("1/2", "<think>half</think><answer>$\\frac12$</answer>", 1),
+        ("<answer>$0.5$</answer>", "<answer>1/2</answer>", 1),
+        ("1/2", "so it is $0.5$", 1),  # without tags the whole text is compared
+        ("1/2", "<answer>1/3</answer> though 1/2", 0),
+        ("a red cube", "<think>…</think><answer> a red cube\n</answer>", 1),
+        ("a red cube", "<answer>a blue cube</answer>", 0),
+        ("a red cube", "", 0),
+        ("1/2", "<think>a</think>b</think><answer>1/2</answer>", 0),
+        ("1/2", "<answer>1/3</answer><answer>1/2</answer>", 0),
+        ("1/2", "<answer>\\frac{{{</answer>", 0),
+    ],
+)
+def test_openr1mm_compares_mathematics_then_text(
+    reward_runner: RewardRunner, reference: str, answer: str, expected: float
+) -> None:
+    assert scores(reward_runner, (prompt(reference, source=5), answer)) == [expected]
+
+
+def test_multiple_choice_is_the_text_in_the_answers_tags(reward_runner: RewardRunner) -> None:
+    asked, tagged = prompt("B. a violin", source=6), prompt("<answer>B. a violin</answer>", source=6)
+    right, wrong = "<think>A?</think><answer>\nB. a violin </answer>", "<answer>A. a flute</answer>"
+    changed = "<answer>A. a flute</answer> no, <answer>B. a violin</answer>"
+    assert scores(reward_runner, *((p, right) for p in (asked, tagged)), (asked, changed)) == [1, 1, 1]
+    missing = ("B. a violin", "", "<answer>B. a violin", "B. a violin</answer>", "<answer></answer>", wrong)
+    assert scores(reward_runner, *((asked, text) for text in missing)) == [0] * len(missing)
+    assert make_rewards(recipe(*SOURCES).sources)[6].is_quick
+
+
+@pytest.mark.parametrize("name", ["geo3k", "openr1mm", "multiple_choice"])
+def test_rewards_that_compare_need_an_answer(name: str) -> None:
+    with pytest.raises(RunError, match=rf"source.0.reward = '{name}' compares with an answer, but answer_key is empty"):
+        make_rewards(recipe({"prompts": "x.jsonl", "reward": name, "answer_key": ""}).sources)
 
 
 def test_a_users_reward_gives_numbers_for_columns(reward_runner: RewardRunner) -> None:

@@ -73,7 +73,11 @@ class FilePrompts(Prompts):
         "Treatment of a row whose media are missing, damaged by the look of their headers, or of another number than their places: "
         "an error before the run begins, or the row is left out. What is found when a row is decoded fails its group alone.",
     )
-    reward: str = Key("exact", "`exact`, `math`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.", looked_up=True)
+    reward: str = Key(
+        "exact",
+        "`exact`, `math`, `geo3k`, `openr1mm`, `multiple_choice`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.",
+        looked_up=True,
+    )
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
 
     @model_validator(mode="after")
