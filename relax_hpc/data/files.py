@@ -9,7 +9,7 @@ from typing import Any
 
 from relax_hpc.data.items import Item
 from relax_hpc.data.render import ContentError, message_of
-from relax_hpc.data.rows import JsonLines, ParquetRows, Rows
+from relax_hpc.data.rows import FolderRows, JsonLines, ParquetRows, Rows, files_of
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.values import MediaError, stored
 from relax_hpc.recipe.tables.source import FilePrompts
@@ -28,12 +28,8 @@ class FileItems:
 
     def __init__(self, source: FilePrompts) -> None:
         path = source.prompts
-        if path.suffix not in FORMATS:
-            raise RunError(f"source.prompts = '{path}': expected a file that ends in {' or '.join(FORMATS)}")
-        if not path.is_file():
-            raise RunError(f"source.prompts = '{path}': there is no such file (seen from {Path.cwd()})")
         self._source = source
-        self._rows = FORMATS[path.suffix](path, frozenset(source.media.values()), source.prompt_key)
+        self._rows = _reader(path)(path, frozenset(source.media.values()), source.prompt_key)
         if not len(self._rows):
             raise RunError(f"source.prompts = '{path}': the file has no rows")
 
@@ -100,6 +96,27 @@ class FileItems:
         if value is None:
             raise RunError(f"{self.where(index)}: column '{name}' ({key}) is null{hint}")
         return value
+
+
+def _reader(path: Path) -> Callable[[Path, frozenset[str], str], Rows]:
+    """Find how a file or folder is read. Raises RunError for what is not there, or of another kind."""
+    if path.is_file() and path.suffix in FORMATS:
+        return FORMATS[path.suffix]
+    if path.is_dir() or (path.suffix not in FORMATS and not path.exists() and _is_split(path)):
+        return FolderRows
+    if path.is_file() or path.suffix not in FORMATS:
+        raise RunError(
+            f"source.prompts = '{path}': expected a file that ends in {' or '.join(FORMATS)}, or the folder of a data set"
+        )
+    raise RunError(f"source.prompts = '{path}': there is no such file (seen from {Path.cwd()})")
+
+
+def _is_split(path: Path) -> bool:
+    """True for FOLDER/SPLIT where the folder has .parquet files of that split."""
+    try:
+        return bool(files_of(path))
+    except RunError:
+        return False
 
 
 def _cells(modality: str, value: Any) -> list[Any]:

@@ -38,7 +38,8 @@ class MediaRows:
 
     def __init__(self, source: FilePrompts, items: FileItems, processor: Processor | None) -> None:
         self._source, self._items, self._processor = source, items, processor
-        self._folder = source.prompts.absolute().parent
+        prompts = source.prompts.absolute()
+        self._folder = prompts if prompts.is_dir() else prompts.parent
         self.marks = dict(processor.family.marks) if processor else {}
         self.columns = tuple(source.media)
         self._every = 1 if source.broken_media == "drop" else math.ceil(len(items) / MOST_LOOKED_AT)

@@ -96,13 +96,20 @@ class Source:
 
     def _showing(self, index: int, item: Item, rendered: Rendered) -> Prompt:
         """The prompt with its media as the model's processor makes them. Raises UnusablePrompt."""
-        plain = self._prompt(index, item, rendered, np.asarray(self._encode(rendered), np.int32))
-        with self._unusable(plain):
+        with self._unusable(self._plain(index, item, rendered)):
             assert self._media is not None
             with self._placed(index):
                 tokens, media = self._media.tokens(index, rendered.places, rendered.text, special=not rendered.is_chat)
             self._check_length(index, len(tokens))
         return self._prompt(index, item, rendered, tokens, media)
+
+    def without_media(self, index: int) -> Prompt:
+        """The prompt with its text's own tokens alone, for a group that fails."""
+        item = self._items[index]
+        return self._plain(index, item, self._render(index, item))
+
+    def _plain(self, index: int, item: Item, rendered: Rendered) -> Prompt:
+        return self._prompt(index, item, rendered, np.asarray(self._encode(rendered), np.int32))
 
     def example(self, index: int) -> tuple[Prompt, NDArray[np.int32]]:
         """The prompt, and the source's own answer as tokens with the one that ends it. Raises RunError where there is

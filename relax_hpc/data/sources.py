@@ -78,6 +78,16 @@ class PromptSources:
         where its media cannot."""
         return self._sources[source].prompt(index)
 
+    def without_media(self, source: int, index: int) -> Prompt:
+        """The prompt with its text's own tokens alone, for a group that fails."""
+        return self._sources[source].without_media(index)
+
+    @property
+    def show(self) -> bool:
+        """True where prompts may show images, video or sound: the model's family knows them, and there are rows of files."""
+        shows = self._processor is not None and bool(self._processor.family.modalities)
+        return shows and any(isinstance(one, FilePrompts) for one in self._recipe)
+
     def example(self, source: int, index: int) -> tuple[Prompt, NDArray[np.int32]]:
         """The prompt, and its source's own answer as tokens with the one that ends it. Raises RunError where there is
         no answer, or no room for it."""

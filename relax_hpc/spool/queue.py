@@ -199,17 +199,29 @@ class RequestQueue:
             self._names, self._request_files = now, sorted(found, key=lambda request_file: request_file.request_id)
         return self._request_files
 
-    def claim(self, worker: str, version: int) -> Claim | None:
+    def upcoming(self, place: int) -> Request | None:
+        """Read the open request at `place`, or the last one before; None if there is none. It stays open."""
+        found = self._open_request_files()[: place + 1]
+        return _read(self._run.open_requests / found[-1].name) if found else None
+
+    def is_open(self, request_id: str) -> bool:
+        """Return True if the request is open, as far as is known here."""
+        return any(found.request_id == request_id for found in self._open_request_files())
+
+    def claim(self, worker: str, version: int, prefers: str = "") -> Claim | None:
         """Claim the first request that may be started when `version` is the newest, evaluations first; None if there is
         none.
+
+        prefers: a request that is claimed before the others of its own batch, whose order does not matter.
 
         Raises FileNotFoundError if this worker was given up for lost: its claim directory is gone, only a new one can
         claim.
         """
         folder = self._run.claimed_requests / worker
-        for request_file in self._open_request_files():
-            if request_file.version > version:
-                continue
+        startable = [found for found in self._open_request_files() if found.version <= version]
+        if startable and _batch(startable[0].request_id) == _batch(prefers):
+            startable.sort(key=lambda found: found.request_id != prefers)
+        for request_file in startable:
             mine = request_file if request_file.keeps_version else replace(request_file, version=version)
             path = folder / mine.name
             if path in self._mine and is_there(path):
@@ -303,6 +315,10 @@ def end_claim(run: RunDir, claim: Claim) -> None:
 def _request_files(folder: Path) -> list[RequestFile]:
     """Return the requests in a folder; none if the folder is missing."""
     return [request_file for name in names(folder) if (request_file := RequestFile.parse(name)) is not None]
+
+
+def _batch(request_id: str) -> str:
+    return request_id.partition("-")[0]
 
 
 def _read(path: Path) -> Request | None:

@@ -224,6 +224,60 @@ def test_parquet_columns_of_bytes(seeing: Path, tmp_path: Path) -> None:
     assert sources(seeing, lone).prompt(0, 0).media is not None
 
 
+def saved(folder: Path, table: pyarrow.Table, files: int = 2) -> Path:
+    """A folder as `Dataset.save_to_disk` writes it: streams of Arrow batches, and the list of them."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05d}-of-{files:05d}.arrow" for i in range(files)]
+    each = -(-len(table) // files)
+    for i, name in enumerate(names):
+        part = table.slice(i * each, each)
+        with pyarrow.OSFile(str(folder / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(part, max_chunksize=2)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def test_a_folder_of_a_hugging_face_data_set(seeing: Path, hearing: Path, tmp_path: Path) -> None:
+    colors = ["red", "green", "blue"]
+    write(tmp_path, [])
+    cells = [{"bytes": png("red"), "path": "x.png"}, {"bytes": None, "path": str(tmp_path / "green.png")}]
+    columns = {
+        "images": pyarrow.array([*cells, {"bytes": png("blue"), "path": None}], PICTURE), "prompt": ["<image>?"] * 3,
+        "answer": colors,
+    }  # fmt: skip
+    table = pyarrow.table(columns)
+    saved(tmp_path / "set" / "train", table)
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    hub = tmp_path / "hub" / "data"
+    hub.mkdir(parents=True)
+    for i in range(2):
+        pyarrow.parquet.write_table(table.slice(2 * i, 2), hub / f"train-{i:05d}-of-00002.parquet")
+    for path in (tmp_path / "set" / "train", tmp_path / "hub", hub, hub / "train"):
+        found = sources(seeing, path)
+        assert found.sizes == [3] and found.check() == {}, path
+        prompts = [found.prompt(0, i) for i in range(3)]
+        assert [p.answer for p in prompts] == colors and all(p.metadata == {} for p in prompts)
+        shown = [p.media.tensors["pixel_values"].reshape(16, 3, -1).mean((0, 2)).argmax() for p in prompts if p.media]
+        assert shown == [0, 1, 2]
+    with pytest.raises(RunError, match=r"has the splits \['train', 'test'\]: name one, such as '.*set/train'"):
+        sources(seeing, tmp_path / "set")
+    pyarrow.parquet.write_table(table, hub / "test-00000-of-00001.parquet")
+    with pytest.raises(RunError, match=r"has the splits \['test', 'train'\]"):
+        sources(seeing, tmp_path / "hub")
+    assert sources(seeing, hub / "train").sizes == [3]
+    with pytest.raises(RunError, match="no folder that Dataset.save_to_disk wrote"):
+        sources(seeing, tmp_path)
+    (tmp_path / "set" / "train" / "data-00001-of-00002.arrow").write_bytes(b"x" * 99)
+    with pytest.raises(RunError, match="data-00001-of-00002.arrow: not an Arrow stream"):
+        sources(seeing, tmp_path / "set" / "train")
+    sounds = pyarrow.table({
+        "audio": pyarrow.array([{"bytes": wav(0.2), "path": None}], PICTURE), "prompt": ["<audio>?"], "answer": ["x"],
+    })  # fmt: skip
+    heard = sources(hearing, saved(tmp_path / "sounds", sounds, 1), media={"audio": "audio"}).prompt(0, 0)
+    assert int((heard.tokens == ids(hearing)["audio"]).sum()) == 3
+
+
 def test_the_same_picture_is_the_same_prompt_wherever_it_is_stored(seeing: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "<image>?", "images": [f"{c}.png"], "answer": "x"} for c in ("red", "green", "blue", "red")]
     path = write(tmp_path, rows)

@@ -5,12 +5,17 @@ peak_over_request: how far a worker's resident memory rises at most while it gen
      of one request (goal: 2 at most: one that is generated, one on its way to the disk). A fresh process (see sides/media_worker.py).
 put_over_raw: one shard with media, encoded, written, fsynced, linked, the folder fsynced, against one file of the same bytes,
      joined already, written and fsynced, on a disk, in turns; their seconds over ours (goal: 0.7 at least).
+decode_overlap: share of reading, decoding and processing prompts that is hidden behind generation (goal: 0.9 at least): what a
+     worker waits for its prompts with one process that reads ahead, over what it takes without, of all requests but the first,
+     medians of rounds in turns (see sides/media_ahead.py). Generating a request takes longer than decoding one here, as it does
+     anywhere; with the memory that reading ahead takes, over the media of one request ("ahead_over_request").
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -40,6 +45,9 @@ from tools.bench.common import (
     ratio,
     show,
 )
+
+AHEAD = (9, 8, 512, 192)
+"""Requests, prompts of one, pixels of a picture's side, tokens of an answer."""
 
 
 def worker_memory(folder: Path, *sizes: int) -> dict[str, int]:
@@ -74,6 +82,28 @@ class Puts:
         return seconds
 
 
+def decoding(folder: Path, rounds: int) -> dict[str, float]:
+    """Seconds for which a worker waited for prompts, with and without reading ahead (see sides/media_ahead.py)."""
+
+    def seen(data_workers: int) -> dict[str, float]:
+        sizes = (*AHEAD, data_workers)
+        command = [sys.executable, str(SIDES / "media_ahead.py"), str(folder / "ahead"), *map(str, sizes)]
+        printed = subprocess.run(command, check=True, env=our_environment(), stdout=subprocess.PIPE, text=True).stdout
+        shutil.rmtree(folder / "ahead")
+        found: dict[str, float] = json.loads(printed.splitlines()[-1])
+        return found
+
+    pairs = [(seen(1), seen(0)) for _ in range(rounds)]
+
+    def middle(side: int, name: str) -> float:
+        return statistics.median(pair[side][name] for pair in pairs)
+
+    return {
+        "waited": middle(0, "read_s"), "decoding": middle(1, "read_s"), "generating": middle(0, "generate_s"),
+        "generating_alone": middle(1, "generate_s"), "ahead": middle(0, "ahead") / middle(0, "request"),
+    }  # fmt: skip
+
+
 def put_over_raw(folder: Path, prompts: int, size: int, samples: int, rounds: int) -> Ratio:
     puts = Puts(folder, groups_of(np.random.default_rng(0), prompts, size, samples))
     with progress("puts", rounds + 2) as done:
@@ -88,6 +118,7 @@ def main() -> None:
     arguments.add_argument("--bytes", type=int, default=2_000_000, help="bytes of a prompt's media")
     arguments.add_argument("--samples", type=int, default=8, help="samples of a prompt")
     arguments.add_argument("--rounds", type=int, default=15)
+    arguments.add_argument("--ahead-rounds", type=int, default=3)
     given = parse(arguments)
     folder = disk_directory("omni_media")
     with doing("a worker generates and publishes"):
@@ -95,15 +126,27 @@ def main() -> None:
         seen = worker_memory(folder, *sizes)
     shutil.rmtree(folder / "run")
     put = put_over_raw(folder, given.in_request, given.bytes, given.samples, given.rounds)
+    with doing("a worker reads ahead"):
+        ahead = decoding(folder, given.ahead_rounds)
     shutil.rmtree(folder)
     table = Table("media of a request", "peak of a worker", "all distinct media", "all shards", "put over raw")
     table.add_row(*(f"{seen[name] / 1e6:.1f} MB" for name in ("request", "peak", "distinct", "stored")), str(put))
+    show(table)
+    hidden = 1 - ahead["waited"] / ahead["decoding"]
+    table = Table(
+        "decoding", "waited for it, read ahead", "hidden", "generating", "without reading ahead", "memory / request"
+    )
+    seconds = (f"{ahead[name]:.2f} s" for name in ("decoding", "waited", "generating", "generating_alone"))
+    decoding_s, waited_s, generating_s, alone_s = seconds
+    table.add_row(decoding_s, waited_s, f"{hidden:.1%}", generating_s, alone_s, f"{ahead['ahead']:.2f}")
     show(table)
     finish(
         {
             "stored_ratio": round(seen["stored"] / seen["distinct"], 4),
             "peak_over_request": round(seen["peak"] / seen["request"], 3),
             "put_over_raw": round(put.median, 3),
+            "decode_overlap": round(hidden, 3),
+            "ahead_over_request": round(ahead["ahead"], 3),
         },
         given.json,
     )

@@ -149,10 +149,10 @@ def inputs(recipe: Recipe) -> list[Check]:
         if path is None:
             continue
         key = f"{table}.prompts"
-        if Path(path).is_file() and os.access(path, os.R_OK):
+        if Path(path).exists() and os.access(path, os.R_OK):
             found.append(ok(key, str(path)))
         else:
-            found.append(failed(key, f"'{path}' cannot be read", "a .jsonl or .parquet file", f"--set {key}=FILE, or mend its permissions"))  # fmt: skip
+            found.append(failed(key, f"'{path}' cannot be read", "a .jsonl or .parquet file, or a folder", f"--set {key}=FILE, or mend its permissions"))  # fmt: skip
     return found
 
 

@@ -125,6 +125,13 @@ class Rollout(Table):
     )
     nodes: PositiveInt = Key(1, "Nodes that share the workers evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each worker.", resume=True)
+    data_workers: int = Key(
+        1,
+        "Processes with which each worker decodes and processes the images, video and sound of its next request while it generates one; "
+        "0: when it begins a request.",
+        ge=0,
+        resume=True,
+    )
     device: Literal["auto", "cpu", "cuda"] = Key("auto", "Device of the engine; `auto` takes a GPU where there is one.")
     groups_per_request: PositiveInt = Key(
         8, "Groups in one rollout request, generated as one batch; must divide trainer.prompts_per_step."

@@ -40,8 +40,10 @@ class Prompts(Table):
 class FilePrompts(Prompts):
     """Prompts from a JSONL or Parquet file."""
 
-    name: Literal["file"] = Key("file", "A .jsonl or .parquet file, one prompt a row.")
-    prompts: Path = Key(help="The file.", looked_up=True)
+    name: Literal["file"] = Key("file", "A .jsonl or .parquet file, or the folder of a data set, one prompt a row.")
+    prompts: Path = Key(
+        help="The file; or a folder that `Dataset.save_to_disk` wrote, or one of .parquet files.", looked_up=True
+    )
     prompt_key: str = Key(
         "prompt",
         "Column with the prompt (a.b for nested ones): text, or a list of chat messages for the tokenizer's chat template.",

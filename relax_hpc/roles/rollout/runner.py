@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc.data import PromptSources
-from relax_hpc.data.media_rows import UnusablePrompt
+from relax_hpc.data.ahead import PromptLoader, Unusable
 from relax_hpc.engines import EngineError, Sampling, make_engine
 from relax_hpc.environments import Environments
 from relax_hpc.files.errors import RunError
@@ -36,6 +36,8 @@ class RolloutRunner:
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self.engine = make_engine(recipe, model_dir)
         self.sources = PromptSources.of(recipe, tokenizer, self.engine.context, model_dir)
+        ahead = recipe.rollout.data_workers if self.sources.show else 0
+        self.loader = PromptLoader(self.sources, ahead, recipe.rollout.groups_per_request)
         environments, rewards = Environments(recipe), RewardRunner(recipe)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         placeholders = frozenset(family_of(config).placeholders(config).values())
@@ -51,13 +53,13 @@ class RolloutRunner:
         """Return the request's prompts, tokenized, their media decoded. One whose media cannot be used has its reason kept, and
         fails in `groups`."""
         self._unusable, found = {}, list[Prompt]()
-        for source, index in request.prompts:
-            try:
-                found.append(self.sources.prompt(source, index))
-            except UnusablePrompt as error:
-                logging.getLogger("episodes").warning("%s", error)
-                self._unusable[len(found)] = error.failure
-                found.append(error.prompt)
+        for prompt in self.loader.take(request.prompts):
+            if isinstance(prompt, Unusable):
+                logging.getLogger("episodes").warning("%s", prompt.failure.detail)
+                self._unusable[len(found)] = prompt.failure
+                found.append(prompt.prompt)
+            else:
+                found.append(prompt)
             progress("reading prompts")
         return found
 
@@ -100,6 +102,7 @@ class RolloutRunner:
 
     def close(self) -> None:
         """End the engine and the processes of rewards and environments."""
+        self.loader.close()
         self._setup.rewards.close()
         self._setup.environments.close()
         self.engine.close()

@@ -23,6 +23,7 @@ from relax_hpc.records import Failure, Group, PartialRollout, Prompt, failed_gro
 from relax_hpc.roles.common import gpus
 from relax_hpc.roles.common.device_lock import DeviceLock
 from relax_hpc.roles.common.process import Exit, RoleProcess, Stop
+from relax_hpc.roles.rollout.ahead import NextRequest
 from relax_hpc.roles.rollout.episodes import RolloutAborted
 from relax_hpc.roles.rollout.poll_leader import PollLeader
 from relax_hpc.roles.rollout.request_metrics import request_metrics, shard_meta
@@ -71,6 +72,7 @@ class RolloutWorker:
         self.release_devices()
         self.receiver = make_receiver(self.recipe, process.run, claim_dir)
         self.queue = RequestQueue(process.run, self.recipe.rollout.nodes)
+        self.next_request = NextRequest(self.queue, self.runner.loader, self.recipe.rollout.workers)
         self.poll_leader = PollLeader(process.run)
         self.queue.open_claim_dir(claim_dir)
         self.run_id = process.run.read_id()
@@ -138,7 +140,8 @@ class RolloutWorker:
                 continue
             elif self.queue.has_open() and self.acquire_devices():
                 newest = self.receiver.newest()
-                claim = self.queue.claim(self.claim_dir, newest.number) if newest else None
+                prefers = self.next_request.id
+                claim = self.queue.claim(self.claim_dir, newest.number, prefers) if newest else None
                 if claim is not None:
                     self.poll_leader.leave()
                     self.usual_s = max(time.perf_counter() - looking_since, self.usual_s / 2)
@@ -235,6 +238,8 @@ class RolloutWorker:
         began, began_at, scored_s = time.perf_counter(), time.time(), self.runner.scored_s
         sync_s, self.fetch_s = self.fetch_s, 0.0
         prompts = self.runner.prompts(request, self.progress)
+        read_s = time.perf_counter() - began
+        self.next_request.begun()
         partial = partial_rollouts.read(self.process.run, request, claim.request_file, prompts)
         try:
             groups = self.poison(claim, prompts) or self.again(lambda: self.episodes(claim, prompts, partial), request)
@@ -251,7 +256,7 @@ class RolloutWorker:
         image = encode(request.id, groups, shard_meta(claim, held) | about, spool.compression, kept)
         line = request_metrics(claim, held, groups, partial, generate_s, self.recipe.rollout.devices_each) | {
             "began": round(began_at, 3), "wait_s": waited_s, "sync_s": sync_s, "blocked_s": self.blocked_s,
-            "generate_s": generate_s, "swap_s": swap_s, "score_s": score_s,
+            "read_s": read_s, "generate_s": generate_s, "swap_s": swap_s, "score_s": score_s,
         }  # fmt: skip
         self.publisher.put(claim, image, line)
         began = time.perf_counter()
@@ -306,6 +311,8 @@ class RolloutWorker:
             raise Abort
         if self.process.stopping:
             raise Stop
+        if state in ("generating", "environments", "scoring"):
+            self.next_request.read_ahead()
         if self.swapping and state == "generating" and self.engine.version >= 0:  # else it is being started again
             self.sync()
 
