@@ -32,6 +32,11 @@ def unfilled(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device)
     return frozen
 
 
+def language_config(config: PreTrainedConfig) -> Any:
+    """The part of a folder's config that describes the language model to train."""
+    return family_of(config).config(config).get_text_config()
+
+
 def from_config(config: PreTrainedConfig, **how: Any) -> PreTrainedModel:
     """Build the model that is trained, with weights drawn at random."""
     family = family_of(config)
@@ -74,12 +79,13 @@ def named_as_in_files(tensors: Mapping[str, Tensor], config: PreTrainedConfig) -
     elif kind in TURNED:
         turned = {n: t.transpose(-1, -2) for n, t in tensors.items() if n.endswith((GATE_UP, DOWN))}
         tensors = {**tensors, **turned}
-    return {family.prefix + _in_files(name, family): tensor for name, tensor in tensors.items()}
+    return {name_in_files(name, family): tensor for name, tensor in tensors.items()}
 
 
-def _in_files(name: str, family: Family) -> str:
+def name_in_files(name: str, family: Family) -> str:
+    """The name that the model's files have for a parameter."""
     found = next(((ours, theirs) for ours, theirs in family.renamed if name.startswith(ours)), ("", ""))
-    return found[1] + name.removeprefix(found[0])
+    return family.prefix + found[1] + name.removeprefix(found[0])
 
 
 def _one_by_one(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

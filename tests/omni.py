@@ -35,12 +35,13 @@ class Shown:
     media: Media | None
 
 
-def config(kind: str) -> Any:
-    """The configuration of a tiny model; every layer takes part, and no two sizes are equal that could be confused."""
+def config(kind: str, layers: int = 4, deep: Sequence[int] = (0, 1, 2)) -> Any:
+    """The configuration of a tiny model; every layer takes part, and no two sizes are equal that could be confused. deep:
+    layers of the vision encoder whose features go into the first layers of the language model."""
     interleaved = {} if kind == "qwen2_5_vl" else {"mrope_interleaved": True}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], **interleaved}
     text: dict[str, Any] = {
-        "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }  # fmt: skip
@@ -59,7 +60,7 @@ def config(kind: str) -> Any:
     if kind == "qwen2_5_vl":
         vision |= {"fullatt_block_indexes": [1], "window_size": 32, "tokens_per_second": 2}
         return tf.Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
-    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1, 2]}
+    vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [*deep]}
     if kind == "qwen3_vl":
         return tf.Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
     if kind == "qwen3_vl_moe":
@@ -72,10 +73,10 @@ def config(kind: str) -> Any:
     return tf.Qwen3OmniMoeThinkerConfig(text_config=text, vision_config=vision, audio_config=audio, **ids)
 
 
-def folder(kind: str, where: Path, seed: int = 0) -> Path:
+def folder(kind: str, where: Path, seed: int = 0, **shape: Any) -> Path:
     """A model of this kind in `where`, with weights wide enough for distributions with a shape, and its tokenizer."""
     torch.manual_seed(seed)
-    model = from_config(config(kind))
+    model = from_config(config(kind, **shape))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, 0, SPREAD)

@@ -9,12 +9,15 @@ from typing import Any
 from transformers import AutoConfig
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.huggingface import TURNED, language_config
 from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
-from relax_hpc.recipe.tables.trainer import Sizes, misfit
+from relax_hpc.recipe.tables.trainer import Parallel, Sizes, misfit
 
 KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Model types that the backend can train."""
+"""Types of language models that the backend can train."""
+KNOWN_WITH_MEDIA = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
+"""Those of models with media."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The scaling of rotary frequencies that is built into Megatron-core."""
 
@@ -31,13 +34,14 @@ def check(recipe: Recipe, model_dir: Path) -> None:
     if scorer is not None and "teacher" in scorer.scores:
         models.append((TEACHER_KEY, recipe.models_beside[TEACHER_KEY], "scorer", scorer.processes))
     for key, folder, role, processes in models:
-        hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
         about = f"{key} = '{folder}': " if key else ""
         try:
-            refuse_foreign(hf)
+            refuse_foreign(config)
         except RunError as error:
             raise RunError(about + str(error)) from error
-        wrong = misfit(trainer.parallel, processes, sizes(hf), role)
+        wrong = misfit(trainer.parallel, processes, sizes(language_config(config)), role)
+        wrong = wrong or deep_misfit(trainer.parallel, config)
         if wrong:
             raise RunError(about + wrong)
 
@@ -60,8 +64,8 @@ def check_family(recipe: Recipe, model_dir: Path) -> None:
         return
     about = f"the model ({family.name}) sees {', '.join(family.modalities)}"
     engine = recipe.rollout.engine if recipe.generates else "torch"
-    for key, name in (("trainer.backend", recipe.trainer.backend), ("rollout.engine", engine)):
-        if name in ("megatron", "sglang"):
+    for key, name in (("rollout.engine", engine),):
+        if name == "sglang":
             raise RunError(f'{about}, and {key} = "{name}" shows it none yet: use "torch"')
     for key, folder in recipe.models_beside.items():
         other = family_of(AutoConfig.from_pretrained(folder, local_files_only=True))
@@ -98,13 +102,26 @@ def sizes(hf: Any) -> Sizes:
     )
 
 
-def refuse_foreign(hf: Any) -> None:
+def deep_misfit(plan: Parallel, config: Any) -> str | None:
+    """Explain why the vision encoder's features do not reach all layers that they are added behind; None where they do."""
+    deep = family_of(config).deep_layers(config)
+    stages = plan.pipeline * plan.virtual_pipeline
+    held = language_config(config).num_hidden_layers // stages
+    if held >= deep:
+        return None
+    return (
+        f"[trainer.parallel] pipeline x virtual_pipeline = {stages} leaves {held} layers on the first stage, and the vision "
+        f"encoder's features go into the model's first {deep} (deepstack): use fewer stages"
+    )
+
+
+def refuse_foreign(config: Any) -> None:
     """Raise RunError for a model that Megatron-core would compute differently."""
-    wrong = None
+    wrong, hf = None, language_config(config)
     rope = getattr(hf, "rope_parameters", None) or {}
     scaling = {key: rope.get(key) for key in LLAMA3_ROPE}
-    if hf.model_type not in KNOWN:
-        wrong = f"model_type '{hf.model_type}': {', '.join(KNOWN)} are known"
+    if hf.model_type not in KNOWN + KNOWN_WITH_MEDIA:
+        wrong = f"model_type '{hf.model_type}': {', '.join(KNOWN + KNOWN_WITH_MEDIA)} are known"
     elif rope.get("rope_type") not in ("default", "llama3") or (
         rope["rope_type"] == "llama3" and scaling != LLAMA3_ROPE
     ):
@@ -119,5 +136,7 @@ def refuse_foreign(hf: Any) -> None:
         wrong = f"hidden_act '{hf.hidden_act}': silu is known"
     elif getattr(hf, "mlp_bias", False) or (hf.model_type != "qwen2" and getattr(hf, "attention_bias", False)):
         wrong = "biases in attention or MLP"
+    elif hf.model_type in TURNED and hf.hidden_size in (hf.moe_intermediate_size, 2 * hf.moe_intermediate_size):
+        wrong = f"experts as wide as the model, or half ({hf.moe_intermediate_size}, {hf.hidden_size}), so that files cannot say which way their matrices lie"
     if wrong:
         raise RunError(f'trainer.backend = "megatron" cannot train this model: it has {wrong}; use the torch backend')

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -176,11 +176,14 @@ def shown_by(rollouts: Rollouts, rows: Rows, family: Family) -> dict[str, NDArra
     return family.joined(shown) if shown else {}
 
 
-def pack(
-    rollouts: Rollouts, rows: Rows, unit: int = 1, row_unit: int = 1, family: Family = TEXT, config: Any = None
-) -> MicroBatch:
-    """Make the arrays of one micro-batch; without trees, of a few tokens that enter no loss. unit, row_unit: each tree,
-    and each row, is padded to a multiple of so many tokens; config: the model's, which a family with media reads."""
+def pack(rollouts: Rollouts, rows: Rows, family: Family = TEXT, config: Any = None) -> MicroBatch:
+    """Make the arrays of one micro-batch with its media. config: the model's, which a family with media reads."""
+    return replace(place(rollouts, rows, 1, 1, family, config), media=shown_by(rollouts, rows, family))
+
+
+def place(rollouts: Rollouts, rows: Rows, unit: int, row_unit: int, family: Family, config: Any) -> MicroBatch:
+    """Make the arrays of one micro-batch, without media; without trees, of a few tokens that enter no loss. unit,
+    row_unit: each tree, and each row, is padded to a multiple of so many tokens."""
     lengths = [[rounded(tree_length(rollouts, tree), unit) for tree in row] for row in rows]
     width = rounded(max(1, *map(sum, lengths)), row_unit)
     tokens = np.zeros((len(rows), width), np.int64)
@@ -212,4 +215,4 @@ def pack(
             segments[r, begin:at] = segment
             at = filled
     found, of = (np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (predictors, targets))
-    return MicroBatch(tokens, positions, segments, branches, found, of, shown_by(rollouts, rows, family))
+    return MicroBatch(tokens, positions, segments, branches, found, of)

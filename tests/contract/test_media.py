@@ -30,6 +30,7 @@ EACH = 3
 """Samples of each prompt."""
 CPU = torch.device("cpu")
 SAMPLING = Sampling(max_new_tokens=8)
+PARTS = {"freeze": ["vision"], "learning_rates": {"projector": 1e-4}}
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,27 @@ def test_frozen_parts_stay_and_parts_have_learning_rates_of_their_own(setup: Set
     assert not any(part_of(name) == frozen for name in trainer.learning["policy"].parameters)  # type: ignore[attr-defined]
 
 
+def test_megatron_makes_the_steps_of_the_torch_trainer(setup: Setup) -> None:
+    """With frozen and slow parts, and with every activation computed again."""
+    made = rollouts_of(setup.prompts, answers_to(setup.prompts))
+    steps: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
+    for backend, parallel in (("torch", {}), ("megatron", {}), ("megatron", {"recompute": "full"})):
+        recipe = omni.recipe(
+            setup.folder,
+            trainer={"backend": backend, "parallel": parallel, "tokens_per_micro_batch": 60, "weight_decay": 0.1, **PARTS},
+            algorithm={"name": "grpo", "group_size": EACH, "kl_coef": 0.2},
+        )  # fmt: skip
+        trainer, algorithm = make_trainer(recipe, setup.folder, 0, 1), make_algorithm(recipe.algorithm)
+        steps.append(([trainer.step(made, algorithm, step) for step in range(2)], dict(trainer.export())))
+    (expected, weights), *others = steps
+    for said, exported in others:
+        for mine, one in zip(said, expected, strict=True):
+            assert mine == pytest.approx(one, rel=1e-5, abs=1e-5)
+        assert exported.keys() == weights.keys()
+        for name, tensor in weights.items():
+            torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4, msg=name)
+
+
 def test_changed_media_are_refused_before_they_are_encoded(setup: Setup) -> None:
     media = setup.prompts[0].media
     assert media is not None
@@ -223,9 +245,10 @@ def test_changed_media_are_refused_before_they_are_encoded(setup: Setup) -> None
     pixels.view(np.uint8).reshape(-1)[77] ^= 1
     shown = Shown(setup.prompts[0].tokens, Media({**media.tensors, "pixel_values": pixels}, media.digest))
     made = rollouts_of([shown], answers_to([shown]))
-    recipe = omni.recipe(setup.folder, algorithm={"name": "grpo", "group_size": EACH})
-    with pytest.raises(Damaged, match="the trainer's encoders: a prompt's media"):
-        make_trainer(recipe, setup.folder, 0, 1).step(made, make_algorithm(recipe.algorithm), 0)
+    for backend in ("torch", "megatron"):
+        recipe = omni.recipe(setup.folder, trainer={"backend": backend}, algorithm={"name": "grpo", "group_size": EACH})
+        with pytest.raises(Damaged, match="the trainer's encoders: a prompt's media"):
+            make_trainer(recipe, setup.folder, 0, 1).step(made, make_algorithm(recipe.algorithm), 0)
     with pytest.raises(Damaged, match="the engine's encoders: a prompt's media"):
         setup.engine.generate([shown.tokens], 1, SAMPLING, 0, media=[shown.media])
 

@@ -24,7 +24,7 @@ from relax_hpc.recipe.schema import TEACHER_KEY, Recipe
 from relax_hpc.recipe.tables.scoring import Scorer
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_scoring, make_trainer
-from tests import processes, tiny
+from tests import media_splits, processes, tiny
 
 JOIN_S = 900
 WORLD = 4
@@ -245,6 +245,8 @@ def work(rank: int, folder: Path, results: Any) -> None:
                 scores(recipe, folder / model, trainer, exported)
             said.append(trainer.step(tiny.random_rollouts(14, seed=3), further(name), 3))
             results.put((rank, name, said, ""))
+        for name in media_splits.TESTED:
+            results.put((rank, name, media_splits.steps(name, folder, rank, WORLD), ""))
     except BaseException:
         results.put((rank, name, [], traceback.format_exc()))
         raise
@@ -258,15 +260,17 @@ def splits(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     for name in MODELS:
         tiny.folder(recipe_of(name, folder), folder / name)
     tiny.folder(OTHER, folder / "other", seed=1)
+    media_splits.folders(folder)
     context = processes.context()
     results = context.Queue()
     ranks = [context.Process(target=work, args=(rank, folder, results)) for rank in range(WORLD)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + JOIN_S
-    found: dict[str, list[list[dict[str, float]]]] = {name: [[]] * WORLD for name in SPLITS}
+    every = [*SPLITS, *media_splits.TESTED]
+    found: dict[str, list[list[dict[str, float]]]] = {name: [[]] * WORLD for name in every}
     try:
-        for _ in range(WORLD * len(SPLITS)):
+        for _ in range(WORLD * len(every)):
             rank, name, said, error = results.get(timeout=max(1.0, deadline - time.monotonic()))
             assert not error, f"rank {rank}, {name}: {error}"
             found[name][rank] = said
@@ -310,12 +314,33 @@ def test_a_split_makes_the_steps_of_one_process_and_goes_on_from_another_splits_
 ) -> None:
     folder, found = splits
     (expected, weights), last = alone[0][SPLITS[name][0]], alone[1][name]
-    assert all(said == found[name][0] for said in found[name]), "metrics differ between ranks"
-    for mine, one in zip(found[name][0], [*expected, last], strict=True):
+    compare(folder, name, found[name], [*expected, last], weights)
+
+
+@pytest.mark.parametrize("kind", media_splits.SHAPES)
+def test_a_split_of_a_model_with_media_makes_the_steps_of_one_process(
+    kind: str, splits: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, found = splits
+    torch.set_num_threads(1)
+    expected, weights = media_splits.alone(kind, folder)
+    for name in (name for name in media_splits.TESTED if media_splits.SPLITS[name][0] == kind):
+        compare(folder, name, found[name], expected, weights)
+
+
+def compare(
+    folder: Path,
+    name: str,
+    found: list[list[dict[str, float]]],
+    expected: list[dict[str, float]],
+    weights: dict[str, torch.Tensor],
+) -> None:
+    assert all(said == found[0] for said in found), f"{name}: metrics differ between ranks"
+    for mine, one in zip(found[0], expected, strict=True):
         assert mine.keys() == one.keys()
         for metric, value in one.items():
-            assert mine[metric] == pytest.approx(value, rel=5e-5, abs=5e-6), metric
+            assert mine[metric] == pytest.approx(value, rel=5e-5, abs=5e-6), f"{name}: {metric}"
     exported = load_file(folder / f"{name}.safetensors")
     assert exported.keys() == weights.keys()
     for key, tensor in weights.items():
-        torch.testing.assert_close(exported[key], tensor, rtol=0, atol=1e-4, msg=key)
+        torch.testing.assert_close(exported[key], tensor, rtol=0, atol=1e-4, msg=f"{name}: {key}")

@@ -36,8 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"rollout": {"engine": "sglang"}}, r'sees image, video, and rollout.engine = "sglang" shows it none yet'),
         (
-            {"trainer": {"backend": "megatron"}},
-            r'sees image, video, and trainer.backend = "megatron" shows it none yet',
+            {"trainer": {"backend": "megatron", "processes": 2, "parallel": {"pipeline": 2}}},
+            r"leaves 2 layers on the first stage, and the vision encoder's features go into the model's first 3 \(deepstack\): use fewer stages",
         ),
         (
             {"trainer": {"freeze": ["audio"]}},
@@ -64,11 +64,9 @@ def test_a_teacher_of_another_family_is_refused_and_a_text_model_has_one_part(fo
         fit.check(omni.recipe(blind, trainer={"freeze": ["vision"]}), blind)
 
 
-def test_a_part_is_frozen_or_has_a_rate_and_only_the_torch_backend_has_parts() -> None:
+def test_a_part_is_frozen_or_has_a_rate() -> None:
     with pytest.raises(ValueError, match=r"both name \['vision'\]"):
         tiny.recipe(trainer={"freeze": ["vision"], "learning_rates": {"vision": 1e-5}})
-    with pytest.raises(ValueError, match='are for trainer.backend = "torch"'):
-        tiny.recipe(trainer={"freeze": ["vision"], "backend": "megatron"})
 
 
 def test_a_placeholder_that_is_drawn_ends_its_sample_and_its_shard_says_so(

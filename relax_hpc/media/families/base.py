@@ -31,6 +31,8 @@ class Family:
     """(beginning of a parameter's name, its part: "vision", "projector" or "audio"); the first that fits holds."""
     axes: ClassVar[int] = 1
     """Numbers that a position has."""
+    language: ClassVar[str] = "model."
+    """Names of the language model's parameters begin with this, except the head's."""
     prefix: ClassVar[str] = ""
     """Names in the files of the whole model begin with this, where only a part of it is built."""
     renamed: ClassVar[Sequence[tuple[str, str]]] = ()
@@ -50,6 +52,11 @@ class Family:
     def config(self, config: Any) -> Any:
         """The part of a folder's config that the model to train is built from."""
         return config
+
+    def deep_layers(self, config: Any) -> int:
+        """How many of the language model's first layers have features of the vision encoder added behind them (deepstack)."""
+        vision = getattr(self.config(config), "vision_config", None)
+        return len(getattr(vision, "deepstack_visual_indexes", ()))
 
     def placeholders(self, config: Any) -> dict[str, int]:
         """Modality -> id of its placeholder token. A model may never draw one."""

@@ -42,6 +42,7 @@ class Qwen3VL(QwenVision):
     """Qwen3-VL and Qwen3-VL-MoE: every frame of a video stands between tokens of its own, with its time as text."""
 
     name = "qwen3_vl"
+    language = "model.language_model."
     model_types = frozenset({"qwen3_vl", "qwen3_vl_moe"})
     placeholder_keys: ClassVar = {"image": "image_token_id", "video": "video_token_id"}
     axes = 3

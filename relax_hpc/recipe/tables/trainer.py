@@ -173,10 +173,6 @@ class Trainer(Table):
             raise conflict('[trainer.parallel] is for trainer.backend = "megatron": set that, or remove the table')
         if both := sorted({*self.freeze} & {*self.learning_rates}):
             raise conflict(f"trainer.freeze and trainer.learning_rates both name {both}: leave them out of one")
-        if self.backend == "megatron" and (self.freeze or self.learning_rates):
-            raise conflict(
-                'trainer.freeze and trainer.learning_rates are for trainer.backend = "torch": set that, or remove them'
-            )
         if wrong := misfit(self.parallel, self.processes, None):
             raise conflict(wrong)
         return self

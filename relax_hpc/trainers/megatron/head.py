@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
-from relax_hpc.trainers.megatron.packing import LocalBatch
+from relax_hpc.trainers.megatron.encoders import Encoders
+from relax_hpc.trainers.megatron.packing import LocalBatch, Packed
 
 
 class Policy(GPTModel):  # type: ignore[misc]
@@ -25,12 +26,33 @@ class Policy(GPTModel):  # type: ignore[misc]
     output_layer: Any
     real_vocabulary: int
     """Size of the vocabulary; rows beyond it only fill up the embedding."""
+    hf: Any
+    """Hugging Face's configuration of the model."""
+    encoders: Encoders | None
+    """The encoders of media, on the first stage of a model that has them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.encoders = None
         if self.post_process:  # token_logprobs gathers the hidden states, and their gradients, itself
             self.output_layer.sequence_parallel = self.output_layer.allreduce_dgrad = False
             self.output_layer.disable_grad_reduce = True
+
+    def forward(self, tokens: Tensor, positions: Tensor, *, packed_seq_params: Packed) -> Tensor:
+        """[t / tensor, 1, H] hidden states of a micro-batch, behind this process's layers."""
+        embeddings = deep = None
+        if self.encoders is not None and packed_seq_params.shown is not None:
+            embeddings, deep = self.encoders(self.embedding(tokens, positions), packed_seq_params.shown)
+        # deep features travel as the layers' context: a recomputed layer then gives their gradients like its input's
+        hidden: Tensor = super().forward(
+            tokens,
+            positions,
+            None,
+            embeddings,
+            packed_seq_params=packed_seq_params,
+            extra_block_kwargs={"context": deep},
+        )
+        return hidden
 
     def _postprocess(self, hidden_states: Tensor, **ignored: Any) -> Tensor:
         return hidden_states

@@ -50,6 +50,27 @@ def _replace(spec: Any, by: dict[type, type], seen: set[int]) -> None:
                 _replace(value, by, seen)
 
 
+class MultimodalRotary(torch.nn.Module):
+    """Rotary angles of positions on three axes: each frequency turns by one of them, all in turns or a stretch each.
+
+    Megatron-core's own knows stretches only.
+    """
+
+    def __init__(self, rope: dict[str, Any], size: int, device: Any) -> None:
+        super().__init__()
+        sections: list[int] = rope["mrope_section"]
+        axes = [axis for axis, length in enumerate(sections) for _ in range(length)]
+        if rope.get("mrope_interleaved"):
+            axes = [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(size // 2)]
+        self.axes = torch.tensor(axes, device=device)
+        self.frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, device=device).float() / size))
+
+    def forward(self, positions: Tensor, sections: Any, cp_group: Any = None) -> Tensor:
+        """[T, 1, 1, size] angles of positions [3, 1, T]."""
+        angles = positions[self.axes, 0].T.float() * self.frequencies
+        return torch.cat((angles, angles), -1)[:, None, None]
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm with a marked weight: under sequence parallelism each process sees some tokens, so gradients are summed."""
 

@@ -114,7 +114,7 @@ class Learners(Split, Updating):
         learning.zero()
         if token_loss.learner == "critic":
             rollouts = replace(rollouts, routed_experts=None)  # its experts are its own
-        batches = self._batches(rollouts)
+        batches = self._batches(rollouts, learning.chunks)
         sums: dict[str, float] = {}
 
         def loss_of(number: int, *found: Tensor) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
+from megatron.core.optimizer_param_scheduler import ParamGroupOverride
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -16,14 +19,28 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.trainer import ADAM_EPS
 from relax_hpc.trainers.megatron.head import Policy
 
+PartOf = Callable[[str], str]
+
 
 class Learning:
     """A model that learns. reduced: the chunks for a forward with gradients; `config`, which sums these, is theirs alone."""
 
-    def __init__(self, chunks: list[Policy], config: TransformerConfig, recipe: Recipe) -> None:
+    def __init__(
+        self, chunks: list[Policy], config: TransformerConfig, recipe: Recipe, part_of: PartOf = lambda name: "whole"
+    ) -> None:
+        """part_of: parameter's name -> the part of the model, by which freeze and learning_rates name it."""
         self.chunks, self.recipe = chunks, recipe
+        named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
+        for name, parameter in named:
+            parameter.requires_grad_(part_of(name) not in recipe.trainer.freeze)
         self.reduced = self._reduced(config)
-        self.optimizer = get_megatron_optimizer(_optimizer_config(recipe), self.reduced, use_gloo_process_groups=False)
+        of_optimizer = _optimizer_config(recipe)
+        groups = get_standard_config_overrides(of_optimizer)
+        for part, rate in recipe.trainer.learning_rates.items():
+            mine = {id(parameter) for name, parameter in named if part_of(name) == part}
+            is_mine = ParamPredicate(name=part, fn=lambda parameter, mine=mine: id(parameter) in mine)
+            groups[ParamKey(predicate=is_mine)] = ParamGroupOverride(max_lr=rate)
+        self.optimizer = get_megatron_optimizer(of_optimizer, self.reduced, groups, use_gloo_process_groups=False)
         self.begin()
 
     def begin(self, steps: int = 0) -> None:
@@ -46,12 +63,13 @@ class Learning:
         return float(self.optimizer.get_grad_norm())
 
     def update(self, norm: float, rate: float) -> None:
-        """Clip gradients of this norm, and make one step with learning rate `rate`."""
+        """Clip gradients of this norm, and make one step with learning rate `rate`; parts have theirs in proportion."""
         config = self.recipe.trainer
         for optimizer in self.optimizers():
             clip_grad_by_total_norm_fp32(optimizer.get_parameters(), config.clip_grad_norm, norm)
             for group in optimizer.param_groups:
-                group["lr"], group["weight_decay"] = rate, config.weight_decay * group["wd_mult"]
+                group["lr"] = rate * group["max_lr"] / config.learning_rate
+                group["weight_decay"] = config.weight_decay * group["wd_mult"]
         self.optimizer.step_with_ready_grads()
         self.steps += 1
 

@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from relax_hpc.huggingface import language_config
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.tables.trainer import Trainer
 from relax_hpc.trainers.fit import sparse_layers
+from relax_hpc.trainers.megatron.encoders import Encoders, attach_deep
 from relax_hpc.trainers.megatron.head import Policy
-from relax_hpc.trainers.megatron.layers import block_spec
+from relax_hpc.trainers.megatron.layers import MultimodalRotary, block_spec
 from relax_hpc.trainers.megatron.replay import attach
 
 
@@ -22,8 +25,9 @@ def transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config(hf: Any, trainer: Trainer) -> TransformerConfig:
-    """Megatron-core's description of the model `hf`, split as the recipe says."""
+def transformer_config(config: Any, trainer: Trainer) -> TransformerConfig:
+    """Megatron-core's description of the language model of `config`, split as the recipe says."""
+    hf, axes = language_config(config), family_of(config).axes
     plan, cpu = trainer.parallel, not torch.cuda.is_available()
     fused = transformer_engine()
     heads = hf.num_attention_heads
@@ -37,9 +41,9 @@ def transformer_config(hf: Any, trainer: Trainer) -> TransformerConfig:
         kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        qk_layernorm=hf.model_type.startswith("qwen3"),
         add_bias_linear=False,
-        add_qkv_bias=hf.model_type == "qwen2",
+        add_qkv_bias=hf.model_type in ("qwen2", "qwen2_5_vl_text"),
         gated_linear_unit=True,
         activation_func=F.silu,
         attention_dropout=0.0,
@@ -67,7 +71,8 @@ def transformer_config(hf: Any, trainer: Trainer) -> TransformerConfig:
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and axes == 1,  # the fused one counts positions itself
+        mrope_section=hf.rope_parameters["mrope_section"] if axes > 1 else None,
         moe_permute_fusion=fused,
         gradient_accumulation_fusion=False,  # needs kernels of Apex
     )
@@ -81,7 +86,7 @@ def _experts(hf: Any, fused: bool) -> dict[str, Any]:
         "moe_router_topk": hf.num_experts_per_tok,
         "moe_ffn_hidden_size": hf.moe_intermediate_size,
         "moe_layer_freq": sparse_layers(hf),
-        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": fused,
@@ -97,9 +102,10 @@ def _recompute(trainer: Trainer) -> dict[str, Any]:
 
 
 def build(
-    hf: Any, config: TransformerConfig, groups: ProcessGroupCollection, kind: type[Policy] = Policy
+    whole: Any, config: TransformerConfig, groups: ProcessGroupCollection, kind: type[Policy] = Policy
 ) -> list[Policy]:
-    """Build this process's part of the model, a chunk for each virtual stage; its weights are not set."""
+    """Build this process's part of the model `whole`, a chunk for each virtual stage; its weights are not set."""
+    hf, family = language_config(whole), family_of(whole)
     stages: int = groups.pp.size()
     rank: int = groups.pp.rank()
     virtual: int | None = config.virtual_pipeline_model_parallel_size
@@ -114,8 +120,8 @@ def build(
             max_sequence_length=hf.max_position_embeddings,
             pre_process=rank == 0 and not stage,
             post_process=rank == stages - 1 and (stage is None or virtual is None or stage == virtual - 1),
-            share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            position_embedding_type="rope",
+            share_embeddings_and_output_weights=family.config(whole).tie_word_embeddings,
+            position_embedding_type="rope" if family.axes == 1 else "mrope",
             rotary_base=int(rope["rope_theta"]),
             rope_scaling=rope["rope_type"] == "llama3",
             rope_scaling_factor=rope.get("factor", 1.0),
@@ -125,6 +131,11 @@ def build(
         for stage in ([None] if virtual is None else range(virtual))
     ]
     for chunk in chunks:
-        chunk.real_vocabulary = hf.vocab_size
+        chunk.real_vocabulary, chunk.hf = hf.vocab_size, whole
         attach(chunk.decoder.layers)
+        if family.axes > 1:
+            chunk.rotary_pos_emb = MultimodalRotary(rope, config.kv_channels, torch.cuda.current_device())
+        if chunk.pre_process and family.modalities:
+            chunk.encoders = Encoders(whole, config)
+            attach_deep(chunk.decoder.layers, family.deep_layers(whole))
     return chunks

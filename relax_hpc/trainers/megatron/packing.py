@@ -19,8 +19,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from relax_hpc.media.families import TEXT, Family
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import packing
+from relax_hpc.trainers.megatron.shown import Shown, shown_by
 from relax_hpc.trainers.packing import balance, in_loss, rounded, tree_length
 
 
@@ -63,6 +65,7 @@ class Packed(PackedSeqParams):  # type: ignore[misc]
 
     lengths: NDArray[np.int64] | None = None  # [n] of the filled-up sequences
     layout: Layout | None = None
+    shown: Shown | None = None  # the media; None where none are encoded
     routed: Tensor | None = (
         None  # [t / tensor, layers, K] experts of the tokens that this process routes; None: the router's
     )
@@ -80,7 +83,7 @@ class LocalBatch:
     enter the loss, m of them predicted here."""
 
     tokens: Tensor  # [1, t] int64
-    positions: Tensor  # [1, t] int64 within the sequence
+    positions: Tensor  # [1, t] int64 within the sequence; [3, 1, T] float32, of all tokens, where they have three axes
     packed: Packed
     targets: NDArray[np.int64]  # [M] the tokens in the loss, by their index in rollouts.tokens
     predictors: Tensor  # [m] where, among the t tokens here, a token in the loss is predicted
@@ -113,14 +116,23 @@ def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[lis
         count += max(1, count // 8)
 
 
-def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.device) -> LocalBatch:
-    """Make this process's part of one micro-batch: one row of samples, one behind the other."""
-    whole = packing.pack(rollouts, [[(sample,) for sample in samples]], layout.unit, layout.unit * layout.tensor)
+def pack(
+    rollouts: Rollouts,
+    samples: list[int],
+    layout: Layout,
+    device: torch.device,
+    family: Family = TEXT,
+    config: Any = None,
+    encodes: bool = False,
+) -> LocalBatch:
+    """Make this process's part of one micro-batch: one row of samples, one behind the other. encodes: media too."""
+    rows: packing.Rows = [[(sample,) for sample in samples]]
+    whole = packing.place(rollouts, rows, layout.unit, layout.unit * layout.tensor, family, config)
     each = [rounded(tree_length(rollouts, (sample,)), layout.unit) for sample in samples]
     # padding goes behind the last sequence: causal attention does not see it
     lengths = np.array(each or [0], np.int64)
     lengths[-1] += whole.tokens.shape[1] - lengths.sum()
-    positions = np.concatenate([np.arange(n) for n in lengths])
+    starts = np.cumsum([0, *lengths[:-1]])
     held = _held(lengths, layout, layout.context_rank)
     mine_only = np.array_split(held, layout.tensor)[layout.tensor_rank]  # equal parts
     here = np.full(int(lengths.sum()), -1)
@@ -134,9 +146,12 @@ def pack(rollouts: Rollouts, samples: list[int], layout: Layout, device: torch.d
         routed = [_routes(experts[slice(*recorded[s : s + 2])], n) for s, n in zip(samples, each, strict=True)]
         every = np.concatenate([experts[:0], *routed])
         packed.routed = to(_routes(every, int(lengths.sum()))[mine_only].astype(np.int64))
+    if encodes:
+        packed.shown = shown_by(rollouts, samples, starts, mine_only, family, config, device)
+    within = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     return LocalBatch(
         tokens=to(whole.tokens[0, held])[None],
-        positions=to(positions[held])[None],
+        positions=to(whole.positions if family.axes > 1 else within[held][None]),
         packed=packed,
         targets=whole.targets,
         predictors=to(chosen[mine]),

@@ -29,7 +29,7 @@ class MegatronScoring(Split):
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         assert recipe.scorer is not None
         super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "scorer"))
-        self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
+        self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         self.models: dict[str, list[Policy]] = {}
 
     @supported
@@ -40,7 +40,7 @@ class MegatronScoring(Split):
     def load(self, name: str, tensors: Mapping[str, Tensor], where: Path) -> None:
         if name not in self.models:
             self._keep(name, build(self.hf, transformer_config(self.hf, self.recipe.trainer), self.groups))
-        weights.load_tensors(self.models[name], tensors, where, self.hf, self.groups)
+        weights.load_tensors(self.models[name], tensors, where, self.groups)
 
     @supported
     def logprobs(self, name: str, rollouts: Rollouts, progress: Progress = lambda: None) -> NDArray[np.float32]:

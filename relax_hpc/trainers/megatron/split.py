@@ -21,6 +21,7 @@ from transformers import AutoConfig
 import relax_hpc.trainers.megatron.export.weights as weights
 import relax_hpc.trainers.megatron.groups as groups
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, token_values
@@ -58,7 +59,7 @@ class Split:
         def forward(numbers: Iterator[int], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             number = next(numbers)
             batch = batches[number]
-            hidden = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
+            hidden = model(batch.tokens, batch.positions, packed_seq_params=batch.packed)
             policy = getattr(model, "module", model)
             return hidden, partial(finish, policy, number)
 
@@ -90,7 +91,7 @@ class Split:
     ) -> NDArray[np.float32]:
         """[T] a model's output at the tokens in the loss; on every process."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)
-        batches = self._batches(rollouts)
+        batches = self._batches(rollouts, models)
 
         def keep(number: int, found: Tensor, *ignored: Tensor) -> Tensor:
             progress()
@@ -107,18 +108,20 @@ class Split:
         """Return True on the process whose numbers count: those that share sequences or matrices compute the same ones."""
         return bool(self.groups.tp.rank() == self.groups.cp.rank() == 0)
 
-    def _batches(self, rollouts: Rollouts) -> list[LocalBatch]:
+    def _batches(self, rollouts: Rollouts, models: list[Any]) -> list[LocalBatch]:
         parallel = self.recipe.trainer.parallel
         # interleaved stages take micro-batches in rounds of as many as there are stages
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
         shares = plan(rollouts, self.groups.dp.size(), self._budget, multiple)
-        return [pack(rollouts, samples, self.layout, self.device) for samples in shares[self.groups.dp.rank()]]
+        config = models[0].hf
+        make = partial(pack, family=family_of(config), config=config, encodes=models[0].encoders is not None)
+        return [make(rollouts, samples, self.layout, self.device) for samples in shares[self.groups.dp.rank()]]
 
     def _read(self, kind: type[Policy], folder: Path) -> list[Policy]:
         """Load the model in `folder`, split as the policy is."""
-        hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        hf = AutoConfig.from_pretrained(folder, local_files_only=True)
         chunks = build(hf, transformer_config(hf, self.recipe.trainer), self.groups, kind)
-        weights.fill(chunks, folder, hf, self.groups)
+        weights.fill(chunks, folder, self.groups)
         return chunks
 
 

@@ -19,12 +19,14 @@ from transformers import AutoConfig
 import relax_hpc.trainers.megatron.export.weights as weights
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import check_beside, weights_folder
 from relax_hpc.trainers.host_copies import HostCopies
 from relax_hpc.trainers.megatron.cpu import supported
+from relax_hpc.trainers.megatron.encoders import PREFIX
 from relax_hpc.trainers.megatron.head import Critic, Policy
 from relax_hpc.trainers.megatron.learners import Learners
 from relax_hpc.trainers.megatron.learning import Learning
@@ -42,13 +44,14 @@ class MegatronTrainer(Learners, PolicyUpdating):
         check_beside(recipe, model_dir)
         fit.check(recipe, model_dir)
         super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "trainer"))
-        self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True).get_text_config()
+        self.hf: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         folder = weights_folder(recipe.model, model_dir)
         self.chunks = build(self.hf, transformer_config(self.hf, recipe.trainer), self.groups)
-        weights.fill(self.chunks, folder, self.hf, self.groups)
+        weights.fill(self.chunks, folder, self.groups)
         self.parts = weights.parts(self.chunks, self.groups)
         self.sending = weights.plan_export(self.parts, self.groups)
-        self.learning["policy"] = Learning(self.chunks, self.chunks[0].config, recipe)
+        part_of = lambda name: family_of(self.hf).part(name.removeprefix(PREFIX)) if PREFIX in name else "language"
+        self.learning["policy"] = Learning(self.chunks, self.chunks[0].config, recipe, part_of)
         self.reference: list[Policy] = []
         if needs_reference(recipe):
             self.reference = build(self.hf, self.chunks[0].config, self.groups)

@@ -43,7 +43,7 @@ def to_megatron(source: Path, output: Path) -> None:
     trainer = _trainer(dtype_of(source), source)
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)
-    weights.fill(chunks, source, hf, own)
+    weights.fill(chunks, source, own)
     state.Saving(output, {"model": state.sharded(chunks, own), "steps": 0}).finish()
     copy_small_files(source, output)
 
@@ -96,6 +96,6 @@ def _write(tensors: Iterable[tuple[str, Tensor]], output: Path) -> None:
 def _config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise RunError(f"'{folder}' has no config.json: it is not a Hugging Face model directory")
-    hf = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+    hf = AutoConfig.from_pretrained(folder, local_files_only=True)
     fit.refuse_foreign(hf)
     return hf

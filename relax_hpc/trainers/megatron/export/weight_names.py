@@ -15,12 +15,16 @@ import torch
 from torch import Tensor
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.huggingface import name_in_files
+from relax_hpc.media.families import Family
+from relax_hpc.trainers.megatron.encoders import PREFIX
 
 Kind = Literal["whole", "rows", "columns", "vocabulary", "gated", "qkv"]
 Reader = Callable[[str], Any]
 """A Hugging Face name -> something that slices like a tensor (safetensors reads just the slice)."""
 
 _L, _E = r"decoder\.layers\.(?P<layer>\d+)\.", r"mlp\.experts\."
+_MODEL = "model."
 _LAYER, _ATTENTION, _EXPERT = (
     "model.layers.{layer}.",
     "model.layers.{layer}.self_attn.",
@@ -92,15 +96,19 @@ class Part:
         return torch.cat(parts)
 
 
-def part_of(name: str, layer: int | None, first_expert: int) -> Part:
+def part_of(name: str, layer: int | None, first_expert: int, family: Family) -> Part:
     """Look up a parameter of this process by its local name; `layer` counts over all stages."""
+    if name.startswith(PREFIX):
+        return Part("whole", (name_in_files(name.removeprefix(PREFIX), family),), False)
     for pattern, kind, names in RULES:
         match = re.fullmatch(pattern, name)
         if match:
             found = match.groupdict()
             local = found.get("expert") or found.get("grouped")
             values = {**found, "layer": layer, "expert": int(local or 0) + first_expert}
-            return Part(kind, tuple(n.format(**values) for n in names), local is not None)
+            own = (n.format(**values) for n in names)
+            ours = (family.language + n.removeprefix(_MODEL) if n.startswith(_MODEL) else n for n in own)
+            return Part(kind, tuple(name_in_files(n, family) for n in ours), local is not None)
     raise RunError(
         f"Megatron's parameter '{name}' has no Hugging Face name here: the megatron backend does not know this model"
     )

@@ -8,8 +8,9 @@ export   shards ──a bucket at a time──► process 0 ──joined──�
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from torch.nn import Parameter
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.tensor_files import split
+from relax_hpc.huggingface import TURNED, language_config
+from relax_hpc.media.families import family_of
 from relax_hpc.trainers.build import files_of
-from relax_hpc.trainers.megatron.export.weight_names import Part, Reader, part_of
+from relax_hpc.trainers.megatron.export.fused import experts_apart, experts_together
+from relax_hpc.trainers.megatron.export.weight_names import Part, part_of
 from relax_hpc.trainers.megatron.head import Critic, Policy
 
 BUCKET_BYTES = 256 * 2**20
@@ -43,32 +47,32 @@ def parts(chunks: Iterable[Policy], groups: ProcessGroupCollection) -> Held:
                 continue
             match = LAYER.match(name)
             layer = chunk.decoder.layers[int(match[1])].layer_number - 1 if match else None
-            part = part_of(name, layer, groups.ep.rank() * experts)
+            part = part_of(name, layer, groups.ep.rank() * experts, family_of(chunk.hf))
             # Megatron marks what it initializes; without the mark, a shard is taken for a copy in the gradients' norm
             parameter.tensor_model_parallel = part.kind != "whole"
             held[part] = parameter
     return held
 
 
-def fill(chunks: list[Policy], folder: Path, model: Any, groups: ProcessGroupCollection) -> None:
+def fill(chunks: list[Policy], folder: Path, groups: ProcessGroupCollection) -> None:
     """Read this process's shards from the safetensors in `folder`. Raises RunError where they do not fill the model."""
-    files = files_of(folder)
     opened: dict[Path, Any] = {}
 
-    def read(name: str) -> Any:
-        path = files[name]
+    def read(path: Path, name: str) -> Any:
         if path not in opened:
             opened[path] = safe_open(path, framework="pt")
         return opened[path].get_slice(name)
 
-    _fill(chunks, files, read, folder, model, groups)
+    prefix = family_of(chunks[0].hf).prefix  # a part that was saved by itself lacks it
+    files = {prefix + n.removeprefix(prefix): partial(read, path, n) for n, path in files_of(folder).items()}
+    _fill(chunks, files, folder, groups)
 
 
 def load_tensors(
-    chunks: list[Policy], tensors: Mapping[str, Tensor], where: Path, model: Any, groups: ProcessGroupCollection
+    chunks: list[Policy], tensors: Mapping[str, Tensor], where: Path, groups: ProcessGroupCollection
 ) -> None:
     """Cut this process's shards from a version's tensors; `where` names their place in errors."""
-    _fill(chunks, tensors, lambda name: _InMemory(tensors[name]), where, model, groups)
+    _fill(chunks, {name: partial(_InMemory, tensor) for name, tensor in tensors.items()}, where, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +90,20 @@ class _InMemory:
 
 @torch.no_grad()
 def _fill(
-    chunks: list[Policy], names: Container[str], read: Reader, folder: Path, model: Any, groups: ProcessGroupCollection
+    chunks: list[Policy], sources: Mapping[str, Callable[[], Any]], folder: Path, groups: ProcessGroupCollection
 ) -> None:
-    """Fill the model from tensors that `read` gives by name. names: those that `read` knows."""
-    held = parts(chunks, groups)
-    absent = sorted({name for part in held for name in part.names if name not in names})
+    """Fill the model from tensors by Hugging Face's names, opened when they are needed."""
+    held, model = parts(chunks, groups), language_config(chunks[0].hf)
+    if model.model_type in TURNED:
+        sources = experts_apart(sources, model)
+    absent = sorted({name for part in held for name in part.names if name not in sources})
     if absent:
         raise RunError(
             f"the weights in '{folder}' do not fill its config.json: {absent[:3]} ({len(absent)} in all) are missing"
         )
     for part, parameter in held.items():
         group = groups.expt_tp if part.expert else groups.tp
-        shard = part.cut(read, group.rank(), group.size(), model)
+        shard = part.cut(lambda name: sources[name](), group.rank(), group.size(), model)
         if shard.shape != parameter.shape:
             raise RunError(
                 f"the weights in '{folder}' do not fill its config.json: {list(part.names)} make {list(shard.shape)}, "
@@ -164,11 +170,19 @@ def _order(name: str) -> tuple[Any, ...]:
     return first, *((0, int(word)) if word.isdigit() else (1, word) for word in name.split("."))
 
 
-@torch.no_grad()
 def export(
-    held: Held, entries: list[Entry], model: Any, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
+    held: Held, entries: list[Entry], config: Any, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
     """Export the model: process 0 yields all of it, tensor by tensor, on the CPU; the others send, and yield nothing."""
+    model = language_config(config)
+    tensors = _exported(held, entries, model, dtype, bucket_bytes)
+    return experts_together(tensors) if model.model_type in TURNED else tensors
+
+
+@torch.no_grad()
+def _exported(
+    held: Held, entries: list[Entry], model: Any, dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
     rank = dist.get_rank()
     for bucket in split(entries, lambda entry: entry.nbytes, bucket_bytes):
         if rank:
