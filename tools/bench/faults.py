@@ -30,7 +30,7 @@ from tools.bench.chaos import control_differs
 from tools.faults import faultfs
 from tools.faults.hosts import step_waits
 from tools.faults.model.killing import mutants
-from tools.faults.scenes import SCENES, Found, lost_replies_of, play, points_of
+from tools.faults.scenes import SCENES, Found, first_points_of, lost_replies_of, play, points_of
 from tools.faults.supervisor_errors import supervisor_errors
 
 STORM = {"plain": 300, "scored": 60, "critic": 40, "partial": 60}
@@ -44,7 +44,7 @@ def schedules(scenes: Sequence[str], share: float, folder: Path) -> dict[str, An
     found: dict[str, Found] = {}
     for scene in scenes:
         kills, replies = ([*_thinned(each, share)] for each in (points_of(scene), lost_replies_of(scene)))
-        total = sum(map(len, kills)) + sum(map(len, replies))
+        total = len(first_points_of(scene)) + sum(map(len, [*kills, *replies]))
         place = folder / scene
         place.mkdir()
         with common.progress(f"{scene}: {total} points, {round(share * STORM[scene])} errors by chance", total) as done:
