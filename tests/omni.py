@@ -48,7 +48,7 @@ def config(kind: str, layers: int = 4, deep: Sequence[int] = (0, 1, 2)) -> Any:
     if kind in ("qwen3_vl_moe", "qwen3_omni"):
         text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
     vision: dict[str, Any] = {
-        "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 2, "patch_size": 8, "out_hidden_size": 32,
+        "depth": 3, "hidden_size": 24, "intermediate_size": 64, "num_heads": 2, "patch_size": 8, "out_hidden_size": 32,
         "spatial_merge_size": 2, "temporal_patch_size": 2,
     }  # fmt: skip
     ids = {
@@ -66,7 +66,7 @@ def config(kind: str, layers: int = 4, deep: Sequence[int] = (0, 1, 2)) -> Any:
     if kind == "qwen3_vl_moe":
         return tf.Qwen3VLMoeConfig(text_config=text, vision_config=vision, **ids)
     audio = {
-        "num_mel_bins": MEL, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 40, "d_model": 24,
+        "num_mel_bins": MEL, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64, "d_model": 24,
         "output_dim": 32, "downsample_hidden_size": 12, "n_window": 50, "max_source_positions": 200,
     }  # fmt: skip
     ids |= {"audio_token_id": AUDIO, "audio_start_token_id": AUDIO_START, "audio_end_token_id": AUDIO_END}

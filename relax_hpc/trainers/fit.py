@@ -18,6 +18,9 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Types of language models that the backend can train."""
 KNOWN_WITH_MEDIA = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
 """Those of models with media."""
+SHOWN_BY_SGLANG = ("qwen3_vl", "qwen2_5_vl", "qwen3_omni")
+"""Families whose media the engine hands over to SGLang."""
+SGLANG_DEEP_LAYERS = 3
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The scaling of rotary frequencies that is built into Megatron-core."""
 
@@ -49,7 +52,8 @@ def check(recipe: Recipe, model_dir: Path) -> None:
 def check_family(recipe: Recipe, model_dir: Path) -> None:
     """Raise RunError where the model sees media and a part of the recipe does not know of them, or where parts are named
     that it lacks."""
-    family = family_of(AutoConfig.from_pretrained(model_dir, local_files_only=True))
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    family = family_of(config)
     parts = {"language", *(part for _, part in family.parts)}
     if unknown := sorted({*recipe.trainer.freeze, *recipe.trainer.learning_rates} - parts):
         raise RunError(
@@ -63,16 +67,36 @@ def check_family(recipe: Recipe, model_dir: Path) -> None:
     if not family.modalities:
         return
     about = f"the model ({family.name}) sees {', '.join(family.modalities)}"
-    engine = recipe.rollout.engine if recipe.generates else "torch"
-    for key, name in (("rollout.engine", engine),):
-        if name == "sglang":
-            raise RunError(f'{about}, and {key} = "{name}" shows it none yet: use "torch"')
+    if recipe.generates and recipe.rollout.engine == "sglang" and (wrong := _misfit_of_sglang(recipe, config)):
+        raise RunError(f'{about}, and rollout.engine = "sglang" {wrong}')
     for key, folder in recipe.models_beside.items():
         other = family_of(AutoConfig.from_pretrained(folder, local_files_only=True))
         if other.name != family.name:
             raise RunError(
                 f"{about}, and {key} = '{folder}' is of another family ({other.name}): give one that sees the same"
             )
+
+
+def _misfit_of_sglang(recipe: Recipe, config: Any) -> str:
+    """Say why SGLang cannot show media to a model of this config; "" where it can."""
+    family, own = family_of(config), family_of(config).config(config)
+    if family.name not in SHOWN_BY_SGLANG:
+        return f'shows media only to {", ".join(SHOWN_BY_SGLANG)}: use "torch"'
+    if family.prefix and own is config:
+        return f"serves {family.name} whole: give the folder of the whole model, not of a part of it"
+    deep = family.deep_layers(config)
+    if hasattr(own.get_text_config(), "num_experts") and deep != SGLANG_DEEP_LAYERS:
+        return (
+            f"knows a model with experts only with {SGLANG_DEEP_LAYERS} vision layers whose output goes deeper, and this has "
+            f'{deep} (vision_config.deepstack_visual_indexes; in a tiny model the fewest of its layers, its vision\'s and 3): use "torch"'
+        )
+    if recipe.rollout.sglang.address:
+        return (
+            "is shown them by the worker's own server alone, which takes what the model's processor made: a server at "
+            "rollout.sglang.address would process the files once more, and other pixels could be trained on than were seen; "
+            "leave the address out"
+        )
+    return ""
 
 
 def need_megatron() -> None:

@@ -1,4 +1,7 @@
-"""Engine and trainer see the same media: both are compared with transformers' own forward, one sequence at a time."""
+"""The torch engine and the trainers see media as transformers' own forward does, one sequence at a time.
+
+What every engine promises of media stands in test_media_engines.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.files.errors import Damaged
 from relax_hpc.media.families import family_of
 from relax_hpc.records import Finish, Media, Rollouts
-from relax_hpc.trainers import make_critic, make_scoring, make_trainer
+from relax_hpc.trainers import make_critic, make_trainer
 from relax_hpc.trainers.forward import predicting_states
 from relax_hpc.trainers.packing import Rows, pack, plan
 from relax_hpc.trainers.torch import load_model, tensors_of
@@ -63,11 +66,6 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     yield Setup(request.param, folder, model, engine, omni.prompts(request.param))
 
 
-@pytest.fixture(scope="module")
-def generated(setup: Setup) -> list[Completion]:
-    return setup.generate()
-
-
 def rollouts_of(prompts: list[Shown], answers: list[NDArray[np.int32]], each: int = EACH) -> Rollouts:
     """Samples of every prompt, prompt-major; those of a prompt share its media."""
     made = tiny.rollouts([p.tokens for p in prompts for _ in range(each)], answers, each, masked=0.2)
@@ -78,39 +76,6 @@ def rollouts_of(prompts: list[Shown], answers: list[NDArray[np.int32]], each: in
 def answers_to(prompts: list[Shown], each: int = EACH) -> list[NDArray[np.int32]]:
     rng = np.random.default_rng(5)
     return [rng.integers(3, 60, rng.integers(1, 9)).astype(np.int32) for _ in range(each * len(prompts))]
-
-
-def test_logprobs_of_the_engine_are_those_of_transformers(setup: Setup, generated: list[Completion]) -> None:
-    for i, done in enumerate(generated):
-        np.testing.assert_allclose(done.logprobs, setup.expected(i, done.tokens), atol=1e-5, err_msg=f"sample {i}")
-
-
-def test_logprobs_of_the_trainer_are_those_of_the_engine(setup: Setup, generated: list[Completion]) -> None:
-    made = rollouts_of(setup.prompts, [done.tokens for done in generated])
-    made.loss_mask[:] = 1
-    for budget in (16384, 40):  # all in one micro-batch; a few rows each
-        recipe = omni.recipe(
-            setup.folder,
-            trainer={"tokens_per_micro_batch": budget},
-            algorithm={"kl_coef": 0.1},
-            scorer={"scores": ["reference"]},
-        )
-        scoring = make_scoring(recipe, setup.folder, 0, 1)
-        scoring.hold("reference", setup.folder)
-        found = scoring.logprobs("reference", made)
-        np.testing.assert_allclose(found, np.concatenate([done.logprobs for done in generated]), atol=1e-5)
-
-
-def test_an_answer_that_was_cut_off_goes_on_with_the_media_of_its_prompt(setup: Setup) -> None:
-    first = setup.generate(each=1)
-    begun = [done.tokens[:2] for done in first if len(done.tokens) > 2]
-    going = [p for p, done in zip(setup.prompts, first, strict=True) if len(done.tokens) > 2]
-    assert len(going) > 3
-    rest = setup.engine.generate([p.tokens for p in going], 1, SAMPLING, 8, begun=begun, media=[p.media for p in going])
-    for prompt, answer, done in zip(going, begun, rest, strict=True):
-        whole = np.concatenate([answer, done.tokens])
-        logits = omni.plain_logits(setup.model, prompt, whole).detach().log_softmax(-1).numpy()
-        np.testing.assert_allclose(done.logprobs, logits[np.arange(2, len(whole)), done.tokens], atol=1e-5)
 
 
 def test_equal_tokens_with_other_media_are_other_prompts_and_equal_media_are_encoded_once(

@@ -105,6 +105,18 @@ def test_positions_are_those_that_the_model_computes_itself(kind: str, monkeypat
     assert len({tuple(axis) for axis in found.tolist()}) == 3, "the three axes differ"
 
 
+def test_positions_are_whole_where_a_videos_rate_makes_them_broken() -> None:
+    """As servers of models cut them off, which know no others; so engines and trainers have the same."""
+    tokens, tensors = shown("qwen3_omni_moe")
+    found = [
+        family_of(config).positions_onward(config, tokens, Media.of({**tensors, "video_second_per_grid": seconds}))
+        for config in [configs()["qwen3_omni_moe"]]
+        for seconds in (np.array([1.0], np.float32), np.array([1.07], np.float32))
+    ]
+    assert (found[1] == found[1].round()).all() and (found[0] != found[1]).any()
+    assert (np.diff(found[1][:, -3:]) == 1).all(), "the text behind goes on by ones"
+
+
 @pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_omni_moe"])
 def test_a_prompt_without_media_has_plain_positions(kind: str) -> None:
     config = configs()[kind]

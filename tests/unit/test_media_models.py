@@ -19,6 +19,7 @@ from relax_hpc.roles.rollout.episodes import DREW_MEDIA
 from relax_hpc.roles.rollout.runner import RolloutRunner
 from relax_hpc.spool.request import Request
 from relax_hpc.trainers import fit
+from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.packing import join
 from relax_hpc.trainers.torch import load_model, tensors_of
 from tests import omni, tiny
@@ -34,7 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ({"rollout": {"engine": "sglang"}}, r'sees image, video, and rollout.engine = "sglang" shows it none yet'),
+        (
+            {"rollout": {"engine": "sglang", "sglang": {"address": "http://node7:30000"}}},
+            r'sees image, video, and rollout.engine = "sglang" is shown them by the worker\'s own server alone.*leave the address',
+        ),
         (
             {"trainer": {"backend": "megatron", "processes": 2, "parallel": {"pipeline": 2}}},
             r"leaves 2 layers on the first stage, and the vision encoder's features go into the model's first 3 \(deepstack\): use fewer stages",
@@ -50,6 +54,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_does_not_know_of_media_is_refused(folder: Path, tables: dict[str, Any], said: str) -> None:
     with pytest.raises(RunError, match=said):
         fit.check(omni.recipe(folder, **tables), folder)
+
+
+def test_what_sglang_cannot_serve_is_refused(tmp_path: Path) -> None:
+    asked = {"rollout": {"engine": "sglang"}}
+    part = omni.folder("qwen3_omni", tmp_path / "part")
+    with pytest.raises(
+        RunError, match='rollout.engine = "sglang" serves qwen3_omni whole: give the folder of the whole'
+    ):
+        fit.check(omni.recipe(part, **asked), part)
+    shallow = tiny.recipe(model={"heads": 2, "experts": 4, "vision": {"layers": 2}}, **asked)
+    materialise(shallow.model, tmp_path / "shallow", 0)
+    with pytest.raises(
+        RunError, match=r"knows a model with experts only with 3 vision layers.*this has 2.*use \"torch\""
+    ):
+        fit.check(shallow, tmp_path / "shallow")
+    dense = tiny.recipe(model={"heads": 2, "vision": {"layers": 2}}, **asked)
+    materialise(dense.model, tmp_path / "dense", 0)
+    fit.check(dense, tmp_path / "dense")
 
 
 def test_a_teacher_of_another_family_is_refused_and_a_text_model_has_one_part(folder: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from relax_hpc.engines.base import Abort, Completion, EngineError, EngineRestarted, Sampling, Tokens, Weights
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
@@ -29,11 +29,15 @@ from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.fleet import Fleet
 from relax_hpc.engines.sglang.group import UpdateGroup
-from relax_hpc.engines.sglang.server import CONTEXT_MARGIN, Server
+from relax_hpc.engines.sglang.media_files import MediaFiles
+from relax_hpc.engines.sglang.outside import KEY_VARIABLE, about_outside
+from relax_hpc.engines.sglang.server import Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.engines.stops import straddling
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.tensor_files import shapes
+from relax_hpc.huggingface import from_config
+from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Media, Progress
 
@@ -44,8 +48,6 @@ ABORT_S = 5.0
 """Seconds that the server has to end its requests when the worker is asked to stop."""
 MOST_REQUESTS = 256
 """Requests in flight at once; SGLang queues those it cannot run yet."""
-KEY_VARIABLE = "RELAX_HPC_SGLANG_KEY"
-"""Environment variable with the API key of an outside server: secrets are in no recipe."""
 OWN_HEAD = {"qwen2_moe", "qwen3_moe"}
 """Model types whose output layer SGLang keeps apart from the embedding even where the model ties them."""
 FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
@@ -62,13 +64,15 @@ class SglangEngine:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
         _check_vocabulary(len(tokenizer), config.get_text_config().vocab_size, model_dir)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = from_config(config)
         self._expected = shapes(weights_of(model).items())
         self._aliases = aliases(model)
         self._heads = _own_heads(model, self._aliases)
         self._left_out = self._aliases - set(self._heads.values())
         """Names of tensors that the server does not know."""
-        self._tokenizer, self._ends = tokenizer, end_tokens(model_dir, config, tokenizer)
+        self._tokenizer = tokenizer
+        shown = family_of(config).placeholders(config).values()
+        self._ends = sorted({*end_tokens(model_dir, config, tokenizer), *shown})
         self._settings = recipe.rollout.sglang
         self._experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
         self.context = context_of(config)
@@ -77,7 +81,7 @@ class SglangEngine:
         if self._settings.address:
             self._server = None
             self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""))
-            about = _about_outside(self._outside, self.context, self._settings.folder)
+            about = about_outside(self._outside, self.context, self._settings.folder)
             self._sharing, self._copies = int(about["tp_size"]), int(about["dp_size"])
         else:
             self._sharing, self._copies = self._settings.tensor_parallel, self._settings.data_parallel
@@ -158,8 +162,6 @@ class SglangEngine:
         begun: Sequence[Tokens] = (),
         media: Sequence[Media | None] = (),
     ) -> list[Completion]:
-        if any(media):
-            raise ValueError("SGLang is not shown images, videos or sounds yet")
         if not len(prompts) * samples_per_prompt:
             return []
         rooms = room_for(prompts, self.context, sampling.max_new_tokens, begun)
@@ -167,13 +169,17 @@ class SglangEngine:
             raise EngineError("no version was loaded yet: there is nothing to generate with")
         contexts = [np.concatenate(both) for both in zip(prompts, begun, strict=True)] if begun else prompts
         together = 1 if self._settings.servers > 1 else samples_per_prompt
-        bodies = [
-            self._body(prompt, [_seed(seed, row) for row in range(first, first + together)], sampling, room)
-            for i, (prompt, room) in enumerate(zip(contexts, rooms, strict=True))
-            for first in range(i * samples_per_prompt, (i + 1) * samples_per_prompt, together)
-        ]
         try:
-            answers, abort = self._ask(bodies, progress)
+            with MediaFiles() as files:
+                shown = [files.name(one) if one else None for one in media or [None] * len(prompts)]
+                bodies = [
+                    self._body(
+                        prompt, [_seed(seed, row) for row in range(first, first + together)], sampling, room, name
+                    )
+                    for i, (prompt, room, name) in enumerate(zip(contexts, rooms, shown, strict=True))
+                    for first in range(i * samples_per_prompt, (i + 1) * samples_per_prompt, together)
+                ]
+                answers, abort = self._ask(bodies, progress)
         except EngineRestarted:  # by `load`, called from `progress`
             raise
         except EngineError as error:
@@ -270,8 +276,11 @@ class SglangEngine:
         self._server.stop()
         self._server.start(progress)
 
-    def _body(self, prompt: Tokens, seeds: list[int], sampling: Sampling, room: int) -> dict[str, Any]:
-        """The body of a request: the prompt once for each seed, which counts under enable-deterministic-inference."""
+    def _body(
+        self, prompt: Tokens, seeds: list[int], sampling: Sampling, room: int, shown: str | None = None
+    ) -> dict[str, Any]:
+        """The body of a request: the prompt once for each seed, which counts under enable-deterministic-inference.
+        shown: the name of the file with its media."""
         common = {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
             "max_new_tokens": room, "stop": list(sampling.stop), "stop_token_ids": self._ends,
@@ -282,6 +291,7 @@ class SglangEngine:
             "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
             "return_routed_experts": self._experts is not None,
+            **({"image_data": [[shown]] * len(seeds)} if shown else {}),
         }
 
     def _stopped(self, done: Completion, begun: Tokens, stops: Sequence[str]) -> Completion:
@@ -344,24 +354,3 @@ def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:
         raise RunError(
             f"'{model_dir}': the tokenizer has {tokens} tokens, the model's vocabulary has {rows}: they are not of the same model"
         )
-
-
-def _about_outside(client: Client, context: int, folder: Path | None) -> dict[str, Any]:
-    """Ask the outside server for its description. Raises RunError unless it fits the model's context and `folder`."""
-    try:
-        about = client.about()
-    except EngineError as error:
-        raise RunError(f"{error}; rollout.sglang.address is where it should be, ${KEY_VARIABLE} its api key") from error
-    room = about["context_length"]
-    if room is not None and room < context + CONTEXT_MARGIN:
-        needed = context + CONTEXT_MARGIN
-        raise RunError(
-            f"SGLang at {client.address} has room for {room} tokens a sequence, this model's context of {context} needs "
-            f"{needed}: start it with --context-length {needed}"
-        )
-    if folder is None and about["dp_size"] > 1:
-        raise RunError(
-            f"SGLang at {client.address} has {about['dp_size']} data-parallel copies, which take no broadcast: set "
-            "rollout.sglang.folder to one that this worker and the server see"
-        )
-    return about

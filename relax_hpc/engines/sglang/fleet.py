@@ -45,8 +45,8 @@ class FleetClient(Client):
 
     def generate(self, body: Mapping[str, Any], lost: Callable[[], bool] = lambda: False) -> Any:
         """Generate. `body`: a request for one sequence, since the router takes no lists of sampling parameters."""
-        (prompt,), (sampling,) = body["input_ids"], body["sampling_params"]
-        return [super().generate({**body, "input_ids": prompt, "sampling_params": sampling}, lost)]
+        alone = {name: body[name][0] for name in ("input_ids", "sampling_params", "image_data") if name in body}
+        return [super().generate({**body, **alone}, lost)]
 
     def wait_for_ranks(self, copies: int) -> None:
         list(self._threads.map(lambda server: server.wait_for_ranks(copies), self._servers))

@@ -9,7 +9,10 @@ import gc
 import os
 import sys
 
+from relax_hpc.engines.sglang.hooks import register
 from relax_hpc.parent import end_with
+
+register()  # also in the processes that this one starts: they import it
 
 
 def main() -> None:

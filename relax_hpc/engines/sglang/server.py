@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 import relax_hpc.engines.sglang.cpu_platform as cpu_platform
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.families import family_of
 from relax_hpc.parent import start_child
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Progress
@@ -42,6 +44,7 @@ class Server:
 
     def __init__(self, recipe: Recipe, model_dir: Path, context: int, place: int = 0) -> None:
         self._recipe, self._model_dir, self._context, self._place = recipe, model_dir, context, place
+        self._shows = bool(family_of(AutoConfig.from_pretrained(model_dir, local_files_only=True)).modalities)
         self._process: subprocess.Popen[bytes] | None = None
         self.client: Client
 
@@ -100,6 +103,8 @@ class Server:
             "expert-parallel-size": asked.expert_parallel, "max-running-requests": asked.max_running,
             "mem-fraction-static": asked.mem_fraction, "watchdog-timeout": self._recipe.supervision.hang_s,
             "enable-return-routed-experts": self._recipe.rollout.routed_experts,
+            "skip-server-warmup": self._shows,  # it would show a picture in a chat, for which there may be no template
+            "enable-precise-embedding-interpolation": self._shows,  # as transformers, and so the trainer, does it
         }  # fmt: skip
         if self.on_gpu:
             values["enable-memory-saver"] = self._recipe.run.placement == "colocate"
