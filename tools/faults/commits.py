@@ -187,6 +187,7 @@ CRITIC = (
         "critic's attempt",
         calls(
             f"mkdir {ATTEMPT}",
+            f"rename {ATTEMPT} > {ATTEMPT}/attempt-{{n}}",
             f"unlink {ATTEMPT}{{all}}",
             f"rmdir {ATTEMPT}{{all}}",
         ),
