@@ -85,6 +85,18 @@ def summed(found: dict[str, Found]) -> dict[str, Any]:
     }
 
 
+def model() -> dict[str, Any]:
+    """Try the mutants, and show a table of what finds each of them out."""
+    found, table = mutants(), Table("mutant", "found out by", "broken promise")
+    for row in found.pop("table"):
+        killer = row["killed_by"]
+        table.add_row(
+            row["mutant"], f"schedule {killer}" if isinstance(killer, int) else str(killer), row["broken_promise"]
+        )
+    common.show(table)
+    return found
+
+
 def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument(
@@ -102,7 +114,7 @@ def main() -> None:
             schedules(given.scenes, given.share, folder) | {"control_differs": control_differs(folder, 0)}
         ),
         "supervisor": lambda: dict(supervisor_errors(SUPERVISOR_S)),
-        "model": mutants,
+        "model": model,
         "caches": lambda: {"step_wait_s": step_waits()},
     }
     result: dict[str, Any] = {"errors": 0}

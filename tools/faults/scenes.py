@@ -9,6 +9,7 @@ partial    requests that are given back partly generated: which ones depends on 
 from __future__ import annotations
 
 import errno
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -142,7 +143,9 @@ def play(
                 disk.rules()
                 driver.command.process.terminate()
                 driver.command.process.wait(60)
-        found.unknown = sorted({f"{hit.op} {name_of(hit)}" for hit in unknown(disk.hits(), KINDS)})
+        found.unknown = sorted(
+            {re.sub(r"\d{2,}", "{n}", f"{hit.op} {name_of(hit)}") for hit in unknown(disk.hits(), KINDS)}
+        )
     found.missed, found.ends = [str(point) for point in driver.missed], driver.command.ends
     _judge(driver.command.seen, scene, folder, found)
     return found
