@@ -97,6 +97,15 @@ def model() -> dict[str, Any]:
     return found
 
 
+def caches() -> dict[str, Any]:
+    """Measure what a step waits on hosts whose clients cache, and show a table of it."""
+    waits, table = step_waits(), Table("clients' caches", "median wait of a step (s)")
+    for profile, wait_s in waits.items():
+        table.add_row(profile, f"{wait_s:.2f}")
+    common.show(table)
+    return {"step_wait_s": waits}
+
+
 def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument(
@@ -115,7 +124,7 @@ def main() -> None:
         ),
         "supervisor": lambda: dict(supervisor_errors(SUPERVISOR_S)),
         "model": model,
-        "caches": lambda: {"step_wait_s": step_waits()},
+        "caches": caches,
     }
     result: dict[str, Any] = {"errors": 0}
     for name in given.parts:
