@@ -24,24 +24,29 @@ SHAPES: dict[str, dict[str, Any]] = {
 SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
     "images, data": ("qwen3_vl", {"overlap": True}),
     "images, tensor": ("qwen3_vl", {"tensor": 2}),
+    "images, tensor, spread": ("qwen3_vl", {"tensor": 2, "spread_encoders": True, "overlap": True}),
     "images, tensor, sequence": ("qwen3_vl", {"tensor": 2, "sequence": True, "recompute": "full"}),
     "images, pipeline": ("qwen3_vl", {"pipeline": 2}),
     "images, pipeline, virtual": ("qwen3_vl", {"pipeline": 2, "virtual_pipeline": 2}),
     "images, context": ("qwen3_vl", {"context": 2, "recompute": "selective"}),
     "images, tensor, sequence, context": (
         "qwen3_vl",
-        {"tensor": 2, "sequence": True, "context": 2, "recompute": "full"},
+        {"tensor": 2, "sequence": True, "context": 2, "recompute": "full", "spread_encoders": True},
     ),
     "images, tensor, pipeline": ("qwen3_vl", {"tensor": 2, "pipeline": 2}),
     "sounds, expert": ("qwen3_omni", {"expert": 2}),
     "sounds, expert, tensor": ("qwen3_omni", {"expert": 2, "expert_tensor": 2, "tensor": 2, "sequence": True}),
     "sounds, expert, context, recomputed": ("qwen3_omni", {"expert": 4, "context": 2, "recompute": "full"}),
     "sounds, expert, pipeline": ("qwen3_omni", {"expert": 2, "pipeline": 2}),
-    "sounds, expert, tensor apart": ("qwen3_omni", {"expert": 2, "tensor": 2, "sequence": True}),
+    "sounds, expert, tensor apart": (
+        "qwen3_omni",
+        {"expert": 2, "tensor": 2, "sequence": True, "spread_encoders": True},
+    ),
     "sounds, experts whole": ("qwen3_omni", {"expert_tensor": 2, "tensor": 2, "sequence": True}),
 }
 TESTED = (
     "images, data",
+    "images, tensor, spread",
     "images, tensor, sequence, context",
     "images, pipeline, virtual",
     "sounds, expert, tensor",

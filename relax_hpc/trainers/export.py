@@ -47,7 +47,7 @@ def export_checkpoint(run: Path, output: Path, step: int | None = None, dtype: s
     if (checkpoint / DISTRIBUTED).exists():
         from relax_hpc.trainers.megatron.export.convert import to_hugging
 
-        to_hugging(checkpoint, opened.model, output, written)
+        to_hugging(checkpoint, opened.model, output, written, _untrained(opened, written))
     else:
         from relax_hpc.trainers import state_files
 
@@ -76,6 +76,18 @@ def _untrained(run: RunDir, dtype: str) -> dict[str, Tensor]:
         return {}
     others = {name: tensor for name, tensor in tensors_in(model.path) if not name.startswith(family.prefix)}
     return {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in others.items()}
+
+
+def _check_whole(folder: Path) -> None:
+    """Raise RunError for a model of which only a part is trained."""
+    if not (folder / "config.json").is_file():  # said later
+        return
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if family_of(config).config(config) is not config:
+        raise RunError(
+            f"'{folder}' is a '{config.model_type}', of which only a part is trained: convert would lose the rest; a run "
+            "takes the directory as it is, and `relax-hpc export` gives one back"
+        )
 
 
 def _said_dtype(config: dict[str, Any]) -> str | None:
@@ -116,6 +128,7 @@ def convert(source: Path, output: Path, model: Path | None = None) -> str:
         raise RunError(f"'{output}' exists: choose another directory")
     from relax_hpc.trainers.megatron.export.convert import to_hugging, to_megatron
 
+    _check_whole(model or source)
     output.mkdir(parents=True)
     try:
         if (source / DISTRIBUTED).exists():

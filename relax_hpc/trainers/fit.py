@@ -44,7 +44,7 @@ def check(recipe: Recipe, model_dir: Path) -> None:
         except RunError as error:
             raise RunError(about + str(error)) from error
         wrong = misfit(trainer.parallel, processes, sizes(language_config(config)), role)
-        wrong = wrong or deep_misfit(trainer.parallel, config)
+        wrong = wrong or media_misfit(trainer.parallel, config)
         if wrong:
             raise RunError(about + wrong)
 
@@ -126,8 +126,10 @@ def sizes(hf: Any) -> Sizes:
     )
 
 
-def deep_misfit(plan: Parallel, config: Any) -> str | None:
-    """Explain why the vision encoder's features do not reach all layers that they are added behind; None where they do."""
+def media_misfit(plan: Parallel, config: Any) -> str | None:
+    """Explain why `plan` does not fit the model's encoders; None where it fits."""
+    if plan.spread_encoders and not family_of(config).modalities:
+        return "[trainer.parallel] spread_encoders = true: the model has no encoders, leave it out"
     deep = family_of(config).deep_layers(config)
     stages = plan.pipeline * plan.virtual_pipeline
     held = language_config(config).num_hidden_layers // stages

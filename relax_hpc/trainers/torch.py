@@ -133,7 +133,8 @@ class _Learners(_Models, Updating):
             else:
                 found = self._logprobs(policy, rollouts, batch, temperature, token_loss.entropy_gradient)
                 loss, said = token_loss(batch.targets, *found)
-            (loss / tokens).backward()
+            if loss.requires_grad:  # nothing may learn from what shows no media
+                (loss / tokens).backward()
             sums = add([sums, said])
             progress()
         if self.world > 1:

@@ -15,6 +15,7 @@ from relax_hpc import checkpoint
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import dump_recipe
+from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.export import export_checkpoint
 from relax_hpc.trainers.torch import load_model, tensors_of
@@ -76,12 +77,14 @@ def test_a_model_that_says_no_type_keeps_that_of_the_checkpoint(run: RunDir, tmp
     assert (config["dtype"], types) == ("float32", {torch.float32})
 
 
-def test_a_thinker_is_exported_within_the_whole_model(tmp_path: Path) -> None:
-    """Its talker, which is not trained, comes along from the folder that the run began with."""
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_a_thinker_is_exported_within_the_whole_model(backend: str, tmp_path: Path) -> None:
+    """Its talker, which is not trained, comes along from the folder that the run began with; its frozen parts too."""
     thinker = omni.config("qwen3_omni").to_dict()
     whole = tmp_path / "whole"
     Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False).save_pretrained(whole)
-    model = load_model(omni.folder("qwen3_omni", tmp_path / "thinker"), torch.device("cpu"))
+    began = omni.folder("qwen3_omni", tmp_path / "thinker")
+    model = load_model(began, torch.device("cpu"))
     trained = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
     talker = torch.arange(6.0)
     save_file({**{n: t * 0 for n, t in trained.items()}, "talker.weight": talker}, whole / "model.safetensors")
@@ -93,7 +96,8 @@ def test_a_thinker_is_exported_within_the_whole_model(tmp_path: Path) -> None:
     (run.model / "config.json").write_bytes((whole / "config.json").read_bytes())
     (commit_dir := run.lease / "000001" / "i000001").mkdir(parents=True)
     folder = checkpoint.begin(commit_dir, 0)
-    save_file(trained, folder / "model.safetensors")
+    recipe = omni.recipe(began, trainer={"backend": backend, "freeze": ["vision"]})
+    make_trainer(recipe, began, 0, 1).save(folder)
     checkpoint.commit(run, folder, 0, {})
 
     said = export_checkpoint(run.root, tmp_path / "out", dtype="float32")

@@ -53,6 +53,11 @@ class Parallel(Table):
     )
     expert_tensor: PositiveInt = Key(1, "Processes that share every expert's matrices.", resume=True)
     overlap: bool = Key(False, "Reduce gradients while the backward pass still runs.", resume=True)
+    spread_encoders: bool = Key(
+        False,
+        "Of a model with media: the tensor-parallel processes encode a share of a micro-batch's media each and exchange the features; else each encodes all.",
+        resume=True,
+    )
     recompute: Literal["none", "selective", "full"] = Key(
         "none", "Activations computed again in the backward pass: none, those of attention, or all.", resume=True
     )
@@ -79,6 +84,10 @@ def misfit(plan: Parallel, processes: int, model: Sizes | None, role: str = "tra
     if plan.sequence and plan.tensor == 1:
         return (
             f"{where} sequence = true shares activations among tensor-parallel processes, but tensor = 1: leave it out"
+        )
+    if plan.spread_encoders and plan.tensor == 1:
+        return (
+            f"{where} spread_encoders = true shares media among tensor-parallel processes, but tensor = 1: leave it out"
         )
     return None if model is None else _misfit_of_model(plan, model)
 

@@ -136,6 +136,6 @@ def build(
         if family.axes > 1:
             chunk.rotary_pos_emb = MultimodalRotary(rope, config.kv_channels, torch.cuda.current_device())
         if chunk.pre_process and family.modalities:
-            chunk.encoders = Encoders(whole, config)
+            chunk.encoders = Encoders(whole, config, groups.tp)
             attach_deep(chunk.decoder.layers, family.deep_layers(whole))
     return chunks

@@ -22,7 +22,7 @@ from torch import Tensor
 from relax_hpc.media.families import TEXT, Family
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import packing
-from relax_hpc.trainers.megatron.shown import Shown, shown_by
+from relax_hpc.trainers.megatron.shown import Among, Shown, shown_by
 from relax_hpc.trainers.packing import balance, in_loss, rounded, tree_length
 
 
@@ -123,9 +123,10 @@ def pack(
     device: torch.device,
     family: Family = TEXT,
     config: Any = None,
-    encodes: bool = False,
+    among: Among | None = None,
 ) -> LocalBatch:
-    """Make this process's part of one micro-batch: one row of samples, one behind the other. encodes: media too."""
+    """Make this process's part of one micro-batch: one row of samples, one behind the other. among: the processes that
+    encode its media; None where this one does not."""
     rows: packing.Rows = [[(sample,) for sample in samples]]
     whole = packing.place(rollouts, rows, layout.unit, layout.unit * layout.tensor, family, config)
     each = [rounded(tree_length(rollouts, (sample,)), layout.unit) for sample in samples]
@@ -146,8 +147,8 @@ def pack(
         routed = [_routes(experts[slice(*recorded[s : s + 2])], n) for s, n in zip(samples, each, strict=True)]
         every = np.concatenate([experts[:0], *routed])
         packed.routed = to(_routes(every, int(lengths.sum()))[mine_only].astype(np.int64))
-    if encodes:
-        packed.shown = shown_by(rollouts, samples, starts, mine_only, family, config, device)
+    if among is not None:
+        packed.shown = shown_by(rollouts, samples, starts, mine_only, family, config, device, among)
     within = np.arange(lengths.sum()) - np.repeat(starts, lengths)
     return LocalBatch(
         tokens=to(whole.tokens[0, held])[None],

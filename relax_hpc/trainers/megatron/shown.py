@@ -1,13 +1,13 @@
 """What a micro-batch shows, for the processes that encode it, and where its features go.
 
-media of the samples' prompts ──compared with their digest, each once──► tensors for the encoders ──► features [n, H]
+media of the samples' prompts ──compared with their digest, each once──► this process's share ──encoders──► features [n, H]
 placeholders in the prompts ──of those, this process's──► (place of the token, number of its feature)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,14 @@ from torch import Tensor
 from relax_hpc.huggingface import as_arguments
 from relax_hpc.media.families import Family
 from relax_hpc.records import Media, Rollouts
-from relax_hpc.trainers.packing import media_of
+from relax_hpc.trainers.packing import balance, media_of
+
+
+class Among(NamedTuple):
+    """The processes that encode a micro-batch's media, a share each, and this one's number among them."""
+
+    ranks: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +32,11 @@ class Shown:
     """A micro-batch's media. Features are counted through its images, then its video, then its sounds."""
 
     tensors: dict[str, Tensor]
-    """Arguments of the encoders by name: different media one after the other, those of several samples once."""
-    counts: dict[str, int]
-    """Modality -> its features."""
+    """Arguments of the encoders by name, for this process's share: media one after the other, no media twice."""
+    counts: dict[str, list[int]]
+    """Modality -> its features in each share."""
+    rank: int
+    """Number of this process's share."""
     places: Tensor  # [p] which of this process's tokens are placeholders, those of images and video first
     features: Tensor  # [p] the feature that each of them takes
     visual: int
@@ -42,6 +51,7 @@ def shown_by(
     family: Family,
     config: Any,
     device: torch.device,
+    among: Among,
 ) -> Shown:
     """Join the media of samples whose tokens start at `starts`; `here`: the tokens that this process has. Raises Damaged
     where media are not those that the engine was given."""
@@ -56,20 +66,25 @@ def shown_by(
         found += [((m, one.digest), start + np.flatnonzero(prompt == token)) for m, token in placeholders.items()]
     for one in media.values():
         one.check("the trainer's encoders")
-    sizes = {key: len(places) for key, places in found}
-    ordered = sorted(sizes, key=lambda key: list(placeholders).index(key[0]))  # images, video, sounds; in media's order
+    sizes, digests = {key: len(places) for key, places in found}, list(media)
+    weights = np.array([sum(sizes[m, digest] for m in placeholders) for digest in digests], np.int64)
+    shares = [[digests[i] for i in share] for share in balance(weights, among.ranks)]
+    ordered = [(m, digest) for m in placeholders for share in shares for digest in share]
     first = dict(zip(ordered, np.cumsum([0, *(sizes[key] for key in ordered)]), strict=False))
+    counts = {m: [sum(sizes[m, digest] for digest in share) for share in shares] for m in placeholders}
+    visual = sum(sum(each) for modality, each in counts.items() if modality != "audio")
     places = np.concatenate([here[:0], *(places for _, places in found)])
     features = np.concatenate([here[:0], *(first[key] + np.arange(len(places)) for key, places in found)])
-    counts = {m: sum(size for (other, _), size in sizes.items() if other == m) for m in placeholders}
     order = np.argsort(here)
     local = np.searchsorted(here, places, sorter=order)
     mine = np.flatnonzero(np.isin(places, here))
     mine = mine[np.argsort(features[mine], kind="stable")]
+    own = [media[digest] for digest in shares[among.rank]]
     return Shown(
-        tensors=as_arguments(family.joined(list(media.values())), torch.float32, device) if media else {},
+        tensors=as_arguments(family.joined(own), torch.float32, device) if own else {},
         counts=counts,
+        rank=among.rank,
         places=torch.from_numpy(order[local[mine]]).to(device),
         features=torch.from_numpy(features[mine]).to(device),
-        visual=int((features[mine] < sum(n for m, n in counts.items() if m != "audio")).sum()),
+        visual=int((features[mine] < visual).sum()),
     )

@@ -27,6 +27,7 @@ from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.megatron.head import Critic, Policy, token_logprobs, token_values
 from relax_hpc.trainers.megatron.model import build, transformer_config
 from relax_hpc.trainers.megatron.packing import Layout, LocalBatch, pack, plan
+from relax_hpc.trainers.megatron.shown import Among
 
 
 class Split:
@@ -114,7 +115,10 @@ class Split:
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
         shares = plan(rollouts, self.groups.dp.size(), self._budget, multiple)
         config = models[0].hf
-        make = partial(pack, family=family_of(config), config=config, encodes=models[0].encoders is not None)
+        among = None
+        if models[0].encoders is not None:
+            among = Among(self.groups.tp.size(), self.groups.tp.rank()) if parallel.spread_encoders else Among(1, 0)
+        make = partial(pack, family=family_of(config), config=config, among=among)
         return [make(rollouts, samples, self.layout, self.device) for samples in shares[self.groups.dp.rank()]]
 
     def _read(self, kind: type[Policy], folder: Path) -> list[Policy]:

@@ -9,8 +9,10 @@ their own type.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,9 +51,15 @@ def to_megatron(source: Path, output: Path) -> None:
 
 
 @supported
-def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None) -> None:
-    """Write the weights of the checkpoint `source` into `output`, in their own type or `dtype`; `model` has config.json
-    and the tokenizer. Raises RunError."""
+def to_hugging(
+    source: Path,
+    model: Path,
+    output: Path,
+    dtype: str | None = None,
+    beside: Mapping[str, Tensor] = MappingProxyType({}),
+) -> None:
+    """Write the weights of the checkpoint `source` into `output`, in their own type or `dtype`, with the tensors
+    `beside`; `model` has config.json and the tokenizer. Raises RunError."""
     hf, saved = _config(model), index.tensors(source)
     master = any(name.startswith(MASTER) for name in saved)
     kept = next(about for name, about in saved.items() if name.startswith(MASTER) or not master)
@@ -59,8 +67,8 @@ def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None
     own = groups.join(trainer.parallel, seed=0)
     chunks = build(hf, transformer_config(hf, trainer), own)
     wanted = state.sharded(chunks, own)
-    if master:
-        add_prefix_for_sharding(wanted, MASTER)
+    for chunk in wanted.values():  # frozen weights have no master weights
+        add_prefix_for_sharding({name: t for name, t in chunk.items() if MASTER + t.key in saved}, MASTER)
     state.compare(source, {"model": wanted}, everything=False)
     loaded = state.load(source, {"model": wanted})["model"]
     for number, chunk in enumerate(chunks):
@@ -68,7 +76,7 @@ def to_hugging(source: Path, model: Path, output: Path, dtype: str | None = None
     copy_small_files(model, output)
     held = weights.parts(chunks, own)
     written = getattr(torch, dtype) if dtype else kept.properties.dtype
-    _write(weights.export(held, weights.plan_export(held, own), hf, written), output)
+    _write(chain(weights.export(held, weights.plan_export(held, own), hf, written), beside.items()), output)
 
 
 def _trainer(dtype: torch.dtype, source: Path) -> Trainer:
