@@ -183,7 +183,7 @@ def test_frozen_parts_stay_and_parts_have_learning_rates_of_their_own(setup: Set
 
 
 def test_megatron_makes_the_steps_of_the_torch_trainer(setup: Setup) -> None:
-    """With frozen and slow parts, and with every activation computed again."""
+    """With frozen and slow parts, and with every activation computed again; scorers take its weights by the same names."""
     made = rollouts_of(setup.prompts, answers_to(setup.prompts))
     steps: list[tuple[list[dict[str, float]], dict[str, torch.Tensor]]] = []
     for backend, parallel in (("torch", {}), ("megatron", {}), ("megatron", {"recompute": "full"})):
@@ -201,6 +201,15 @@ def test_megatron_makes_the_steps_of_the_torch_trainer(setup: Setup) -> None:
         assert exported.keys() == weights.keys()
         for name, tensor in weights.items():
             torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-4, msg=name)
+    logprobs = []
+    for backend in ("torch", "megatron"):
+        recipe = omni.recipe(
+            setup.folder, trainer={"backend": backend}, algorithm={"kl_coef": 0.1}, scorer={"scores": ["reference"]}
+        )
+        scoring = make_scoring(recipe, setup.folder, 0, 1)
+        scoring.load("recomputed", weights, setup.folder)
+        logprobs.append(scoring.logprobs("recomputed", made))
+    np.testing.assert_allclose(logprobs[1], logprobs[0], atol=1e-5)
 
 
 def test_changed_media_are_refused_before_they_are_encoded(setup: Setup) -> None:
