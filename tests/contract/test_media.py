@@ -182,6 +182,21 @@ def test_frozen_parts_stay_and_parts_have_learning_rates_of_their_own(setup: Set
     assert not any(part_of(name) == frozen for name in trainer.learning["policy"].parameters)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("backend", ["torch", "megatron"])
+def test_text_teaches_nothing_where_the_language_model_is_frozen(setup: Setup, backend: str) -> None:
+    text = [prompt for prompt in setup.prompts if prompt.media is None]
+    recipe = omni.recipe(
+        setup.folder,
+        trainer={"backend": backend, "freeze": ["language"]},
+        algorithm={"name": "grpo", "group_size": EACH},
+    )
+    trainer, made = make_trainer(recipe, setup.folder, 0, 1), rollouts_of(text, answers_to(text))
+    before = dict(trainer.export())
+    said = trainer.step(made, make_algorithm(recipe.algorithm), 0)
+    assert said["grad_norm"] == said["skipped"] == 0 < said["tokens"]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in trainer.export())
+
+
 def test_megatron_makes_the_steps_of_the_torch_trainer(setup: Setup) -> None:
     """With frozen and slow parts, and with every activation computed again; scorers take its weights by the same names."""
     made = rollouts_of(setup.prompts, answers_to(setup.prompts))
