@@ -22,7 +22,7 @@ from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.files.errors import Damaged
 from relax_hpc.media.families import family_of
 from relax_hpc.records import Finish, Media, Rollouts
-from relax_hpc.trainers import make_critic, make_trainer
+from relax_hpc.trainers import make_critic, make_scoring, make_trainer
 from relax_hpc.trainers.forward import predicting_states
 from relax_hpc.trainers.packing import Rows, pack, plan
 from relax_hpc.trainers.torch import load_model, tensors_of

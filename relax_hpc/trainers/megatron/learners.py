@@ -92,7 +92,8 @@ class Learners(Split, Updating):
             kept, optimizers = KEPT[learner], learning.optimizers()
             learning.begin(loaded[kept.steps])
             for part in moments.to_fill(optimizers, places[kept.model], LOADED_BYTES):
-                read = state.load(folder, {kept.optimizer: part}).get(kept.optimizer, {})  # no key where nothing is asked
+                # no key where nothing was asked for
+                read = state.load(folder, {kept.optimizer: part}).get(kept.optimizer, {})
                 moments.put(optimizers, places[kept.model], read)
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
