@@ -71,6 +71,11 @@ def make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     (_processor(model, tokenizer) if shows else tokenizer).save_pretrained(folder)
 
 
+def config_of(model: TinyModel) -> PreTrainedConfig:
+    """The configuration of a tiny model, with nothing built."""
+    return _config(model, character_tokenizer(model.alphabet, media=bool(model.vision or model.audio)))
+
+
 def _kind(model: TinyModel) -> Any:
     if model.audio:
         return transformers.Qwen3OmniMoeForConditionalGeneration

@@ -21,6 +21,7 @@ BENCHMARKS = (
     "memory",
     "trl",
     "quickstart",
+    "omni",
     "staleness",
     "weights",
     "file_ops",

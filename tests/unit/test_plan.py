@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.cli import app
 from relax_hpc.files.errors import RunError
+from relax_hpc.huggingface import from_config as build
 from relax_hpc.planning.doctor import room
 from relax_hpc.planning.simulation.setup import Prompts
 from relax_hpc.planning.sizing import trainer as sizing
@@ -35,11 +36,11 @@ from relax_hpc.planning.sizing.model import from_config, parameters, shape_of
 from relax_hpc.planning.sizing.traffic import step_of
 from relax_hpc.planning.sizing.trainer import trainer_memory
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish, Group, Media, Prompt, Sample
+from relax_hpc.records import Finish, Group, Media, Prompt, Rollouts, Sample
 from relax_hpc.spool.planner import RequestPlanner
 from relax_hpc.spool.shard_writer import encode
 from relax_hpc.trainers import make_trainer
-from tests import tiny
+from tests import omni, tiny
 from tests.runs import SMALL
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -54,12 +55,13 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE, head_dim=8),
     "mistral": MistralConfig(**SHAPE, head_dim=12),
+    **{kind: omni.config(kind) for kind in omni.KINDS},
 }
 
 
 def of_transformers(folder: Path) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = build(AutoConfig.from_pretrained(folder))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -72,7 +74,13 @@ def test_parameters_are_those_of_transformers(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("folder", "count"),
-    [("Qwen3-0.6B", 596_049_920), ("Qwen3-4B", 4_022_468_096), ("Qwen3-30B-A3B", 30_532_122_624)],
+    [
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-4B", 4_022_468_096),
+        ("Qwen3-30B-A3B", 30_532_122_624),
+        ("Qwen3-VL-4B-Instruct", 4_437_815_808),
+        ("Qwen3-Omni-30B-A3B-Instruct", 31_719_205_488),
+    ],
 )
 def test_shipped_configs_are_those_models(folder: str, count: int) -> None:
     where = RECIPES / "models" / folder
@@ -87,6 +95,31 @@ def test_a_tiny_model_has_the_parameters_that_are_built(experts: int, tmp_path: 
     assert parameters(shape_of(made.model, tmp_path)[0]).all == of_transformers(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "sees", [{"vision": {}}, {"audio": {"bands": 16}, "vision": {"hidden_size": 64}, "experts": 4}]
+)
+def test_a_tiny_model_that_sees_has_the_parameters_that_are_built(sees: dict[str, Any], tmp_path: Path) -> None:
+    made = tiny.recipe(model={"heads": 2, "kv_heads": 1, "hidden_size": 64, **sees})
+    tiny.folder(made, tmp_path)
+    assert parameters(shape_of(made.model, tmp_path)[0]).all == of_transformers(tmp_path)
+
+
+def test_encoders_that_do_not_learn_have_no_gradients_and_keep_nothing() -> None:
+    sees = {"heads": 2, "kv_heads": 1, "hidden_size": 64, "vision": {}}
+    pictures = [{"prompts": __file__, "media": {"image": "pictures"}}]
+    shape, _ = shape_of(tiny.recipe(model=sees).model, Path())
+
+    def memory(freeze: list[str], **tables: Any) -> sizing.TrainerMemory:
+        made = tiny.recipe(model=sees, trainer={"freeze": freeze}, **tables)
+        return trainer_memory(made, shape, sizing.Step(8, 30, 240, shown=0.5))[0]
+
+    learns, still = memory([], source=pictures), memory(["vision"], source=pictures)
+    assert learns.gradients - still.gradients == 4 * shape.encoders.parameters["vision"] > 0
+    assert learns.optimizer - still.optimizer == 8 * shape.encoders.parameters["vision"]
+    assert learns.weights == still.weights and learns.activations > still.activations == memory([]).activations
+    assert memory(["language"], source=pictures).gradients == 4 * shape.encoders.all
+
+
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 @pytest.mark.parametrize(("dtype", "experts"), [("float32", 0), ("bfloat16", 4)])
 def test_activations_are_what_autograd_keeps(backend: str, dtype: str, experts: int, tmp_path: Path) -> None:
@@ -96,7 +129,57 @@ def test_activations_are_what_autograd_keeps(backend: str, dtype: str, experts: 
         rollout={"max_new_tokens": 150},
     )  # fmt: skip
     trainer: Any = make_trainer(made, tiny.folder(made, tmp_path), 0, 1)
-    chunks = trainer.chunks if backend == "megatron" else [trainer.model]
+    # one answer for each prompt: those that share a prompt are trained on behind one copy of it
+    measured = kept_bytes(made, trainer, tiny.rollouts(tiny.prompts([40] * 8), tiny.prompts([150] * 8, 1), 1))
+    shape, _ = shape_of(made.model, tmp_path)
+    memory = trainer_memory(made, shape, sizing.Step(8, 190, 8 * 190))[0]
+    assert memory.activations + memory.head == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("part", ["vision", "audio"])
+def test_activations_of_encoders_are_what_autograd_keeps(part: str, dtype: str, tmp_path: Path) -> None:
+    """What a step keeps with media, less what it keeps where equally many tokens are text."""
+    made = tiny.recipe(
+        model={
+            "hidden_size": 64, "heads": 2, "kv_heads": 2, "layers": 2, "experts": 4, "context": 512,
+            part: {"hidden_size": 64, "intermediate_size": 128, "layers": 6},
+        },
+        trainer={"dtype": dtype, "tokens_per_micro_batch": 4096},
+        source=[{"prompts": __file__, "media": {"audio" if part == "audio" else "image": "shown"}}],
+    )  # fmt: skip
+    trainer: Any = make_trainer(made, tiny.folder(made, tmp_path), 0, 1)
+    prompt, media = long_prompt(part, trainer.model.config)
+    answers = [np.arange(20, 30, dtype=np.int32)] * 4
+    blind = tiny.rollouts([np.full_like(prompt, 29)] * 4, answers, 1)
+    shown = replace(tiny.rollouts([prompt] * 4, answers, 1), media=(media,) * 4)
+    kept = kept_bytes(made, trainer, shown) - kept_bytes(made, trainer, blind)
+    shape, _ = shape_of(made.model, tmp_path)
+    tokens = 4 * (len(prompt) + 10)
+    share = 4 * len(prompt) / tokens
+    with_media, without = (
+        trainer_memory(made, shape, sizing.Step(4, len(prompt) + 10, tokens, shown=part))[0] for part in (share, 0.0)
+    )
+    assert with_media.activations - without.activations == pytest.approx(kept, rel=0.15)
+
+
+def long_prompt(part: str, config: Any) -> tuple[np.ndarray[Any, np.dtype[np.int32]], Media]:
+    """A prompt of nothing but a picture or a sound."""
+    rng = np.random.default_rng(0)
+    if part == "vision":
+        side = 16
+        pixels = rng.normal(size=(side * side, 3 * 2 * 8 * 8)).astype(np.float32)
+        media = Media.of({"pixel_values": pixels, "image_grid_thw": np.array([[1, side, side]])})
+        return np.full(side * side // 4, config.image_token_id, np.int32), media
+    seconds = 5
+    features = rng.normal(size=(1, 32, 100 * seconds)).astype(np.float32)
+    media = Media.of({"input_features": features, "feature_attention_mask": np.ones((1, 100 * seconds), np.int64)})
+    return np.full(13 * seconds, config.audio_token_id, np.int32), media
+
+
+def kept_bytes(made: Recipe, trainer: Any, rollouts: Rollouts) -> int:
+    """Bytes that autograd keeps in a step."""
+    chunks = trainer.chunks if made.trainer.backend == "megatron" else [trainer.model]
     own = {p.untyped_storage()._cdata for chunk in chunks for p in chunk.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -106,13 +189,8 @@ def test_activations_are_what_autograd_keeps(backend: str, dtype: str, experts: 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        # one answer for each prompt: those that share a prompt are trained on behind one copy of it
-        rollouts = tiny.rollouts(tiny.prompts([40] * 8), tiny.prompts([150] * 8, 1), 1)
         trainer.step(rollouts, make_algorithm(made.algorithm), 0)
-    shape, _ = shape_of(made.model, tmp_path)
-    memory = trainer_memory(made, shape, sizing.Step(8, 190, 8 * 190))[0]
-    measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    assert memory.activations + memory.head == pytest.approx(measured, rel=0.15)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
 @pytest.mark.parametrize("own_critic", [False, True])

@@ -8,6 +8,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
 runs=(
     "quickstart --seeds 3"
+    "omni"
     "algorithms --seeds 3 --steps 120"
     "staleness --seeds 3 --steps 300"
     "modes-drawn --parts drawn --drawn-seeds 2 --drawn-steps 24"

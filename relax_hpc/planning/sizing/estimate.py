@@ -49,22 +49,28 @@ class Asked:
     answer_tokens: int | None = None
 
     def lengths(self, recipe: Recipe, shape: Shape) -> tuple[int, int]:
-        """(tokens of a prompt, tokens of an answer): PROMPT_TOKENS and the longest answer, as far as the context goes.
+        """(tokens of a prompt, tokens of an answer): the usual prompt and the longest answer, as far as the context goes.
 
         For answers that exist already, what a micro-batch has room for.
         """
         room = min(shape.context, recipe.trainer.tokens_per_micro_batch) if recipe.supervised else shape.context
         most = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
         if recipe.supervised:
-            most = room - (self.prompt_tokens or min(PROMPT_TOKENS, room // 2))
+            most = room - (self.prompt_tokens or min(_usual_prompt(recipe), room // 2))
         answer = self.answer_tokens or max(1, min(most, shape.context - 1))
-        prompt = self.prompt_tokens or max(1, min(PROMPT_TOKENS, room - answer))
+        prompt = self.prompt_tokens or max(1, min(_usual_prompt(recipe), room - answer))
         if prompt + answer > shape.context:
             raise RunError(
                 f"--prompt-tokens {prompt} and --answer-tokens {answer} are more than the model's context of {shape.context} "
                 "together: lower one of them"
             )
         return prompt, answer
+
+
+def _usual_prompt(recipe: Recipe) -> int:
+    """Tokens of a prompt: PROMPT_TOKENS, or the most that the recipe allows to one with media."""
+    most = (getattr(source, "max_prompt_tokens", None) or 0 for source in recipe.sources if source.shows)
+    return max([PROMPT_TOKENS, *most])
 
 
 @dataclass(frozen=True, slots=True)

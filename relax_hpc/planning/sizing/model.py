@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.planning.sizing.encoders import LANGUAGE, TEXT_ONLY, Encoders, read_encoders
 from relax_hpc.recipe.tables.model import PathModel, TinyModel
 from relax_hpc.recipe.tables.trainer import Parallel, Sizes
 
@@ -54,6 +55,7 @@ class Shape:
     expert_intermediate: int
     sparse: tuple[bool, ...]
     """[layers] True where the layer has experts."""
+    encoders: Encoders = TEXT_ONLY
 
     @property
     def sizes(self) -> Sizes:
@@ -104,7 +106,8 @@ def parameters(
     last: bool = True,
     critic: bool = False,
 ) -> Count:
-    """Parameters on one process: these layers (all by default), the embedding if `first`, norm and output layer if `last`.
+    """Parameters on one process: these layers (all by default), the embedding and the encoders if `first`, norm and output
+    layer if `last`.
 
     `critic`: the output layer is a head of one number, whole on every process.
     """
@@ -112,7 +115,7 @@ def parameters(
     for layer in range(shape.layers) if layers is None else layers:
         total = total.plus(layer_parameters(shape, layer, cut))
     matrix = -(-shape.vocabulary // cut.tensor) * shape.hidden
-    ends = matrix * first + shape.hidden * last
+    ends = (matrix + shape.encoders.all) * first + shape.hidden * last
     if critic:
         return total.plus(Count(ends + (shape.hidden + 1) * last, 0))
     ends += (
@@ -161,8 +164,12 @@ def shape_in(folder: Path) -> Shape | None:
 def from_config(about: dict[str, Any], where: str) -> Shape:
     """Read a Hugging Face configuration. Raises RunError for one of an unknown type or without a needed number."""
     kind = about.get("model_type")
+    if kind in LANGUAGE:
+        language, encoders = read_encoders(about)
+        return replace(from_config(language, where), encoders=encoders)
     if kind not in KNOWN:
-        raise RunError(f"{where}: model_type '{kind}': how large a model is can be told for {', '.join(KNOWN)}")
+        known = ", ".join((*KNOWN, *LANGUAGE))
+        raise RunError(f"{where}: model_type '{kind}': how large a model is can be told for {known}")
 
     def number(*names: str, default: int | None = None) -> int:
         found = next((about[name] for name in names if about.get(name) is not None), default)
@@ -192,6 +199,10 @@ def from_config(about: dict[str, Any], where: str) -> Shape:
 
 
 def _tiny(model: TinyModel) -> Shape:
+    if model.vision or model.audio:
+        from relax_hpc.trainers.tiny_model import config_of
+
+        return from_config(config_of(model).to_dict(), "[model]")
     return Shape(
         type="qwen3_moe" if model.experts else "qwen3",
         hidden=model.hidden_size,

@@ -91,7 +91,8 @@ def step_of(recipe: Recipe, shape: Shape, prompt: int, answer: int) -> Step:
     samples = recipe.trainer.prompts_per_step * recipe.algorithm.group_size
     generated = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
     longest = min(prompt + (answer if recipe.supervised else generated), shape.context)
-    return Step(samples, longest, samples * (prompt + answer))
+    shown = prompt / (prompt + answer) if any(source.shows for source in recipe.sources) else 0.0
+    return Step(samples, longest, samples * (prompt + answer), shown)
 
 
 def prompt_media_bytes(recipe: Recipe, prompt: int) -> int:

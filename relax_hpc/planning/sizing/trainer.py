@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from relax_hpc.planning.sizing.model import Shape, parameters, shape_in, stage_layers, stage_parameters
+from relax_hpc.planning.sizing.model import Count, Shape, parameters, shape_in, stage_layers, stage_parameters
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
 from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
 
@@ -49,6 +49,17 @@ KEPT = {
 """Fitted to tensors that autograd saved on a CPU; kernels that fuse norms and activations (Transformer Engine's) keep less."""
 
 
+class KeptByEncoder(NamedTuple):
+    """Bytes that an encoder keeps for the backward: a patch or frame, a layer, and a column of what each field names."""
+
+    hidden: float
+    mlp: float
+
+
+KEPT_BY_ENCODER = {"float32": KeptByEncoder(41, 8), "bfloat16": KeptByEncoder(22, 4.2)}
+"""Fitted likewise. Both backends have transformers' own encoders."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """The numbers of samples and tokens that a training step reads."""
@@ -58,6 +69,8 @@ class Step:
     """Most tokens of a sample, prompt and answer."""
     tokens: int
     """Tokens of all samples, the prompt counted with each."""
+    shown: float = 0.0
+    """Share of the tokens that stand for media, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +145,14 @@ def scorer_weights(recipe: Recipe, shape: Shape) -> float:
     return ELEMENT[recipe.trainer.dtype] * max(of_stages)
 
 
+def learned(recipe: Recipe, shape: Shape, count: Count, first: bool) -> Count:
+    """The learning ones of a process's parameters `count`; first: it holds the encoders."""
+    freeze = recipe.trainer.freeze
+    encoders = shape.encoders.all * first
+    frozen = sum(shape.encoders.parameters.get(part, 0) for part in freeze) * first
+    return Count(encoders - frozen, 0) if "language" in freeze else Count(count.dense - frozen, count.experts)
+
+
 def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
     """Bytes of a checkpoint: weights, reference, AdamW's moments, those of a critic; megatron also keeps master
     weights.
@@ -142,6 +163,23 @@ def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
     if recipe.trainer.backend == "torch":
         return FLOAT * (3 * learning + frozen)
     return FLOAT * 3 * learning + ELEMENT[recipe.trainer.dtype] * (learning + frozen)
+
+
+def _encoder_bytes(recipe: Recipe, shape: Shape) -> float:
+    """Bytes that encoders keep for a token of media, of the modality of which they keep most."""
+    shown = {"audio" if modality == "audio" else "vision" for source in recipe.sources for modality in source.shown}
+    element, kept = ELEMENT[recipe.trainer.dtype], KEPT_BY_ENCODER[recipe.trainer.dtype]
+    found = [0.0]
+    for part, tower in shape.encoders.towers.items():
+        if part not in shown or part in recipe.trainer.freeze:
+            continue
+        layer = kept.hidden * tower.hidden + kept.mlp * tower.intermediate
+        if recipe.trainer.parallel.recompute == "full":
+            layers = layer + tower.layers * tower.hidden * element
+        else:
+            layers = tower.layers * layer
+        found.append(tower.rows * layers + 2 * element * tower.beside)
+    return max(found)
 
 
 def _shared(recipe: Recipe) -> int:
@@ -156,15 +194,16 @@ def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
     kept = KEPT["torch", dtype]
     layers = sum(_layer_bytes(shape, kept, recipe, layer) for layer in range(shape.layers))
     cast = count * ELEMENT[dtype] if dtype == "bfloat16" else 0
+    trained = learning - count + learned(recipe, shape, parameters(shape), True).all
     return TrainerMemory(
         stage=0,
         parameters=count,
         weights=learning * FLOAT + cast,
-        gradients=learning * FLOAT,
-        optimizer=learning * FLOAT * 2,
+        gradients=trained * FLOAT,
+        optimizer=trained * FLOAT * 2,
         frozen=(count * recipe.holds_reference(recipe.algorithm.needs) + (parameters(teacher).all if teacher else 0))
         * FLOAT,
-        activations=tokens * (layers + kept.ends * shape.hidden),
+        activations=tokens * (layers + kept.ends * shape.hidden + step.shown * _encoder_bytes(recipe, shape)),
         head=_head_bytes(shape, tokens, 1),
     )
 
@@ -179,17 +218,21 @@ def _megatron(recipe: Recipe, shape: Shape, step: Step, stage: int) -> TrainerMe
         processes // (plan.expert * plan.expert_tensor * plan.pipeline),
     )
     tokens = micro_batch_tokens(recipe, step)
-    last = stage == plan.pipeline - 1
+    first, last = stage == 0, stage == plan.pipeline - 1
+    trained = learned(recipe, shape, count, first)
+    if critic:
+        trained = trained.plus(stage_parameters(critic, plan, stage, critic=True))
+    encoded = step.shown * _encoder_bytes(recipe, shape) * first
     teacher = beside(recipe, TEACHER_KEY, shape)
     of_teacher = stage_parameters(teacher, plan, stage).all if teacher else 0
     return TrainerMemory(
         stage=stage,
         parameters=count.all,
         weights=learning.all * ELEMENT[dtype],
-        gradients=learning.all * FLOAT,
-        optimizer=states * (learning.dense / sharing[0] + learning.experts / sharing[1]),
+        gradients=trained.all * FLOAT,
+        optimizer=states * (trained.dense / sharing[0] + trained.experts / sharing[1]),
         frozen=(count.all * recipe.holds_reference(recipe.algorithm.needs) + of_teacher) * ELEMENT[dtype],
-        activations=tokens * _kept_by_stage(recipe, shape, step, stage),
+        activations=tokens * (_kept_by_stage(recipe, shape, step, stage) + encoded),
         head=_head_bytes(shape, tokens, plan.tensor) if last else 0,
     )
 

@@ -32,9 +32,14 @@ class Prompts(Table):
     environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
 
     @property
+    def shown(self) -> tuple[Modality, ...]:
+        """The modalities of the columns whose media prompts show."""
+        return ()
+
+    @property
     def shows(self) -> bool:
-        """True where columns are named whose media prompts show."""
-        return False
+        """True where prompts show any."""
+        return bool(self.shown)
 
 
 class FilePrompts(Prompts):
@@ -97,8 +102,8 @@ class FilePrompts(Prompts):
         return self
 
     @property
-    def shows(self) -> bool:
-        return bool(self.media)
+    def shown(self) -> tuple[Modality, ...]:
+        return tuple(self.media)
 
     @property
     def drops(self) -> bool:
