@@ -47,10 +47,8 @@ SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FEW = (
     "images, data",
-    "images, tensor, spread",
     "images, tensor, sequence, context",
     "images, pipeline, virtual",
-    "sounds, expert, tensor",
     "sounds, expert, pipeline",
 )
 TESTED = tuple(SPLITS) if os.environ.get("RELAX_HPC_EVERY_SPLIT") else FEW

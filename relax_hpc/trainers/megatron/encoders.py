@@ -50,7 +50,8 @@ class Encoders(Module):
         self.group, self.sequence = group, config.sequence_parallel
         with torch.device("meta"):
             self.model: Any = from_config(hf)
-        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        on_cpu = config.use_cpu_initialization
+        device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         with no_init_weights():
             _keep_encoders(self.model, "", family_of(hf), config.params_dtype)
         self.model.to(device).eval()
