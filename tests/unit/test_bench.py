@@ -101,7 +101,14 @@ def test_each_table_of_the_page_is_what_its_result_says_or_says_that_it_was_type
     text = tables.PAGE.read_text()
     assert tables.page(text) == text, "run: python tools/bench/tables.py"
     blocks = tables.BLOCK.findall(text)
-    assert {name.partition("-")[0] for _, name, _, _ in blocks} == {*BENCHMARKS, "chaos", "slurm_chaos", "r3"}
+    assert {name.partition("-")[0] for _, name, _, _ in blocks} == {
+        *BENCHMARKS,
+        "chaos",
+        "faults",
+        "omni_media",
+        "r3",
+        "slurm_chaos",
+    }
     for _, name, body, _ in blocks:
         assert (tables.RESULTS / f"{name}.json").is_file() or re.search(r"^Typed by hand, 20\d\d-\d\d-\d\d", body, re.M)
 
