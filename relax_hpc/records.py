@@ -54,6 +54,13 @@ class Media:
         """The media with their digest."""
         return cls(tensors, digest_of(tensors))
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of what a shard keeps of them: the files where there are these, else the tensors."""
+        if self.source is not None:
+            return sum(len(data) for _, data in self.source.files)
+        return sum(array.nbytes for array in self.tensors.values())
+
     def check(self, station: str) -> None:
         """Raise Damaged where the tensors are not those that the digest was made of; `station`: who holds them now."""
         found = digest_of(self.tensors)
@@ -113,6 +120,8 @@ class Sample:
     """Experts that each token of prompt and answer was routed to. No router saw the last token."""
     seconds: float = 0.0
     """Seconds that the engine took for the sample's turns; not kept in the shard."""
+    media: Media | None = None
+    """All that the sample shows, its prompt's media first, where its environment showed more than the prompt; else None."""
 
     def text(self, tokenizer: Any) -> str:
         """Decode the model's own tokens; observations are left out."""
@@ -217,7 +226,10 @@ class Rollouts:
     columns: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     """Further numbers for the tokens in the loss, [T] each: logprobs of "reference", "recomputed", "teacher"; "values"."""
     media: tuple[Media | None, ...] = ()
-    """[N] of each sample's prompt, the samples of a group share one; empty where no prompt of the step has any."""
+    """[N] of each sample: its prompt's, which the samples of a group share, with what its environment showed later; empty
+    where nothing of the step shows any."""
+    shown_later: NDArray[np.uint8] | None = None
+    """[N] 1 where an environment showed media after the prompt: placeholders stand in the sample's own tokens too."""
     too_old: NDArray[np.uint8] | None = None
     """[T] 1 on tokens that the model generated and that are kept out of the loss for their age alone."""
 
@@ -265,9 +277,16 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         offsets=offsets_of([int(n) for r in rollouts for n in np.diff(r.offsets)]),
         routed_experts=np.concatenate(routed) if routed else None,
         columns={n: joined([r.columns[n] for r in rollouts], np.float32) for n in columns},
+        shown_later=_shown_later(rollouts),
         media=tuple(m for r in rollouts for m in r.media or [None] * len(r)) if any(r.media for r in rollouts) else (),
         **flat,
     )
+
+
+def _shown_later(rollouts: Sequence[Rollouts]) -> NDArray[np.uint8] | None:
+    if all(r.shown_later is None for r in rollouts):
+        return None
+    return joined([np.zeros(len(r), np.uint8) if r.shown_later is None else r.shown_later for r in rollouts], np.uint8)
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

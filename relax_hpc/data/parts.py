@@ -62,6 +62,23 @@ def filled(places: Sequence[Place], columns: Mapping[str, Sequence[Any]], names:
     return [Cell(p.modality, next(left[p.modality]) if p.value is None else p.value) for p in places]
 
 
+def observed(content: Any, marks: Mapping[str, str]) -> tuple[str, list[Cell]]:
+    """Render what an environment shows: its text with the model's own mark for each of its media, and these in their order.
+
+    content: text, or a list of parts that bring their own values. Raises ContentError for other content, or a modality that
+    the model has not.
+    """
+    if isinstance(content, str):
+        return content, []
+    places: list[Place] = []
+    made = _in_message(content, None, marks, places)
+    kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in made]
+    if other := sorted({str(kind) for kind in kinds} - {"text", *MODALITIES}):
+        raise ContentError(f"parts of type {other} are not known: they are 'text' or of {list(MODALITIES)}")
+    text = "".join(str(part["text"]) if part["type"] == "text" else marks[part["type"]] for part in made)
+    return text, filled(places, {}, {})
+
+
 def _in_text(text: str, pattern: re.Pattern[str] | None, marks: Mapping[str, str], places: list[Place]) -> str:
     """Put the model's own marks into a text without messages."""
     if pattern is None:

@@ -96,7 +96,8 @@ class Engine(Protocol):
         with the number of tokens generated so far (an engine may count completions when they end), at least once a
         second (it is the heartbeat). Where it raises Abort, completions that have not ended have no `finish`. `begun`:
         tokens that each prompt's answer has already (`samples_per_prompt` is 1 then). They count for `max_new_tokens`
-        and stop strings, and are not part of the completion. `media`: what each prompt shows beside its text. Raises ValueError when a prompt leaves no room in the
+        and stop strings, and are not part of the completion. `media`: what each prompt shows
+        beside its text, later turns that stand in it included. Raises ValueError when a prompt leaves no room in the
         context, EngineRestarted, EngineError.
         """
         ...

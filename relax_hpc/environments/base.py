@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from relax_hpc.records import Prompt
+
+Part = dict[str, Any]
+"""A part of content: {"type": "text", "text": …}, or {"type": "image", "image": …}, "video" or "audio", each with a value as a
+data set has it: bytes, a path, base64, frames, samples with their rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +18,8 @@ class Turn:
     """The environment's answer to a turn of the model."""
 
     done: bool
-    observation: str = ""
-    """Text the model reads next; its tokens get loss mask 0."""
+    observation: str | Sequence[Part] = ""
+    """Text the model reads next, or parts with images, video or sound; its tokens get loss mask 0."""
     reward: float | None = None
     """A reward of the environment's own, given with `done`; it takes the place of the source's reward function."""
     extra: dict[str, float] = field(default_factory=dict)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
 from relax_hpc.environments.base import Environment, Turn
 from relax_hpc.environments.load import make_environments
@@ -73,10 +74,27 @@ def checked(turn: object) -> Turn:
         raise WrongValue(f"returned {shown(turn)}, expected a relax_hpc.environments.Turn")
     if not isinstance(turn.done, bool):
         raise WrongValue(f"returned {shown(turn.done)} as Turn.done, expected True or False")
-    text: object = turn.observation
-    if not isinstance(text, str) or text != text.encode(errors="replace").decode():
-        raise WrongValue(f"returned {shown(text)} as Turn.observation, expected text")
+    observation = _plain(turn.observation)
+    if not (isinstance(observation, str) or all(isinstance(p, dict) and "type" in p for p in observation or [None])):
+        raise WrongValue(
+            f"returned {shown(turn.observation)} as Turn.observation, expected text or a list of content parts"
+        )
     if not isinstance(turn.extra, dict):
         raise WrongValue(f"returned {shown(turn.extra)} as Turn.extra, expected a dict of numbers")
     reward = None if turn.reward is None else finite_number("Turn.reward", turn.reward)
-    return Turn(turn.done, str(text), reward, finite_numbers(turn.extra))
+    return Turn(turn.done, observation, reward, finite_numbers(turn.extra))
+
+
+def _plain(value: object) -> Any:
+    """Copy text, or parts of plain values. Raises WrongValue for others, which may mean something else in another process."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, str) and value == value.encode(errors="replace").decode():
+        return str(value)
+    if isinstance(value, bytes | int | float | None):
+        return value
+    raise WrongValue(
+        f"returned {shown(value)} as Turn.observation, expected text, or parts made of text, bytes, numbers, lists and dicts"
+    )

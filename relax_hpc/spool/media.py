@@ -3,6 +3,8 @@
     prompts' media ──distinct, by digest──► items ──tensors──► columns media/NAME: those of all items, one behind the other
                                               └──digest, types, shapes──► meta["media"], which also says each group's item
 
+A sample whose environment showed more than its prompt names an item of its own, with all that it shows.
+
 An item keeps its tensors, or its source, the bytes of the files that they were made of (media/source); or nothing but the
 digest, where the reader has the prompts themselves.
 """
@@ -39,12 +41,14 @@ Remake = Callable[[MediaSource], Media]
 def columns(groups: Sequence[Group], kept: Kept) -> tuple[dict[str, hdf5.Column], dict[str, Any] | None]:
     """Return the columns of the groups' media, whose bytes are not copied, and what `meta` says of them; None where
     there are none. Raises Damaged if tensors are not those that the engine was given."""
-    shown = [group.prompt.media for group in groups]
-    items = {media.digest: media for media in shown if media is not None}
+    shown, later = [group.prompt.media for group in groups], [s.media for group in groups for s in group.samples]
+    items = {media.digest: media for media in [*shown, *later] if media is not None}
     if not items:
         return {}, None
     number_of = {digest: number for number, digest in enumerate(items)}
     about: dict[str, Any] = {"groups": [media and number_of[media.digest] for media in shown], "items": []}
+    if any(later):
+        about["samples"] = [media and number_of[media.digest] for media in later]
     parts: dict[str, list[NDArray[Any]]] = {}
     for digest, media in items.items():
         tensors = {name: [array.dtype.str, array.shape] for name, array in media.tensors.items()}
@@ -110,37 +114,51 @@ class MediaIndex:
 
     items: Sequence[Item]
     of_group: Sequence[int | None]
+    of_sample: Sequence[int | None]
+    """Of each sample, where its environment showed more than its prompt; empty where none did."""
     processor: Mapping[str, Any]
     """The processor that made tensors of the files that are kept."""
 
     @classmethod
-    def read(cls, meta: Mapping[str, Any], groups: int) -> MediaIndex:
+    def read(cls, meta: Mapping[str, Any], groups: int, samples: int) -> MediaIndex:
         """Read it from `meta`. Raises ValueError, KeyError, TypeError or AttributeError where it cannot be right."""
         about = meta.get(KEY)
         if about is None:
-            return cls([], [None] * groups, {})
+            return cls([], [None] * groups, [], {})
         ends: dict[str, int] = {}
         items = [_item(item, ends) for item in about["items"]]
-        if len(about["groups"]) != groups or not {None, *range(len(items))}.issuperset(about["groups"]):
+        known, later = {None, *range(len(items))}, about.get("samples", [])
+        if len(about["groups"]) != groups or not known.issuperset(about["groups"]):
             raise ValueError(f"its {groups} groups show the media {about['groups']} of {len(items)}")
-        return cls(items, about["groups"], about.get("processor", {}))
+        if len(later) not in (0, samples) or not known.issuperset(later):
+            raise ValueError(f"its {samples} samples show the media {later} of {len(items)}")
+        return cls(items, about["groups"], later, about.get("processor", {}))
 
-    def item(self, group: int) -> Item | None:
-        """Return what a group's prompt shows; None if it is text alone."""
-        number = self.of_group[group]
+    def shows_later(self, sample: int) -> bool:
+        """Return True if a sample's environment showed more than its prompt."""
+        return bool(self.of_sample) and self.of_sample[sample] is not None
+
+    def number(self, group: int, sample: int | None = None) -> int | None:
+        """Return the item that a group's prompt shows, or all that one of its samples does; None for text alone."""
+        own = self.of_sample[sample] if self.of_sample and sample is not None else None
+        return self.of_group[group] if own is None else own
+
+    def item(self, group: int, sample: int | None = None) -> Item | None:
+        """Return what a group's prompt shows, or all that one of its samples does; None if it is text alone."""
+        number = self.number(group, sample)
         return None if number is None else self.items[number]
 
-    def reference(self, group: int) -> Media | None:
-        """Return the digest of a group's media, without the tensors."""
-        item = self.item(group)
+    def reference(self, group: int, sample: int | None = None) -> Media | None:
+        """Return the digest of a group's media, or a sample's, without the tensors."""
+        item = self.item(group, sample)
         return None if item is None else Media({}, item.digest)
 
-    def media(self, group: int, read: Read, remake: Remake | None) -> Media | None:
-        """Read a group's media. Raises Damaged unless they are what the engine was given, RunError where they cannot be
+    def media(self, group: int, read: Read, remake: Remake | None, sample: int | None = None) -> Media | None:
+        """Read a group's media, or all that one of its samples shows. Raises Damaged unless they are what the engine was given, RunError where they cannot be
         made again from their files.
 
         read: returns rows of a column; remake: makes media from the files."""
-        item = self.item(group)
+        item = self.item(group, sample)
         if item is None:
             return None
         if item.kept == "digest":
@@ -167,13 +185,16 @@ class MediaIndex:
             )
         return media
 
-    def of_samples(self, groups: Sequence[int], read: Callable[[int], Media | None]) -> tuple[Media | None, ...]:
-        """Return the media of samples by their groups, each item read once; nothing where the shard has none."""
+    def of_samples(
+        self, samples: Sequence[int], groups: Sequence[int], read: Callable[[int, int], Media | None]
+    ) -> tuple[Media | None, ...]:
+        """Return the media of samples, of these groups, each item read once; nothing where the shard has none."""
         if not self.items:
             return ()
-        group_of = {self.of_group[group]: group for group in groups}
-        found = {item: None if item is None else read(group) for item, group in group_of.items()}
-        return tuple(found[self.of_group[group]] for group in groups)
+        numbers = [self.number(group, sample) for sample, group in zip(samples, groups, strict=True)]
+        first = dict(zip(reversed(numbers), zip(reversed(groups), reversed(samples), strict=True), strict=True))
+        found = {number: None if number is None else read(*of) for number, of in first.items()}
+        return tuple(found[number] for number in numbers)
 
     @property
     def bytes(self) -> int:

@@ -189,7 +189,7 @@ class Shard:
     def media_index(self) -> MediaIndex:
         """Which group shows what, and where it is."""
         with self._damage("meta"):
-            return MediaIndex.read(self.meta, len(self.groups))
+            return MediaIndex.read(self.meta, len(self.groups), len(self.samples))
 
     @property
     def samples(self) -> NDArray[Any]:
@@ -266,7 +266,8 @@ class Shard:
             finish=self.samples["finish"][picked],
             routed_experts=self._routed(picked) if routed else None,
             columns={name: gather(functools.partial(_piece, values)) for name, values in columns.items()},
-            media=self.media_index.of_samples(of_group.tolist(), self.media) if media else (),
+            media=self.media_index.of_samples(picked.tolist(), of_group.tolist(), self.media) if media else (),
+            shown_later=self._shown_later(picked),
             **flat,
         )
 
@@ -285,11 +286,17 @@ class Shard:
             )
         return np.concatenate(parts) if parts else None
 
-    def media(self, group: int) -> Media | None:
-        """Read what a group's prompt shows beside its text; None if nothing. Raises DamagedShard unless it is what the
-        engine was given."""
+    def _shown_later(self, picked: NDArray[np.int64]) -> NDArray[np.uint8] | None:
+        """[picked] 1 where an environment showed more than the prompt; None where none did."""
+        if not self.media_index.of_sample:
+            return None
+        return np.array([self.media_index.shows_later(i) for i in picked.tolist()], np.uint8)
+
+    def media(self, group: int, sample: int | None = None) -> Media | None:
+        """Read what a group's prompt shows beside its text, or all that one of its samples does; None if nothing. Raises
+        DamagedShard unless it is what the engine was given."""
         try:
-            return self.media_index.media(group, self.read, self._remake)
+            return self.media_index.media(group, self.read, self._remake, sample)
         except DamagedShard:
             raise
         except Damaged as error:
@@ -307,13 +314,15 @@ class Shard:
         rows, about, names = self.groups[index], self.meta["prompts"][index], self.column_names()
         extra = {n.removeprefix(EXTRA_FOLDER): self._small(n)[which] for n in names if n.startswith(EXTRA_FOLDER)}
         begin, end = self.prompt_offsets[index : index + 2]
-        shown = self.media(index) if media else self.media_index.reference(index)
+        read = self.media if media else self.media_index.reference
+        shown = read(index)
         prompt = Prompt(
             int(rows["source"]), int(rows["index"]), "", self._small("prompt_tokens")[begin:end], about["answer"], about["metadata"],
             shown,
         )  # fmt: skip
         samples = []
         for k, row in enumerate(self.samples[which]):
+            later = read(index, int(which[k])) if self.media_index.shows_later(int(which[k])) else None
             x, y = tokens.offsets[k : k + 2]
             changes = np.flatnonzero(np.diff(tokens.versions[x:y], prepend=-1))
             spans = [(int(c), int(tokens.versions[x + c])) for c in changes]
@@ -322,6 +331,7 @@ class Shard:
                 Sample(
                     tokens.tokens[x:y], tokens.loss_mask[x:y], tokens.logprobs[x:y], spans, Finish(int(row["finish"])),
                     float(row["reward"]), float(row["raw_reward"]), int(row["turns"]), numbers, self.routed_experts(int(which[k])),
+                    media=later,
                 )
             )  # fmt: skip
         return Group(prompt, samples, *self.failure(index))

@@ -67,11 +67,14 @@ class MicroBatch:
 
 def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
     """Join the samples `used` to trees: a group shares its prompt where that saves at least as many tokens as its
-    answers have."""
+    answers have. One whose environment showed more than its prompt stands alone."""
     groups: dict[int, list[int]] = {}
-    for sample in used.tolist():
-        groups.setdefault(int(rollouts.group[sample]), []).append(sample)
     trees: list[Tree] = []
+    for sample in used.tolist():
+        if shows_later(rollouts, sample):
+            trees.append((sample,))
+        else:
+            groups.setdefault(int(rollouts.group[sample]), []).append(sample)
     for samples in groups.values():
         prompts = [rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[s : s + 2])] for s in samples]
         shown = {media.digest if (media := media_of(rollouts, s)) else "" for s in samples}
@@ -167,6 +170,22 @@ def media_of(rollouts: Rollouts, sample: int) -> Media | None:
     return rollouts.media[sample] if rollouts.media else None
 
 
+def shows_later(rollouts: Rollouts, sample: int) -> bool:
+    """Return True if a sample's environment showed more than its prompt."""
+    return rollouts.shown_later is not None and bool(rollouts.shown_later[sample])
+
+
+def tree_positions(rollouts: Rollouts, tree: Tree, family: Family, config: Any) -> NDArray[Any]:
+    """[T] or [axes, T] positions of a tree's tokens: each answer goes on behind the prompt."""
+    prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[tree[0] : tree[0] + 2])]
+    answers = [rollouts.tokens[int(rollouts.offsets[s]) : int(rollouts.offsets[s + 1]) - 1] for s in tree]
+    media = media_of(rollouts, tree[0])
+    if shows_later(rollouts, tree[0]):
+        return family.positions_onward(config, np.concatenate([prompt, *answers]), media)[..., :-1]
+    placed = family.positions_onward(config, prompt, media)
+    return np.concatenate([placed[..., :-1], *(placed[..., -1:] + np.arange(len(answer)) for answer in answers)], -1)
+
+
 def shown_by(rollouts: Rollouts, rows: Rows, family: Family) -> dict[str, NDArray[Any]]:
     """Join the media of the trees' prompts in the order of rows. Raises Damaged where they are not those that the engine
     was given."""
@@ -200,13 +219,12 @@ def place(rollouts: Rollouts, rows: Rows, unit: int, row_unit: int, family: Fami
             begin, filled, at = at, at + lengths[r][segment], at + len(prompt)
             asked = at - 1  # where the prompt's last token predicts the first of every answer
             tokens[r, begin:at], positions[..., r, begin:filled] = prompt, np.arange(filled - begin)
-            placed = family.positions_onward(config, prompt, media_of(rollouts, tree[0]))
-            positions[..., r, begin:at], behind = placed[..., :-1], placed[..., -1:]
+            placed = tree_positions(rollouts, tree, family, config)
+            positions[..., r, begin : begin + placed.shape[-1]] = placed
             for branch, sample in enumerate(tree, start=1):
                 first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
                 end = at + last - first - 1
                 tokens[r, at:end] = rollouts.tokens[first : last - 1]
-                positions[..., r, at:end] = behind + np.arange(end - at)
                 branches[r, at:end] = branch
                 chosen = np.flatnonzero(rollouts.loss_mask[first:last])
                 predictors.append(r * width + np.where(chosen == 0, asked, at - 1 + chosen))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from relax_hpc.engines import Completion
 from relax_hpc.environments import Seat, Turn
-from relax_hpc.records import Finish, Prompt, Sample
+from relax_hpc.records import Finish, Media, Prompt, Sample
 
 
 @dataclass(slots=True)
@@ -32,6 +32,8 @@ class Episode:
     turns: int = 0
     """How many turns the environment has answered."""
     done: bool = False
+    later: Media | None = None
+    """All that the episode shows, once its environment showed more than the prompt."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
     """Routed experts of the last turn, whose context is everything before it."""
     seconds: float = 0.0
@@ -44,6 +46,11 @@ class Episode:
     @property
     def length(self) -> int:
         return sum(len(t) for t in self.tokens)
+
+    @property
+    def media(self) -> Media | None:
+        """All that the model has seen and heard."""
+        return self.later or self.prompt.media
 
     def context(self) -> NDArray[np.int32]:
         """Tokens that the model sees before its turn: [P + T]."""
@@ -99,4 +106,5 @@ class Episode:
             extra=dict(turn.extra),
             routed_experts=self.routed_experts,
             seconds=self.seconds,
+            media=self.later,
         )

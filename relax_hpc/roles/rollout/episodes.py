@@ -23,9 +23,10 @@ import numpy as np
 
 from relax_hpc.engines import Engine, Sampling
 from relax_hpc.environments import Environments
-from relax_hpc.records import Failure, Finish, Group, PartialRollout, Prompt, with_experts
+from relax_hpc.records import Failure, Finish, Group, Media, PartialRollout, Prompt, with_experts
 from relax_hpc.rewards import RewardRunner
 from relax_hpc.roles.rollout.episode import Episode
+from relax_hpc.roles.rollout.observations import Observations, UnusableObservation
 
 NO_FAILURE = Failure("", "")
 DREW_MEDIA = "drew_media_token"
@@ -48,6 +49,7 @@ class RolloutSetup:
     environments: Environments
     rewards: RewardRunner
     max_turns: int
+    observations: Observations
     placeholders: frozenset[int] = frozenset()
     """Tokens that stand for a part of an image, a video or a sound."""
 
@@ -119,12 +121,12 @@ class Episodes:
             self._show(said, number)
             for episode in _active(said):
                 if episode.last is not None and number + 1 < len(episode.begins):
-                    again = self._tokens(episode.last.observation)
+                    again = self._observed(episode)
                     if episode.last.done or again != episode.observation(number).tolist():
                         return False
         for episode in self._episodes:
             episode.done = len(episode.begins) == episode.turns
-        return True
+        return all(_digest(e.later) == _digest(s.media) for e, s in pairs if not e.seat.failure)
 
     def _groups(self) -> list[Group]:
         """Return the episodes as they are, finished or not, as one group a prompt."""
@@ -157,7 +159,7 @@ class Episodes:
         speaking = [e for e in active if e.finish is None]
         each = self._asked.samples_per_prompt if together and not turn else 1
         begun = [e.turn(turn) for e in speaking]
-        media = [e.prompt.media for e in speaking[::each]]
+        media = [e.media for e in speaking[::each]]
         shown: dict[str, Any] = {"media": media} if any(media) else {}  # an engine of one's own may not know them
         completions = self._setup.engine.generate(
             [e.context() for e in speaking[::each]], each, self._asked.sampling, self._asked.seed + turn,
@@ -183,9 +185,11 @@ class Episodes:
             episode.done = episode.last.done or ended or self._drew_media(episode)
             if episode.done:
                 continue
-            observation = self._tokens(episode.last.observation)
+            before, observation = episode.later, self._observed(episode)
+            if observation is None:
+                continue
             if len(episode.prompt.tokens) + episode.length + len(observation) >= self._setup.engine.context:
-                episode.done, episode.finish = True, Finish.LENGTH
+                episode.done, episode.finish, episode.later = True, Finish.LENGTH, before
             else:
                 episode.add(np.asarray(observation, np.int32), None, [])
 
@@ -193,8 +197,18 @@ class Episodes:
         last = episode.tokens[-1][-1:] if episode.tokens else ()
         return any(int(token) in self._setup.placeholders for token in last)
 
-    def _tokens(self, observation: str) -> list[int]:
-        tokens: list[int] = self._setup.tokenizer.encode(observation, add_special_tokens=False)
+    def _observed(self, episode: Episode) -> list[int] | None:
+        """Return the tokens of the environment's last answer; the episode has its media then. None where these cannot be
+        shown: its group has failed."""
+        assert episode.last is not None
+        try:
+            tokens, shown = self._setup.observations.tokens(episode.last.observation)
+        except UnusableObservation as error:
+            failure = Failure.of(episode.prompt, "what the environment shows cannot be used", str(error))
+            episode.seat.failure = failure
+            return None
+        if shown is not None:
+            episode.later = self._setup.observations.joined(episode.media, shown)
         return tokens
 
     def _score(self) -> list[Group]:
@@ -218,6 +232,10 @@ class Episodes:
             sample.reward = sample.raw_reward = verdict.reward
             sample.extra |= verdict.extra
         return groups
+
+
+def _digest(media: Media | None) -> str:
+    return media.digest if media else ""
 
 
 def _failures(episodes: Sequence[Episode]) -> dict[int, Failure]:

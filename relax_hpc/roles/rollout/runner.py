@@ -19,11 +19,13 @@ from relax_hpc.engines import EngineError, Sampling, make_engine
 from relax_hpc.environments import Environments
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
+from relax_hpc.media.process import Processor
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Failure, Group, PartialRollout, Prompt, failed_group
 from relax_hpc.rewards import RewardRunner
 from relax_hpc.roles.common import gpus
 from relax_hpc.roles.rollout.episodes import Asked, Episodes, RolloutAborted, RolloutSetup
+from relax_hpc.roles.rollout.observations import Observations
 from relax_hpc.spool.request import Request, request_seed
 
 
@@ -42,7 +44,8 @@ class RolloutRunner:
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         placeholders = frozenset(family_of(config).placeholders(config).values())
         turns = recipe.rollout.max_turns
-        self._setup = RolloutSetup(self.engine, tokenizer, environments, rewards, turns, placeholders)
+        observations = Observations(tokenizer, Processor(model_dir, recipe.media))
+        self._setup = RolloutSetup(self.engine, tokenizer, environments, rewards, turns, observations, placeholders)
         r, asked = recipe.rollout, recipe.evaluation
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self._unusable: dict[int, Failure] = {}
