@@ -69,6 +69,9 @@ def show(
     ],
     group: Annotated[Optional[int], option("--group", "-g", help="Only this group.")] = None,
     full: Annotated[bool, typer.Option("--full", help="Do not shorten texts.")] = False,
+    media: Annotated[
+        Optional[Path], option(help="Write the groups' pictures, frames of videos and sounds to this HTML file.")
+    ] = None,
 ) -> None:
     """Print one request: its prompts, every answer with its reward, and why groups failed or were filtered.
 
@@ -85,6 +88,12 @@ def show(
             shard_tables.show_request(
                 view, shard, view.statuses().of(path), group, int(sample) if sample.isdigit() else None, full
             )
+            groups = range(len(shard.groups)) if group is None else [group]
+        if media is not None:
+            from relax_hpc.monitor.analysis.pictures import page
+
+            media.write_text(page(view, request_id, groups), encoding="utf-8")
+            typer.echo(f"{media} shows groups {[*groups]}")
 
 
 @app.command("stats")

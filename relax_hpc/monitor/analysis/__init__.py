@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
+    from relax_hpc.monitor.analysis.pictures import Page
     from relax_hpc.records import Media, MediaSource
     from relax_hpc.spool.shard import Shard
 
@@ -171,6 +172,25 @@ class RunView:
                 raise RunError(f"request {request} has no group {group}: they count from 0 to {len(shard.groups) - 1}")
             media = shard.media(group)
         return {} if media is None else dict(media.tensors)
+
+    def media_files(self, request: str, group: int) -> list[tuple[str, bytes]]:
+        """("image", "video" or "audio"; the file's bytes) of what a group's prompt shows, where the shard keeps the files
+        (`spool.media = "source"`); else nothing. Raises RunError where there is no such shard or group."""
+        from relax_hpc.spool.media import SOURCE
+        from relax_hpc.spool.shard import Shard
+
+        with Shard(self.run.shard(request)) as shard:
+            if not 0 <= group < len(shard.groups):
+                raise RunError(f"request {request} has no group {group}: they count from 0 to {len(shard.groups) - 1}")
+            item = shard.media_index.item(group)
+            files = item.files if item else ()
+            return [(modality, shard.read(SOURCE, place.begin, place.end).tobytes()) for modality, place in files]
+
+    def show(self, request: str, groups: Sequence[int] = (0,)) -> Page:
+        """Pictures, frames of videos and sounds of groups' prompts, for a notebook: small, with everything in it."""
+        from relax_hpc.monitor.analysis.pictures import page
+
+        return page(self, request, groups)
 
     def _media_again(self, source: MediaSource) -> Media:
         from relax_hpc.media.process import Processor

@@ -1,6 +1,8 @@
-"""Media of a prompt as a page shows them: pictures and frames as the model saw them, sounds as their spectrum; small, embedded.
+"""Media of a prompt as a page shows them: pictures and frames as the model saw them, sounds as their spectrum, or to be played
+where the shard keeps their files; small, embedded.
 
 tensors of a shard + the settings of the model's processor ──► [frames, height, width, 3] ──► a small JPEG in a data URI
+files of a shard (spool.media = "source") ──► sounds ──► a data URI
 
 Only patches as the processors of Qwen's families lay them out are understood; of others nothing is shown.
 """
@@ -8,9 +10,11 @@ Only patches as the processors of Qwen's families lay them out are understood; o
 from __future__ import annotations
 
 import base64
+import html
 import io
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,20 +34,52 @@ SIDE = 240
 """Most pixels of the shorter side."""
 
 
+MOST_SOUND_BYTES = 1 << 19
+"""Longest file of a sound that a page plays; of a longer one it shows the spectrum."""
+SOUNDS = {b"RIFF": "audio/wav", b"fLaC": "audio/flac", b"OggS": "audio/ogg"}
+"""Beginnings of sounds' files; others are taken for MP3, and a browser finds out."""
+
+
 class Shown(NamedTuple):
-    """A picture for a page."""
+    """A picture or a sound for a page."""
 
     label: str
     uri: str
+
+    @property
+    def html(self) -> str:
+        """The element that shows or plays it."""
+        if self.uri.startswith("data:audio/"):
+            return f'<audio controls class="shown" src="{self.uri}" title="{self.label}"></audio>'
+        return f'<img class="shown" src="{self.uri}" alt="{self.label}" title="{self.label}">'
+
+
+class Page(str):
+    """HTML that a notebook shows as it is."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
 
 
 def shown(view: RunView, request: str, group: int) -> list[Shown]:
     """The first few media of a group's prompt; nothing where its shard is gone, damaged, or keeps no tensors."""
     try:
         tensors = view.media(request, group)
+        sounds = [data for modality, data in view.media_files(request, group) if modality == "audio"]
     except RunError:
         return []
-    return [Shown(label, _uri(pixels)) for label, pixels in _pictures(tensors, view.run.model)][:MOST_SHOWN]
+    played = [Shown("audio", _sound(data)) for data in sounds if len(data) <= MOST_SOUND_BYTES]
+    drawn = (Shown(label, _uri(pixels)) for label, pixels in _pictures(tensors, view.run.model))
+    return [*itertools.islice(drawn, MOST_SHOWN), *played[:MOST_SHOWN]]
+
+
+def page(view: RunView, request: str, groups: Sequence[int]) -> Page:
+    """The media of some groups as HTML with everything in it."""
+    parts = [f"<h1>{html.escape(request)}</h1>"]
+    for group in groups:
+        media = "\n".join(one.html for one in shown(view, request, group)) or "nothing to show"
+        parts.append(f"<h2>group {group}</h2>\n{media}")
+    return Page('<meta charset="utf-8">\n' + "\n".join(parts) + "\n")
 
 
 def _pictures(tensors: Mapping[str, NDArray[Any]], model: Path) -> Iterator[tuple[str, NDArray[np.uint8]]]:
@@ -97,3 +133,7 @@ def _uri(pixels: NDArray[np.uint8]) -> str:
         image = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
     image.save(memory, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(memory.getvalue()).decode()}"
+
+
+def _sound(data: bytes) -> str:
+    return f"data:{SOUNDS.get(data[:4], 'audio/mpeg')};base64,{base64.b64encode(data).decode()}"
