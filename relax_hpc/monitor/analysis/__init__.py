@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
 
-    from relax_hpc.monitor.analysis.pictures import Page
     from relax_hpc.records import Media, MediaSource
     from relax_hpc.spool.shard import Shard
 
@@ -186,7 +185,7 @@ class RunView:
             files = item.files if item else ()
             return [(modality, shard.read(SOURCE, place.begin, place.end).tobytes()) for modality, place in files]
 
-    def show(self, request: str, groups: Sequence[int] = (0,)) -> Page:
+    def show(self, request: str, groups: Sequence[int] = (0,)) -> str:
         """Pictures, frames of videos and sounds of groups' prompts, for a notebook: small, with everything in it."""
         from relax_hpc.monitor.analysis.pictures import page
 
