@@ -6,6 +6,7 @@ Source, Source, … ──► Prompt
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -87,6 +88,16 @@ class PromptSources:
         """True where prompts may show images, video or sound: the model's family knows them, and there are rows of files."""
         shows = self._processor is not None and bool(self._processor.family.modalities)
         return shows and any(isinstance(one, FilePrompts) for one in self._recipe)
+
+    def media_bytes(self, count: int) -> int:
+        """Bytes that a shard keeps of a prompt's media: the most of `count` prompts of each training source, evenly spread."""
+        most = 0
+        for source in self._trained if self.show else ():
+            for index in np.linspace(0, len(source) - 1, min(count, len(source)), dtype=int).tolist():
+                with contextlib.suppress(RunError):
+                    media = source.prompt(index).media
+                    most = max(most, media.bytes if media else 0)
+        return most
 
     def example(self, source: int, index: int) -> tuple[Prompt, NDArray[np.int32]]:
         """The prompt, and its source's own answer as tokens with the one that ends it. Raises RunError where there is

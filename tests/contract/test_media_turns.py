@@ -187,7 +187,23 @@ def test_the_trainer_computes_the_same_from_the_shard(setup: Setup, groups: list
         np.testing.assert_allclose(scoring.logprobs("reference", found)[chosen], found.logprobs[chosen], atol=1e-5)
     family = setup.runner.engine.family  # type: ignore[attr-defined]
     ((rows,),) = plan(found, 1, 1 << 14)
-    assert len(pack(found, rows, family=family, config=setup.model.config).media["image_grid_thw"]) == EACH * (3 + 2)
+    assert len(pack(found, rows, family, setup.model.config).media["image_grid_thw"]) == EACH * (3 + 2)
+
+
+def test_megatron_finds_the_places_of_later_pictures(setup: Setup, groups: list[Group], tmp_path: Path) -> None:
+    shown = pytest.importorskip("relax_hpc.trainers.megatron.shown")
+    found, _ = read(groups, tmp_path / "s.h5")
+    family, config = setup.runner.engine.family, setup.model.config  # type: ignore[attr-defined]
+    rows = [[(sample,)] for sample in range(2 * EACH)]
+    tokens = [pack(found, [row], family, config).tokens[0] for row in rows]
+    starts = np.cumsum([0, *map(len, tokens)])
+    seen = shown.shown_by(
+        found, [0, 1, 2, 3], starts, np.arange(starts[-1]), family, config, torch.device("cpu"), shown.Among(1, 0)
+    )
+    image = family.placeholders(config)["image"]
+    assert sorted(seen.places.tolist()) == np.flatnonzero(np.concatenate(tokens) == image).tolist()
+    assert seen.visual == len(seen.places) == len(seen.features)
+    assert int(seen.features.max()) + 1 == int(seen.tensors["image_grid_thw"].prod(1).sum()) // 4
 
 
 def test_samples_that_were_shown_the_same_later_share_no_prompt(groups: list[Group]) -> None:

@@ -238,6 +238,18 @@ def saved(folder: Path, table: pyarrow.Table, files: int = 2) -> Path:
     return folder
 
 
+def test_the_bytes_of_media_are_known_before_a_shard_is_written(seeing: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone.png").write_bytes(png("red")[:40])
+    rows = [
+        TWO,
+        {**TWO, "prompt": "<image>", "images": ["red.png"]},
+        {**TWO, "prompt": "<image>", "images": ["gone.png"]},
+    ]
+    path, pixels = write(tmp_path, rows), 32 * 3 * 2 * 8 * 8 * 4
+    assert sources(seeing, path).media_bytes(8) == pixels + 2 * 3 * 8, "two pictures and their grids"
+    assert sources(seeing, write(tmp_path, [{"prompt": "?", "answer": "x"}]), media={}).media_bytes(8) == 0
+
+
 def test_a_folder_of_a_hugging_face_data_set(seeing: Path, hearing: Path, tmp_path: Path) -> None:
     colors = ["red", "green", "blue"]
     write(tmp_path, [])

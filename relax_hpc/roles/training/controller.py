@@ -40,6 +40,9 @@ from relax_hpc.weights import Export, make_publisher
 MARGIN_S = 10.0
 """Seconds kept free before the allocation's end, besides what a step and a checkpoint were seen to take."""
 
+MEDIA_LOOKED_AT = 8
+"""Prompts of each source whose media are made at the start, to see how many bytes a quota must reserve for them."""
+
 
 class Controller:
     """Rank 0's part of the trainer: requests, ledger, weights, evaluations, retention, metrics."""
@@ -53,6 +56,9 @@ class Controller:
         self.critic = RunDir(run.critic) if "values" in role.columns else None
         """The critic's directory, if it has processes of its own."""
         self.retention = Retention(run, recipe, commit_dir, self.ledger, role.context, self.critic)
+        if recipe.spool.quota_gb is not None:  # before there is a shard that says it
+            largest = role.sources.media_bytes(MEDIA_LOOKED_AT)
+            self.retention.reserve_media(largest * recipe.rollout.groups_per_request)
         self.scheduler = self.new_scheduler()
         self.publisher = make_publisher(recipe, run, commit_dir, self.incarnation)
         evaluated = role.sources.evaluated(recipe.evaluation.prompts) if recipe.evaluation else []

@@ -17,7 +17,7 @@ from torch import Tensor
 from relax_hpc.huggingface import as_arguments
 from relax_hpc.media.families import Family
 from relax_hpc.records import Media, Rollouts
-from relax_hpc.trainers.packing import balance, media_of
+from relax_hpc.trainers.packing import balance, media_of, shows_later
 
 
 class Among(NamedTuple):
@@ -62,8 +62,11 @@ def shown_by(
         if (one := media_of(rollouts, sample)) is None:
             continue
         media[one.digest] = one
-        prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[sample : sample + 2])]
-        found += [((m, one.digest), start + np.flatnonzero(prompt == token)) for m, token in placeholders.items()]
+        tokens = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[sample : sample + 2])]
+        if shows_later(rollouts, sample):  # placeholders stand behind the prompt too; a sample's last token is not fed
+            begin, end = rollouts.offsets[sample : sample + 2]
+            tokens = np.concatenate([tokens, rollouts.tokens[begin : end - 1]])
+        found += [((m, one.digest), start + np.flatnonzero(tokens == token)) for m, token in placeholders.items()]
     for one in media.values():
         one.check("the trainer's encoders")
     sizes, digests = {key: len(places) for key, places in found}, list(media)
