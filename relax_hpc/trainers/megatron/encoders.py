@@ -54,7 +54,7 @@ class Encoders(Module):
         device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         with no_init_weights():
             _keep_encoders(self.model, "", family_of(hf), config.params_dtype)
-        self.model.to(device).eval()
+        self.to(device).model.eval()
         layers: list[Any] = [layer for layer in self.modules() if isinstance(layer, GradientCheckpointingLayer)]
         for layer in layers if config.recompute_granularity == "full" else []:
             layer.training = layer.gradient_checkpointing = True  # nothing in them is: no dropout
