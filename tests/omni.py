@@ -20,11 +20,15 @@ from relax_hpc.trainers.tiny_model import character_tokenizer
 from tests.tiny import SPREAD
 
 IMAGE, VIDEO, VISION, VISION_END, AUDIO, AUDIO_START, AUDIO_END = range(70, 77)
-KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni")
+KINDS = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "qwen3_omni", "gemma4_unified")
+EYES = {"qwen3_omni": ("visual", 16), "gemma4_unified": ("model.embed_vision", 1)}
+"""Kind -> the module that sees, and how many rows it is given for the first prompt's image."""
 VALUES = 3 * 2 * 8 * 8
 """Numbers of a patch: colors, frames, rows, columns."""
 MEL, FRAMES_A_TOKEN = 16, 8
 """Bands of a sound's spectrum; its frames for which there is a token."""
+MOST, FRAME = 6, 20
+"""Tokens of a picture of Gemma4Unified, with those that only fill it up; samples of a token of sound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class Shown:
 def config(kind: str, layers: int = 4, deep: Sequence[int] = (0, 1, 2)) -> Any:
     """The configuration of a tiny model; every layer takes part, and no two sizes are equal that could be confused. deep:
     layers of the vision encoder whose features go into the first layers of the language model."""
+    if kind == "gemma4_unified":
+        return _gemma()
     interleaved = {} if kind == "qwen2_5_vl" else {"mrope_interleaved": True}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], **interleaved}
     text: dict[str, Any] = {
@@ -73,6 +79,63 @@ def config(kind: str, layers: int = 4, deep: Sequence[int] = (0, 1, 2)) -> Any:
     return tf.Qwen3OmniMoeThinkerConfig(text_config=text, vision_config=vision, audio_config=audio, **ids)
 
 
+def _gemma() -> Any:
+    """Two kinds of layers with heads of two sizes, and a cap on the logits, as the real ones have."""
+    text: dict[str, Any] = {
+        "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16, "max_position_embeddings": 256,
+        "sliding_window": 256, "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 30.0,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": None,
+        "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "patch_size": 4,
+        "pooling_kernel_size": 2,
+        "mm_embed_dim": 24,
+        "mm_posemb_size": 16,
+        "output_proj_dims": 24,
+    }
+    ids = {
+        "boi_token_id": VISION,
+        "eoi_token_id": VISION_END,
+        "boa_token_id": AUDIO_START,
+        "eoa_token_index": AUDIO_END,
+    }
+    return tf.Gemma4UnifiedConfig(
+        text_config=text, vision_config=vision, audio_config={"audio_embed_dim": FRAME},
+        image_token_id=IMAGE, video_token_id=VIDEO, audio_token_id=AUDIO, **ids,
+    )  # fmt: skip
+
+
+def whole() -> Any:
+    """The configuration of a whole Qwen3-Omni: thinker, talker and the part that makes sounds of its codes."""
+    text = {
+        "vocab_size": 1100, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]},
+    }  # fmt: skip
+    codes = {
+        "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "num_code_groups": 3,
+    }  # fmt: skip
+    talker = {
+        "text_config": text, "code_predictor_config": codes, "num_code_groups": 3, "thinker_hidden_size": 32,
+        "accept_hidden_layer": 1, "speaker_id": {"ethan": 46}, "codec_eos_token_id": 40, "codec_nothink_id": 41,
+        "codec_think_bos_id": 42, "codec_think_eos_id": 43, "codec_pad_id": 44, "codec_bos_id": 45, "audio_token_id": AUDIO,
+        "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION, "spatial_merge_size": 2,
+        "audio_start_token_id": AUDIO_START,
+    }  # fmt: skip
+    wave = {
+        "codebook_size": 32, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_quantizers": 3, "upsample_rates": [2, 2], "upsampling_ratios": [2], "decoder_dim": 16,
+    }  # fmt: skip
+    return tf.Qwen3OmniMoeConfig(
+        thinker_config=config("qwen3_omni").to_dict(), talker_config=talker, code2wav_config=wave, enable_audio_output=True,
+        im_start_token_id=61, user_token_id=62, assistant_token_id=63, system_token_id=64, tts_pad_token_id=65,
+        tts_bos_token_id=66, tts_eos_token_id=67,
+    )  # fmt: skip
+
+
 def folder(kind: str, where: Path, seed: int = 0, **shape: Any) -> Path:
     """A model of this kind in `where`, with weights wide enough for distributions with a shape, and its tokenizer."""
     torch.manual_seed(seed)
@@ -106,6 +169,8 @@ def prompt(kind: str, shown: Sequence[str], seed: int) -> Shown:
 def _add(kind: str, one: str, tensors: dict[str, list[NDArray[Any]]], rng: np.random.Generator) -> list[int]:
     """Add what is shown to `tensors`; returns its tokens."""
     keep = lambda name, array: tensors.setdefault(name, []).append(array)
+    if kind == "gemma4_unified":
+        return _add_plain(one, keep, rng)
     if one in ("audio", "long"):
         frames = {"audio": 40, "long": 104}[one]
         keep("input_features", rng.normal(size=(1, MEL, frames)).astype(np.float32))
@@ -129,11 +194,33 @@ def _add(kind: str, one: str, tensors: dict[str, list[NDArray[Any]]], rng: np.ra
     return [VISION, *[VIDEO] * (len(patches) // 4), VISION_END]
 
 
+def _add_plain(one: str, keep: Any, rng: np.random.Generator) -> list[int]:
+    """Add patches and frames of sound as they are."""
+    if one in ("audio", "long"):
+        heard = {"audio": 3, "long": 7}[one]
+        keep("input_features", rng.normal(size=(1, heard, FRAME)).astype(np.float32))
+        keep("input_features_mask", np.ones((1, heard), np.bool_))
+        return [AUDIO_START, *[AUDIO] * heard, AUDIO_END]
+    width, height, frames = {"image": (2, 2, 1), "wide": (3, 1, 1), "video": (1, 2, 2)}[one]
+    places = [(x, y) for y in range(height) for x in range(width)] + [(-1, -1)] * (MOST - width * height)
+    patches = rng.normal(size=(frames, MOST, VALUES // 2)).astype(np.float32)
+    patches[:, width * height :] = 0
+    placed = np.tile(np.array(places), (frames, 1, 1))
+    token, name, about = (IMAGE, "pixel_values", "image") if one != "video" else (VIDEO, "pixel_values_videos", one)
+    keep(name, patches)
+    keep(f"{about}_position_ids", placed)
+    if one == "video":
+        keep("num_frames_per_video", np.array([frames]))
+    seen = [VISION, *[token] * (width * height), VISION_END]
+    return seen if one != "video" else [t for _ in range(frames) for t in (9, *seen)]
+
+
 def _joined(arrays: list[NDArray[Any]]) -> NDArray[Any]:
     """Join on the first axis; sounds are filled up with zeros to the longest."""
-    longest = max(array.shape[-1] for array in arrays) if arrays[0].ndim > 1 else 0
-    filled = [np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, longest - a.shape[-1])]) if longest else a for a in arrays]
-    return np.concatenate(filled)
+    if arrays[0].ndim == 1:
+        return np.concatenate(arrays)
+    longest = np.max([a.shape[1:] for a in arrays], axis=0)
+    return np.concatenate([np.pad(a, [(0, 0), *((0, n) for n in longest - a.shape[1:])]) for a in arrays])
 
 
 SHOWN: dict[str, list[tuple[str, ...]]] = {
@@ -141,10 +228,13 @@ SHOWN: dict[str, list[tuple[str, ...]]] = {
         ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl"),
         [("image",), (), ("image", "wide"), ("video",), ("video", "image", "video")],
     ),
-    "qwen3_omni": [
-        ("image",), (), ("audio",), ("audio", "long"), ("video",), ("audio", "image"), ("image", "audio", "video"),
-        ("long", "image", "wide"),
-    ],
+    **dict.fromkeys(
+        ("qwen3_omni", "gemma4_unified"),
+        [
+            ("image",), (), ("audio",), ("audio", "long"), ("video",), ("audio", "image"), ("image", "audio", "video"),
+            ("long", "image", "wide"),
+        ],
+    ),
 }  # fmt: skip
 
 
@@ -171,6 +261,8 @@ def plain_logits(model: Any, shown: Shown, answer: NDArray[np.int32]) -> torch.T
     tokens = torch.tensor(np.concatenate([shown.tokens, answer[:-1]]).astype(np.int64))[None]
     arguments = {n: torch.from_numpy(a) for n, a in (shown.media.tensors if shown.media else {}).items()}
     arguments = {n: a.to(model.dtype) if n == "input_features" else a for n, a in arguments.items()}
+    if "pixel_values_videos" in arguments and "num_frames_per_video" in arguments:
+        tokens, arguments = _frames_as_images(tokens, arguments)
     if not hasattr(model, "audio_tower"):
         arguments["mm_token_type_ids"] = (tokens == IMAGE).long() + 2 * (tokens == VIDEO).long()
     else:
@@ -179,6 +271,17 @@ def plain_logits(model: Any, shown: Shown, answer: NDArray[np.int32]) -> torch.T
     model.base_model.rope_deltas = None
     found: torch.Tensor = model(input_ids=tokens, use_cache=False, **arguments).logits[0, len(shown.tokens) - 1 :]
     return found
+
+
+def _frames_as_images(tokens: torch.Tensor, shown: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Frames of Gemma4Unified are pictures like others, and the forward of transformers 5.19 takes no video."""
+    kinds = {IMAGE: ("pixel_values", "image_position_ids"), VIDEO: ("pixel_values_videos", "video_position_ids")}
+    rows = {token: zip(*(shown.get(name, []) for name in names), strict=True) for token, names in kinds.items()}
+    before = torch.nn.functional.pad(tokens, (1, 0))[0]
+    begun = [next(rows[t]) for t, b in zip(tokens[0].tolist(), before.tolist(), strict=False) if t in rows and t != b]
+    others = {name: tensor for name, tensor in shown.items() if name.startswith("input_features")}
+    pixels, places = (torch.stack(parts) for parts in zip(*begun, strict=True))
+    return tokens.where(tokens != VIDEO, IMAGE), {**others, "pixel_values": pixels, "image_position_ids": places}
 
 
 def _positions(model: Any, tokens: torch.Tensor, prompt: int, shown: dict[str, torch.Tensor]) -> torch.Tensor:

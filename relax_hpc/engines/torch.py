@@ -190,7 +190,7 @@ class TorchEngine:
                 progress(generated)
         progress(int(out.lengths.sum()))
 
-    def _forward(self, cache: InPlaceCache, tokens: Tensor, position: Tensor, mask: Tensor, **media: Tensor) -> Tensor:
+    def _forward(self, cache: InPlaceCache, tokens: Tensor, position: Tensor, mask: Tensor, **media: Any) -> Tensor:
         """[B, V] logits of the last position. tokens, position: [B, L], or [3, B, L]; mask: [B, 1, L, S]."""
         inputs = {"input_ids": tokens, "position_ids": position, "attention_mask": mask, "past_key_values": cache}
         if self.model.base_model is self.model:
@@ -223,7 +223,7 @@ class TorchEngine:
             cache.write_to(rows)
             shown = self.family.joined([media for _, media in [*distinct.values()][rows] if media])
             tokens, position = (torch.from_numpy(a[..., rows, :]).to(self.device) for a in (padded, positions))
-            arguments = as_arguments(shown, self.model.dtype, self.device)
+            arguments = as_arguments(shown, self.model)
             mask = self._prefill_mask(visible[rows, :width])
             logits.append(self._forward(cache, tokens, position, mask, **arguments))
         cache.select(of)

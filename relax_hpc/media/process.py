@@ -183,7 +183,14 @@ class Processor:
         from relax_hpc.media.decode import decoded
 
         ears = getattr(self._loaded, "feature_extractor", None)
-        size = self.family.frame_size(self._loaded, self._limits)
+        fitting = self.family.frame_size(self._loaded, self._limits)
+
+        def size(height: int, width: int) -> tuple[int, int]:
+            try:
+                return fitting(height, width)
+            except ValueError as error:
+                raise MediaError(f"frames of {width} × {height} pixels cannot be shown: {error}") from None
+
         return decoded(cell.modality, cell.value, folder, self._limits, size, ears.sampling_rate if ears else 0)
 
     def _process(self, text: str, images: list[Any], videos: list[Any], sounds: list[Any], special: bool) -> Any:

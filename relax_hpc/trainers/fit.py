@@ -54,6 +54,7 @@ def check_family(recipe: Recipe, model_dir: Path) -> None:
     that it lacks."""
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
     family = family_of(config)
+    family.check(config)
     parts = {"language", *(part for _, part in family.parts)}
     if unknown := sorted({*recipe.trainer.freeze, *recipe.trainer.learning_rates} - parts):
         raise RunError(
@@ -70,7 +71,9 @@ def check_family(recipe: Recipe, model_dir: Path) -> None:
     if recipe.generates and recipe.rollout.engine == "sglang" and (wrong := _misfit_of_sglang(recipe, config)):
         raise RunError(f'{about}, and rollout.engine = "sglang" {wrong}')
     for key, folder in recipe.models_beside.items():
-        other = family_of(AutoConfig.from_pretrained(folder, local_files_only=True))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        other = family_of(config)
+        other.check(config)
         if other.name != family.name:
             raise RunError(
                 f"{about}, and {key} = '{folder}' is of another family ({other.name}): give one that sees the same"

@@ -6,7 +6,7 @@ base model, with media ──hidden [R*L, H]──► the M positions that predi
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ def token_logprobs(
     computed again in the backward pass.
     """
     chosen = predicting_states(cast(PreTrainedModel, model.base_model), batch, targets.device)
-    head = model.get_output_embeddings()
-    tokens_per_chunk = max(1, logits_per_chunk // head.weight.shape[0])
+    head = Head.of(model)
+    tokens_per_chunk = max(1, logits_per_chunk // head.tokens)
     if len(chosen) <= tokens_per_chunk:
         return _head_logprobs(head, chosen, targets, temperature, entropy_gradient)
     parts = [
@@ -42,6 +42,26 @@ def token_logprobs(
         for rows, wanted in zip(chosen.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
     ]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+
+class Head(NamedTuple):
+    """A model's output layer, and the cap that some models put on their logits."""
+
+    layer: Any
+    cap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        return cls(model.get_output_embeddings(), cap)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.layer.weight.shape[0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        found: Tensor = self.layer(hidden)
+        return found if self.cap is None else self.cap * torch.tanh(found / self.cap)
 
 
 class Critic(torch.nn.Module):
@@ -72,15 +92,15 @@ def predicting_states(body: PreTrainedModel, batch: MicroBatch, device: torch.de
         input_ids=torch.from_numpy(batch.tokens).to(device),
         position_ids=torch.from_numpy(batch.positions).to(device),
         attention_mask=mask,
-        **as_arguments(batch.media, body.dtype, device),
+        **as_arguments(batch.media, body),
     )
     return hidden.flatten(0, 1)[torch.from_numpy(batch.predictors).to(device)]
 
 
 def _head_logprobs(
-    head: torch.nn.Module, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
+    head: Head, hidden: Tensor, targets: Tensor, temperature: float, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    distribution = torch.log_softmax(head(hidden).float() / temperature, -1)
+    distribution = torch.log_softmax(head.logits(hidden).float() / temperature, -1)
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropies = -(distribution.exp() * distribution).sum(-1)
     return distribution.gather(-1, targets[:, None]).squeeze(-1), entropies
@@ -88,11 +108,11 @@ def _head_logprobs(
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise RunError for a model that does more after its base than apply its head (soft caps, scales): its logprobs
-    would be wrong."""
+    """Raise RunError for a model that does more after its base than apply its head and a cap (such as scales): its
+    logprobs would be wrong."""
     probe = torch.arange(4, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]  # type: ignore[index]
     whole = model(input_ids=probe, use_cache=False).logits
-    parts = model.get_output_embeddings()(hidden_states(cast(PreTrainedModel, model.base_model), input_ids=probe))
+    parts = Head.of(model).logits(hidden_states(cast(PreTrainedModel, model.base_model), input_ids=probe))
     if not torch.allclose(whole, parts, rtol=1e-4, atol=1e-4):
         raise RunError(
             f"{type(model).__name__} changes its logits after the head by up to {(whole - parts).abs().max():.3g}: "

@@ -89,60 +89,66 @@ def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
     return trees
 
 
-def balance(lengths: NDArray[np.int64], ranks: int) -> list[list[int]]:
-    """Distribute trees over the ranks in shares of nearly equal tokens: the longest first, each to the rank with the
-    fewest.
+def balance(costs: NDArray[Any], ranks: int) -> list[list[int]]:
+    """Distribute trees over the ranks in shares of nearly equal cost: the dearest first, each to the rank with the least.
 
     Within 4/3 of the best possible largest share (R. L. Graham, 1969).
     """
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [(0, rank) for rank in range(ranks)]
-    for tree in np.argsort(-lengths, kind="stable").tolist():
-        tokens, rank = heapq.heappop(load)
+    load = [(0.0, rank) for rank in range(ranks)]
+    for tree in np.argsort(-costs, kind="stable").tolist():
+        total, rank = heapq.heappop(load)
         shares[rank].append(tree)
-        heapq.heappush(load, (tokens + int(lengths[tree]), rank))
+        heapq.heappush(load, (total + float(costs[tree]), rank))
     return shares
 
 
-def cut(share: list[int], lengths: NDArray[np.int64], budget: int) -> list[list[list[int]]]:
-    """Cut a share into micro-batches (rows of trees, by index) of at most `budget` tokens, padding included; a longer
-    tree stands alone.
+def cut(share: list[int], lengths: NDArray[np.int64], media: NDArray[np.float64], budget: int) -> list[list[list[int]]]:
+    """Cut a share into micro-batches (rows of trees, by index) of at most `budget` tokens, padding and the cost of media
+    included; a larger tree stands alone.
 
-    Rows are as long as the micro-batch's longest tree and filled first-fit decreasing.
+    Rows are as long as the micro-batch's longest tree and filled first-fit decreasing. media: what each tree's cost.
     """
     if not share:
         return []
     ordered = sorted(share, key=lambda tree: (-int(lengths[tree]), tree))
     shortest = int(lengths[ordered[-1]])
     batches: list[list[list[int]]] = []
-    width = 0
+    width, shown = 0, 0.0
     open_rows: list[tuple[list[int], int]] = []  # (row, tokens that it has room for)
     for tree in ordered:
-        length = int(lengths[tree])
+        length, cost = int(lengths[tree]), float(media[tree])
         place = next((i for i, (_, room) in enumerate(open_rows) if room >= length), None)
-        if place is not None:
+        if place is not None and len(batches[-1]) * width + shown + cost <= budget:
             row, room = open_rows[place]
             row.append(tree)
+            shown += cost
             open_rows[place] = (row, room - length)
             if room - length < shortest:
                 del open_rows[place]
             continue
-        if not batches or (len(batches[-1]) + 1) * width > budget:
+        if not batches or (len(batches[-1]) + 1) * width + shown + cost > budget:
             batches.append([])
-            open_rows, width = [], length
+            open_rows, width, shown = [], length, 0.0
         row = [tree]
         batches[-1].append(row)
+        shown += cost
         if width - length >= shortest:
             open_rows.append((row, width - length))
     return batches
 
 
-def plan(rollouts: Rollouts, ranks: int, budget: int) -> list[list[Rows]]:
-    """Plan the micro-batches of each rank, of the samples in the loss."""
+def plan(
+    rollouts: Rollouts, ranks: int, budget: int, family: Family = TEXT, costs: Mapping[str, float] | None = None
+) -> list[list[Rows]]:
+    """Plan the micro-batches of each rank, of the samples in the loss. costs: what a position of each encoder costs."""
     trees = join(rollouts, in_loss(rollouts))
     lengths = np.array([tree_length(rollouts, tree) for tree in trees], np.int64)
-    shares = balance(lengths, ranks)
-    return [[[[trees[i] for i in row] for row in rows] for rows in cut(share, lengths, budget)] for share in shares]
+    media = np.array([media_cost(family, media_of(rollouts, tree[0]), costs or {}) for tree in trees])
+    shares = balance(lengths + media, ranks)
+    return [
+        [[[trees[i] for i in row] for row in rows] for rows in cut(share, lengths, media, budget)] for share in shares
+    ]
 
 
 def in_loss(rollouts: Rollouts) -> NDArray[np.int64]:
@@ -184,6 +190,13 @@ def tree_positions(rollouts: Rollouts, tree: Tree, family: Family, config: Any) 
         return family.positions_onward(config, np.concatenate([prompt, *answers]), media)[..., :-1]
     placed = family.positions_onward(config, prompt, media)
     return np.concatenate([placed[..., :-1], *(placed[..., -1:] + np.arange(len(answer)) for answer in answers)], -1)
+
+
+def media_cost(family: Family, media: Media | None, costs: Mapping[str, float]) -> float:
+    """What a prompt's media cost, in tokens."""
+    if media is None or not costs:
+        return 0.0
+    return sum(count * costs[part] for part, count in family.encoded(media).items())
 
 
 def shown_by(rollouts: Rollouts, rows: Rows, family: Family) -> dict[str, NDArray[Any]]:

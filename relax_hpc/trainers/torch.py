@@ -23,7 +23,7 @@ import transformers
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import relax_hpc.trainers.state_files as state_files
 from relax_hpc.algorithms.base import TEACHER, VALUES
@@ -40,6 +40,7 @@ from relax_hpc.trainers.optim import Learning
 from relax_hpc.trainers.packing import MicroBatch, pack, plan
 from relax_hpc.trainers.token_loss import Learner, TokenLoss, add, needs_reference
 from relax_hpc.trainers.update import CriticUpdating, PolicyUpdating, Updating
+from relax_hpc.trainers.work import position_costs
 
 
 class _Models:
@@ -60,20 +61,20 @@ class _Models:
         with self._autocast():
             return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy)
 
-    def _share(self, rollouts: Rollouts, config: PreTrainedConfig) -> Iterator[MicroBatch]:
-        """Pack this process's micro-batches for a model of this config."""
-        family = family_of(config)
-        for rows in plan(rollouts, self.world, self._budget)[self.rank]:
-            yield pack(rollouts, rows, family=family, config=config)
+    def _share(self, rollouts: Rollouts, model: PreTrainedModel) -> Iterator[MicroBatch]:
+        """Pack this process's micro-batches for a model, or its body."""
+        family = family_of(model.config)
+        for rows in plan(rollouts, self.world, self._budget, family, position_costs(model))[self.rank]:
+            yield pack(rollouts, rows, family=family, config=model.config)
 
     @torch.no_grad()
     def _said(
-        self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, config: PreTrainedConfig, progress: Progress
+        self, say: Callable[[MicroBatch], Tensor], rollouts: Rollouts, model: PreTrainedModel, progress: Progress
     ) -> NDArray[np.float32]:
-        """[T] the results of `say`, of a model of this config, at the targets of all processes' micro-batches; 0
+        """[T] the results of `say`, of this model or body, at the targets of all processes' micro-batches; 0
         elsewhere."""
         column = torch.zeros(len(rollouts.tokens), device=self.device)
-        for batch in self._share(rollouts, config):
+        for batch in self._share(rollouts, model):
             column[torch.from_numpy(batch.targets).to(self.device)] = say(batch)
             progress()
         if self.world > 1:
@@ -127,7 +128,7 @@ class _Learners(_Models, Updating):
         sums: dict[str, float] = {}
         learns_values = token_loss.learner == "critic"
         policy = cast(PreTrainedModel, self._critic.body if learns_values else learning.model)
-        for batch in self._share(rollouts, policy.config):
+        for batch in self._share(rollouts, policy):
             if learns_values:
                 loss, said = token_loss(batch.targets, self._values(batch))
             else:
@@ -211,12 +212,12 @@ class TorchTrainer(_Learners, PolicyUpdating):
 
     def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
         if name == VALUES:
-            return self._said(self._values, rollouts, self._critic.body.config, progress)
+            return self._said(self._values, rollouts, self._critic.body, progress)
         model = {"recomputed": self.model, "reference": self.reference, TEACHER: self.teacher}[name]
         if model is None:
             raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
         return self._said(
-            lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, model.config, progress
+            lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, model, progress
         )
 
     def _refer(self) -> None:
@@ -247,7 +248,7 @@ class TorchCritic(_Learners, CriticUpdating):
         state_files.fill_rng(self.rank, self.device, state_files.read(folder / state_files.RNG))
 
     def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
-        return self._said(self._values, rollouts, self._critic.body.config, progress)
+        return self._said(self._values, rollouts, self._critic.body, progress)
 
 
 class TorchScoring(_Models):
@@ -271,7 +272,7 @@ class TorchScoring(_Models):
     def logprobs(self, name: str, rollouts: Rollouts, progress: Progress = lambda: None) -> NDArray[np.float32]:
         model, temperature = self.models[name], self.recipe.rollout.temperature
         return self._said(
-            lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, model.config, progress
+            lambda batch: self._logprobs(model, rollouts, batch, temperature)[0], rollouts, model, progress
         )
 
 

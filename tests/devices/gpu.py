@@ -11,6 +11,7 @@ code that looks at numbers goes on as it would. Inside `simulated()` torch sees 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ COPIES = ("aten::copy_", "aten::_foreach_copy_")
 """Operations whose tensors may be on different devices."""
 METADATA = ("aten::set_", "aten::resize_", "aten::detach", "aten::view", "aten::alias")
 """Operations that read no tensor's memory."""
+INDEXED = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+"""Operations whose second argument says where; torch moves it to the device of the first by itself, and waits for that."""
 _nccl: list[bool] = []
 """Not empty while a process group stands for one over NCCL."""
 
@@ -103,8 +106,12 @@ class _Checked(TorchDispatchMode):
                 raise DeviceError(f"set_: the tensor is on {_name(marked[0])}, its storage on {_name(marked[1])}")
             return func(*args)
         if not any(marked):
-            return func(*args, **(kwargs or {}))
-        _compare(func, given, storages, marked)
+            made = func(*args, **(kwargs or {}))
+            if not given and _derivative():  # made for a gradient, by its options, which tell of the host's memory
+                for tensor in _tensors([made]):
+                    tensor.untyped_storage().anywhere = True  # type: ignore[attr-defined]
+            return made
+        _compare(func, given, storages, marked, _moved_by_torch(func, args))
         made = func(*args, **(kwargs or {}))
         for tensor in _tensors([made]):
             if not any(tensor.untyped_storage() is storage for storage in storages):
@@ -129,16 +136,38 @@ def _is_gpu(device: Any) -> bool:
     return type(device) is int or str(device).startswith("cuda")
 
 
-def _compare(func: Any, given: list[Tensor], storages: list[Any], marked: list[bool]) -> None:
-    """Refuse tensors of both devices, but for copies and for single numbers from the host; and memory that was given
-    back."""
+def _derivative() -> bool:
+    """Return True in a derivative of torch's own, within a backward pass."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def _moved_by_torch(func: Any, args: Any) -> list[Tensor]:
+    """Find the host's tensors that say where in a tensor on the GPU: of transformers, and of derivatives of its indexing.
+
+    Our own code brings them to the device itself.
+    """
+    if func.name().split(".")[0] not in INDEXED or not on_gpu(args[0]):
+        return []
+    frame = inspect.currentframe()
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    foreign = frame is not None and "/transformers/" in frame.f_code.co_filename
+    return [tensor for tensor in _tensors([args[1]]) if not on_gpu(tensor)] if foreign or _derivative() else []
+
+
+def _compare(func: Any, given: list[Tensor], storages: list[Any], marked: list[bool], moved: list[Tensor]) -> None:
+    """Refuse tensors of both devices, but for copies, for single numbers from the host, and for what torch moves; and
+    memory that was given back."""
     name = func.name().split(".")[0]
     if name not in METADATA:
         for tensor, storage in zip(given, storages, strict=True):
             if not storage.nbytes() and tensor.numel():
                 raise DeviceError(f"{name} of a tensor {list(tensor.shape)} whose memory was given back")
     single = torch.Tag.pointwise in func.tags or name in ("aten::index_put", "aten::index_put_")
-    left = [t for t, is_marked in zip(given, marked, strict=True) if not is_marked and not (single and t.ndim == 0)]
+    known = [is_marked or getattr(s, "anywhere", False) for is_marked, s in zip(marked, storages, strict=True)]
+    known = [fits or any(t is one for one in moved) for fits, t in zip(known, given, strict=True)]
+    left = [t for t, fits in zip(given, known, strict=True) if not fits and not (single and t.ndim == 0)]
     if left and name not in COPIES:
         shapes = [list(tensor.shape) for tensor in left]
         raise DeviceError(f"expected all tensors on one device: {name} is on {GPU}, and tensors {shapes} on {CPU}")
@@ -209,6 +238,7 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.Tensor.get_device: lambda t: 0 if on_gpu(t) else -1,
     torch.Tensor.to: _to,
     torch.histc: _counts,
+    torch._C._nn.pad_sequence: lambda each, *args: mark(torch._C._nn.pad_sequence(each, *args), on_gpu(each[0])),
     torch.Tensor.cpu: lambda t, **kwargs: _to(t, CPU, **kwargs),
     torch.Tensor.cuda: lambda t, *args, **kwargs: _to(t, GPU, **kwargs),
     torch.Tensor.type: _type,
@@ -292,6 +322,7 @@ def _stand_ins() -> list[tuple[Any, str, Any]]:
         (cuda, "is_available", lambda: True),
         *((cuda, name, lambda *args: 1) for name in ("device_count",)),
         (cuda, "current_device", lambda: 0),
+        (cuda, "get_device_capability", lambda device=None: (9, 0)),
         *((cuda, name, lambda *args: nothing) for name in ("current_stream", "default_stream")),
         (cuda, "stream", lambda stream=None: contextlib.nullcontext()),
         (cuda, "Stream", _Nothing),

@@ -79,6 +79,7 @@ TORCH: dict[str, dict[str, list[str]]] = {
     "files.tensor_files": {"checkpoint": ["tensor.detach()«.cpu()».contiguous().reshape(-1)"]},
     "huggingface": {
         "engine, one batch": ["Module.to(model, «device→'cpu'»).eval()"],
+        "media, qwen3_vl": ["torch.from_numpy(array)«.to(model.device)» for name"],
     },
     "engines.torch": {
         "engine, one batch": [
@@ -153,7 +154,6 @@ PLACES = re.compile(r"\.to\((?=\"cpu\"|(\w+\.)?device)|\bdevice=|\.cpu\(\)")
 UNNOTICED = {
     "loss_of(number, *said), torch.zeros((), dtype=torch.int, device=self.device)": "Megatron leaves this count alone",
     "dtype=instead.dtype, device=instead.device)": "the model is moved whole, later",
-    "torch.from_numpy(array).to(device) for name, array in media.items()": "no work has media yet",
     "self.axes = torch.tensor(axes, device=device)": "no work has media yet",
     "torch.arange(0, size, 2, device=device).float()": "no work has media yet",
     "self.model.to(device).eval()": "no work has media yet",

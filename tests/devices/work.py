@@ -18,7 +18,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import Trainer, make_critic, make_scoring, make_trainer
 from relax_hpc.weights import FilePublisher, FileReceiver
-from tests import tiny
+from tests import omni, tiny
 
 PPO = {"name": "ppo", "group_size": 1, "kl_coef": 0.1, "kl_in": "loss", "critic": {"learning_rate": 3e-3}}
 
@@ -157,6 +157,31 @@ def scorer(place: Place) -> dict[str, Any]:
     return {name: made.logprobs(name, rollouts) for name in ("teacher", "reference")}
 
 
+def media(kind: str) -> Work:
+    """A step, a scorer and an engine of a model with media: prompts of every modality and mixture that it knows."""
+
+    def work(place: Place) -> dict[str, Any]:
+        folder, shown = omni.folder(kind, place.folder / kind), omni.prompts(kind)
+        own: dict[str, Any] = {"device": place.device, "freeze": ["vision"], "tokens_per_micro_batch": 60}
+        algorithm = {"name": "grpo", "group_size": 2, "kl_coef": 0.1}
+        tables = {"algorithm": algorithm, "scorer": {"scores": ["reference"]}, "rollout": {"device": place.device}}
+        recipe = omni.recipe(folder, trainer=own, **tables)
+        made = tiny.rollouts([p.tokens for p in shown for _ in range(2)], tiny.prompts([3, 4] * len(shown)), 2)
+        made = dataclasses.replace(made, media=tuple(p.media for p in shown for _ in range(2)))
+        scoring = make_scoring(recipe, folder, 0, 1)
+        scoring.hold("reference", folder)
+        made = dataclasses.replace(made, columns={"reference": scoring.logprobs("reference", made)})
+        trainer, engine = make_trainer(recipe, folder, 0, 1), make_engine(recipe, folder)
+        trainer.begin_training()
+        said = trainer.step(made, make_algorithm(recipe.algorithm), 0)
+        engine.load(1, weights(trainer).items())
+        prompts, how = [p.tokens for p in shown], Sampling(temperature=0, max_new_tokens=5)
+        done = engine.generate(prompts, 2, how, 1, media=[p.media for p in shown])
+        return {"said": said, "weights": weights(trainer), "drawn": [(c.tokens, c.logprobs) for c in done]}
+
+    return work
+
+
 def engine_of(place: Place, **tables: Any) -> Engine:
     recipe = place.recipe(**tables)
     engine = make_engine(recipe, place.models / "model")
@@ -240,6 +265,7 @@ WORK: dict[str, Work] = {
     "engine, stopped": lambda place: {"drawn": generated(engine_of(place), Sampling(max_new_tokens=4, stop=("1",)))},
     "engine, offloaded": engine_offloaded,
     "transport": transport,
+    **{f"media, {kind}": media(kind) for kind in ("qwen3_vl", "qwen2_5_vl", "qwen3_omni", "gemma4_unified")},
 }
 MEGATRON = ("grpo", "grpo, bfloat16", "grpo, recomputed", "ppo", "opd", "warm start", "checkpoint", "critic", "scorer")
 """What this backend computes otherwise; losses are those of both."""

@@ -6,17 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3OmniMoeConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3OmniMoeForConditionalGeneration
 
 from relax_hpc import checkpoint
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.trainers import make_trainer
-from relax_hpc.trainers.build import materialise
+from relax_hpc.trainers.build import copy_small_files, materialise, tensors_in
 from relax_hpc.trainers.export import export_checkpoint
 from relax_hpc.trainers.torch import load_model, tensors_of
 from tests import omni, tiny
@@ -79,21 +80,21 @@ def test_a_model_that_says_no_type_keeps_that_of_the_checkpoint(run: RunDir, tmp
 
 @pytest.mark.parametrize("backend", ["torch", "megatron"])
 def test_a_thinker_is_exported_within_the_whole_model(backend: str, tmp_path: Path) -> None:
-    """Its talker, which is not trained, comes along from the folder that the run began with; its frozen parts too."""
-    thinker = omni.config("qwen3_omni").to_dict()
+    """Its talker, which is not trained, comes along from the folder that the run began with, and speaks; its frozen parts
+    too."""
     whole = tmp_path / "whole"
-    Qwen3OmniMoeConfig(thinker_config=thinker, enable_audio_output=False).save_pretrained(whole)
+    torch.manual_seed(0)
+    Qwen3OmniMoeForConditionalGeneration(omni.whole()).save_pretrained(whole, max_shard_size="300KB")
+    assert len([*whole.glob("*.safetensors")]) > 2
     began = omni.folder("qwen3_omni", tmp_path / "thinker")
     model = load_model(began, torch.device("cpu"))
     trained = {name: tensor.detach().clone() for name, tensor in tensors_of(model).items()}
-    talker = torch.arange(6.0)
-    save_file({**{n: t * 0 for n, t in trained.items()}, "talker.weight": talker}, whole / "model.safetensors")
     run = RunDir(tmp_path / "run")
     run.create()
     run.identity.write_text("{}")
     run.recipe.write_text(dump_recipe(omni.recipe(whole)))
     run.model.mkdir()
-    (run.model / "config.json").write_bytes((whole / "config.json").read_bytes())
+    copy_small_files(whole, run.model)
     (commit_dir := run.lease / "000001" / "i000001").mkdir(parents=True)
     folder = checkpoint.begin(commit_dir, 0)
     recipe = omni.recipe(began, trainer={"backend": backend, "freeze": ["vision"]})
@@ -103,8 +104,21 @@ def test_a_thinker_is_exported_within_the_whole_model(backend: str, tmp_path: Pa
     said = export_checkpoint(run.root, tmp_path / "out", dtype="float32")
 
     assert "Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained" in said
-    written = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(written.pop("talker.weight"), talker)
-    assert written.keys() == trained.keys() and all(name.startswith("thinker.") for name in written)
-    again = load_model(tmp_path / "out", torch.device("cpu"))
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in tensors_of(again).items())
+    written, began = dict(tensors_in(tmp_path / "out")), dict(tensors_in(whole))
+    assert written.keys() == began.keys()
+    assert {name.split(".")[0] for name in began.keys() - trained.keys()} == {"talker", "code2wav"}
+    assert all(torch.equal(tensor, trained.get(name, began[name])) for name, tensor in written.items())
+    load = Qwen3OmniMoeForConditionalGeneration.from_pretrained
+    again, about = load(tmp_path / "out", output_loading_info=True)
+    assert not about["missing_keys"] and not about["unexpected_keys"] and not about["mismatched_keys"]
+    shown = omni.prompt("qwen3_omni", ("image",), 0)
+    assert shown.media is not None
+    asked = torch.tensor([[61, 62, 3, *shown.tokens.tolist(), 61, 63, 4]])
+    tokens, sound = again.generate(
+        asked, attention_mask=torch.ones_like(asked), thinker_max_new_tokens=6, thinker_eos_token_id=1,
+        thinker_do_sample=False, talker_max_new_tokens=5, talker_do_sample=False,
+        **{name: torch.from_numpy(array) for name, array in shown.media.tensors.items()},
+    )  # fmt: skip
+    answer = np.array(tokens[0, asked.shape[1] :], np.int32)
+    expected = omni.plain_logits(model, omni.Shown(np.array(asked[0], np.int32), shown.media), answer).argmax(-1)
+    assert answer.tolist() == expected.tolist() and sound.shape[-1] > 0

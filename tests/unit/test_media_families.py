@@ -11,6 +11,7 @@ import transformers as tf
 
 from relax_hpc.files.errors import Damaged, RunError
 from relax_hpc.media.families import TEXT, family_of
+from relax_hpc.media.families.gemma4_unified import Gemma4Unified
 from relax_hpc.records import Media
 
 ROPE: dict[str, Any] = {
@@ -169,6 +170,12 @@ def test_tensors_of_several_prompts_are_joined_and_padded() -> None:
     assert joined["input_features"].shape == (3, 2, 5)
     np.testing.assert_array_equal(joined["input_features"][0, 0], [1, 1, 1, 0, 0])
     np.testing.assert_array_equal(joined["image_grid_thw"], [[1, 2, 2]])
+
+
+def test_pictures_that_are_filled_up_to_several_sizes_are_joined_without_new_patches() -> None:
+    one, two = (Media.of({"image_position_ids": np.zeros((1, patches, 2), np.int64)}) for patches in (1, 3))
+    joined = Gemma4Unified().joined([one, two])["image_position_ids"]
+    assert joined[0].tolist() == [[0, 0], [-1, -1], [-1, -1]], "transformers knows by -1 that a patch only fills"
 
 
 def test_a_digest_covers_names_types_shapes_and_bytes() -> None:

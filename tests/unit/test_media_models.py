@@ -13,6 +13,8 @@ import torch
 from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.files.errors import RunError
+from relax_hpc.media.families import family_of
+from relax_hpc.media.families.qwen3_omni import Qwen3Omni
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Media, Prompt
 from relax_hpc.roles.rollout.episodes import DREW_MEDIA
@@ -22,6 +24,7 @@ from relax_hpc.trainers import fit
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.packing import join
 from relax_hpc.trainers.torch import load_model, tensors_of
+from relax_hpc.trainers.work import position_costs
 from tests import omni, tiny
 
 USER = Path(__file__).with_name("user_code.py")
@@ -134,3 +137,27 @@ def test_answers_share_a_prompt_only_where_they_share_its_media() -> None:
     made = tiny.rollouts([shown.tokens] * 2, tiny.prompts([2, 3]), group_size=2)
     trees = [join(replace(made, media=(shown.media, second)), np.arange(2)) for second in (shown.media, other)]
     assert trees == [[(0, 1)], [(0,), (1,)]]
+
+
+def test_a_patch_costs_as_its_encoder_is_large(folder: Path) -> None:
+    """Counted by hand; less where the encoder does not learn; the same for a model and its body."""
+    model = load_model(folder, torch.device("cpu"))
+    sizes = {
+        name: p.numel()
+        for name, p in model.named_parameters()
+        if "embed_tokens" not in name and ".pos_embed" not in name
+    }
+    vision = sum(n for name, n in sizes.items() if ".visual." in name and "merger" not in name)
+    language = sum(n for name, n in sizes.items() if "language_model" in name)
+    costs = position_costs(model)
+    assert costs == {"vision": pytest.approx(vision / language), "audio": 0.0}
+    assert position_costs(model.base_model) == costs
+    assert position_costs(load_model(folder, torch.device("cpu")).requires_grad_(False)) == costs, (
+        "both are without gradients"
+    )
+    model.get_submodule("model.visual").requires_grad_(False)
+    assert position_costs(model)["vision"] == pytest.approx(vision / language / 3)
+    shown = omni.prompt("qwen3_vl", ("image", "video"), 0).media
+    assert shown is not None and family_of(model.config).encoded(shown) == {"vision": 32, "audio": 0}
+    heard = omni.prompt("qwen3_omni", ("long", "audio"), 0).media
+    assert heard is not None and Qwen3Omni().encoded(heard)["audio"] == (104 + 40) / 8

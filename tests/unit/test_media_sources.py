@@ -387,7 +387,7 @@ def test_a_model_folder_is_taken_over_with_its_processor(seeing: Path, tmp_path:
 
 
 def test_a_folder_of_qwen2_5_vl(tmp_path: Path) -> None:
-    tokenizer = character_tokenizer(ALPHABET, media=True)
+    tokenizer = character_tokenizer(ALPHABET, "qwen2_5_vl")
     token = tokenizer.convert_tokens_to_ids
     patches: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
     processor = transformers.Qwen2_5_VLProcessor(

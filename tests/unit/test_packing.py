@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.records import mask_old
+from relax_hpc.media.families.qwen_vl import Qwen3VL
+from relax_hpc.records import Media, mask_old
 from relax_hpc.trainers.packing import PADDING, balance, cut, pack, plan
 from tests.tiny import prompts, random_rollouts, rollouts
 
@@ -25,23 +26,24 @@ def test_balance_gives_every_sample_once_and_no_rank_much_more(lengths: list[int
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
-@given(LENGTHS, st.integers(1, 200))
+@given(LENGTHS, st.integers(1, 200), st.integers(0, 40))
 @settings(deadline=None)
-def test_cut_keeps_to_the_budget_and_loses_nothing(lengths: list[int], budget: int) -> None:
-    batches = cut(list(range(len(lengths))), np.array(lengths, np.int64), budget)
+def test_cut_keeps_to_the_budget_and_loses_nothing(lengths: list[int], budget: int, most: int) -> None:
+    media = np.random.default_rng(budget).integers(0, most + 1, len(lengths)).astype(float)
+    batches = cut(list(range(len(lengths))), np.array(lengths, np.int64), media, budget)
     assert sorted(s for rows in batches for row in rows for s in row) == list(range(len(lengths)))
     for rows in batches:
         width = max(lengths[s] for row in rows for s in row)
         assert all(sum(lengths[s] for s in row) <= width for row in rows)
         alone = len(rows) == 1 and len(rows[0]) == 1
-        assert len(rows) * width <= budget or alone
+        assert len(rows) * width + sum(media[s] for row in rows for s in row) <= budget or alone
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=60))
 @settings(deadline=None)
 def test_padding_is_small(lengths: list[int]) -> None:
     """First-fit leaves at most one row half empty, so a micro-batch is at least nearly half full whatever the lengths."""
-    [rows] = cut(list(range(len(lengths))), np.array(lengths, np.int64), 10**6)
+    [rows] = cut(list(range(len(lengths))), np.array(lengths, np.int64), np.zeros(len(lengths)), 10**6)
     width = max(lengths)
     assert sum(lengths) >= (len(rows) - 1) * width / 2
     assert sum(sum(lengths[s] for s in row) * 2 <= width for row in rows) <= 1
@@ -142,3 +144,21 @@ def test_tokens_that_are_too_old_and_no_others_leave_the_loss(oldest: int, seed:
     assert after.generated().tolist() == before.generated().tolist()
     others = {field.name for field in dataclasses.fields(before)} - {"loss_mask", "too_old"}
     assert all(getattr(after, name) is getattr(before, name) for name in others)
+
+
+def test_ranks_and_micro_batches_share_what_media_cost() -> None:
+    """Prompts of one length, two of eight with large pictures: these go to different ranks, and stand by themselves."""
+    made = rollouts([np.arange(3, 43, dtype=np.int32)] * 8, prompts([5] * 8), 1)
+    large, small = (Media.of({"pixel_values": np.zeros((n, 2), np.float32)}) for n in (400, 4))
+    made = dataclasses.replace(made, media=(large, large, *(small,) * 6))
+    family, costs = Qwen3VL(), {"vision": 0.5, "audio": 0.0}
+    shares = [[[t for row in rows for t in row] for rows in share] for share in plan(made, 2, 150, family, costs)]
+    assert sorted(sum(tree in [t for rows in share for t in rows] for tree in ((0,), (1,))) for share in shares) == [
+        1,
+        1,
+    ]
+    assert all(
+        [tree] in share for share, tree in zip(sorted(shares, key=lambda s: [(0,)] not in s), [(0,), (1,)], strict=True)
+    )
+    of_tokens = plan(made, 2, 150)
+    assert [sum(len(row) for rows in share for row in rows) for share in of_tokens] == [4, 4]

@@ -6,11 +6,12 @@ from typing import Any
 
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families.base import Family
+from relax_hpc.media.families.gemma4_unified import Gemma4Unified
 from relax_hpc.media.families.qwen3_omni import Qwen3Omni
 from relax_hpc.media.families.qwen_vl import Qwen3VL, Qwen25VL
 
 TEXT = Family()
-FAMILIES: tuple[Family, ...] = (Qwen3VL(), Qwen25VL(), Qwen3Omni())
+FAMILIES: tuple[Family, ...] = (Qwen3VL(), Qwen25VL(), Qwen3Omni(), Gemma4Unified())
 
 
 def family_of(config: Any) -> Family:

@@ -37,6 +37,10 @@ class Family:
     """Names in the files of the whole model begin with this, where only a part of it is built."""
     renamed: ClassVar[Sequence[tuple[str, str]]] = ()
     """(beginning of a parameter's name, what the files have in its place), where they differ."""
+    frames_a_position: ClassVar[int] = 1
+    """Frames of sound that its encoder takes together, before its layers."""
+    filling: ClassVar[Mapping[str, int]] = {}
+    """Tensor -> number that fills it up where prompts with media of several sizes are joined, if it is not zero."""
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -57,6 +61,9 @@ class Family:
         """How many of the language model's first layers have features of the vision encoder added behind them (deepstack)."""
         vision = getattr(self.config(config), "vision_config", None)
         return len(getattr(vision, "deepstack_visual_indexes", ()))
+
+    def check(self, config: Any) -> None:
+        """Raise RunError for a model of this kind that engines and trainers would compute differently."""
 
     def placeholders(self, config: Any) -> dict[str, int]:
         """Modality -> id of its placeholder token. A model may never draw one."""
@@ -101,10 +108,21 @@ class Family:
         """The part of the model that a parameter belongs to: "language", "vision", "projector" or "audio"."""
         return next((part for beginning, part in self.parts if parameter.startswith(beginning)), "language")
 
+    def encoded(self, media: Media) -> dict[str, float]:
+        """How many positions each encoder goes through: "vision", "audio"."""
+        patches = [a.shape[:-1] for name, a in media.tensors.items() if name.startswith("pixel_values")]
+        heard = [a.sum() for name, a in media.tensors.items() if name.endswith("_mask")]
+        return {"vision": float(sum(map(np.prod, patches))), "audio": float(sum(heard)) / self.frames_a_position}
+
     def joined(self, media: Sequence[Media]) -> dict[str, NDArray[Any]]:
         """Put the tensors of several prompts one after the other, in this order: arguments of one forward."""
         names = sorted({name for one in media for name in one.tensors})
-        return {name: _stacked([one.tensors[name] for one in media if name in one.tensors]) for name in names}
+        given = {name: [one.tensors[name] for one in media if name in one.tensors] for name in names}
+        return {name: _stacked(arrays, self.filling.get(name, 0)) for name, arrays in given.items()}
+
+    def arguments(self, model: Any, shown: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of the forward of a model, or of its body, for these tensors."""
+        return shown
 
 
 def methods_of(model_class: type[Any], config: Any, **attributes: Any) -> Any:
@@ -115,8 +133,8 @@ def methods_of(model_class: type[Any], config: Any, **attributes: Any) -> Any:
     return model
 
 
-def _stacked(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Join on the first axis; where the other sizes differ (the lengths of sounds), zeros fill up to the longest."""
+def _stacked(arrays: Sequence[NDArray[Any]], filling: int) -> NDArray[Any]:
+    """Join on the first axis; where the other sizes differ (the lengths of sounds), fill up to the longest."""
     sizes = np.max([array.shape[1:] for array in arrays], axis=0).tolist() if arrays[0].ndim > 1 else []
-    padded = [np.pad(a, [(0, 0), *((0, int(n) - m) for n, m in zip(sizes, a.shape[1:], strict=True))]) for a in arrays]
-    return np.concatenate(padded)
+    wanted = [[(0, 0), *((0, int(n) - m) for n, m in zip(sizes, a.shape[1:], strict=True))] for a in arrays]
+    return np.concatenate([np.pad(a, w, constant_values=filling) for a, w in zip(arrays, wanted, strict=True)])

@@ -22,6 +22,7 @@ class Qwen3Omni(QwenVision):
     axes = 3
     marks: ClassVar = {"image": IMAGE, "video": VIDEO, "audio": "<|audio_start|><|audio_pad|><|audio_end|>"}
     prefix = "thinker."
+    frames_a_position = 8
     parts = (
         ("visual.merger.", "projector"),
         ("visual.merger_list.", "projector"),

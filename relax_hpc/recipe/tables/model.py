@@ -19,7 +19,7 @@ class PathModel(Table):
 
 
 class TinyVision(Table):
-    """Eyes of a tiny model, which makes it a Qwen3-VL (with experts: a Qwen3-VL-MoE)."""
+    """Eyes of a tiny model, which makes it a Qwen3-VL (with experts: a Qwen3-VL-MoE), or of the family that it names."""
 
     hidden_size: PositiveInt = Key(32, "Width of the vision encoder.")
     intermediate_size: PositiveInt = Key(64, "Width of its MLP.")
@@ -39,7 +39,8 @@ class TinyVision(Table):
 
 
 class TinyAudio(Table):
-    """Ears of a tiny model, which makes it a Qwen3-Omni-MoE thinker; it has eyes too, and needs experts."""
+    """Ears of a tiny model, which makes it a Qwen3-Omni-MoE thinker; it has eyes too, and needs experts. A Gemma4Unified
+    has ears without any of these sizes."""
 
     hidden_size: PositiveInt = Key(32, "Width of the audio encoder.")
     intermediate_size: PositiveInt = Key(64, "Width of its MLP.")
@@ -61,6 +62,11 @@ class TinyModel(Table):
 
     name: Literal["tiny"] = Key(
         "tiny", "Build a Qwen3-architecture model in code, randomly initialized from the run's seed."
+    )
+    family: Literal["qwen3", "qwen2_5_vl", "gemma4_unified"] = Key(
+        "qwen3",
+        "`qwen3`: Qwen3, Qwen3-VL or Qwen3-Omni, with experts or without, by what else is said here; `qwen2_5_vl` has eyes; "
+        "`gemma4_unified` has eyes and ears without encoders, and 64 tokens or so for each picture.",
     )
     hidden_size: PositiveInt = Key(128, "Width of the residual stream.")
     intermediate_size: PositiveInt = Key(384, "Width of the gated MLP.")
@@ -86,17 +92,28 @@ class TinyModel(Table):
             )
         if self.experts and self.experts_per_token > self.experts:
             raise conflict(f"model.experts_per_token = {self.experts_per_token} exceeds model.experts = {self.experts}")
-        if self.audio and not self.experts:
+        if self.audio and not self.experts and self.family == "qwen3":
             raise conflict(
                 "[model.audio] makes a Qwen3-Omni-MoE, which has experts: set model.experts, to 4 for instance"
             )
-        if (self.vision or self.audio) and self.hidden_size // self.heads % 16:
+        if self.family != "qwen3" and (self.experts or not self.shows):
+            raise conflict(
+                f'model.family = "{self.family}" sees and has no experts: give [model.vision], and leave model.experts out'
+            )
+        if self.family == "qwen2_5_vl" and self.audio:
+            raise conflict('model.family = "qwen2_5_vl" hears nothing: leave [model.audio] out, or take another family')
+        if self.shows and self.hidden_size // self.heads % 16:
             raise conflict(
                 f"model.hidden_size = {self.hidden_size} / heads = {self.heads}: a head of a model that sees has a multiple of 16 values"
             )
         if len(set(self.alphabet)) != len(self.alphabet):
             raise conflict("model.alphabet names a character twice")
         return self
+
+    @property
+    def shows(self) -> bool:
+        """True where it sees or hears."""
+        return bool(self.vision or self.audio)
 
     @property
     def sizes(self) -> Sizes:

@@ -172,7 +172,9 @@ class Trainer(Table):
         "float32", "Arithmetic of forward and backward, and type of published weights; master weights are float32."
     )
     tokens_per_micro_batch: PositiveInt = Key(
-        16384, "Token budget of one forward and backward on one process.", resume=True
+        16384,
+        "Token budget of one forward and backward on one process; of pictures and sounds, what their encoders cost in tokens.",
+        resume=True,
     )
 
     @model_validator(mode="after")
