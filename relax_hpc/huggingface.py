@@ -63,13 +63,17 @@ def hidden_states(body: PreTrainedModel, **arguments: Any) -> Tensor:
     return found
 
 
-def as_arguments(media: Mapping[str, NDArray[Any]], model: PreTrainedModel) -> dict[str, Any]:
-    """Arguments of the forward of a model, or of its body, for what prompts show; fractions in the model's type."""
+def as_tensors(media: Mapping[str, NDArray[Any]], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Tensors of what prompts show, numbers with a fraction in `dtype`."""
     import torch
 
-    tensors = {name: torch.from_numpy(array).to(model.device) for name, array in media.items()}
-    typed = {name: t.to(model.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-    return family_of(model.config).arguments(model.base_model, typed)
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in media.items()}
+    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def as_arguments(media: Mapping[str, NDArray[Any]], model: PreTrainedModel) -> dict[str, Any]:
+    """Arguments of the forward of a model, or of its body, for what prompts show."""
+    return family_of(model.config).arguments(model.base_model, as_tensors(media, model.dtype, model.device))
 
 
 def named_as_in_files(tensors: Mapping[str, Tensor], config: PreTrainedConfig) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ TORCH: dict[str, dict[str, list[str]]] = {
     "files.tensor_files": {"checkpoint": ["tensor.detach()«.cpu()».contiguous().reshape(-1)"]},
     "huggingface": {
         "engine, one batch": ["Module.to(model, «device→'cpu'»).eval()"],
-        "media, qwen3_vl": ["torch.from_numpy(array)«.to(model.device)» for name"],
+        "media, qwen3_vl": ["torch.from_numpy(array)«.to(device)» for name"],
     },
     "engines.torch": {
         "engine, one batch": [
@@ -152,6 +152,11 @@ FOR_RANKS = Mutant(
 PLACES = re.compile(r"\.to\((?=\"cpu\"|(\w+\.)?device)|\bdevice=|\.cpu\(\)")
 """Where a device is said."""
 UNNOTICED = {
+    "self.axes = torch.tensor(axes, device=device)": "no work shows Megatron-core media yet",
+    "torch.arange(0, size, 2, device=device).float()": "no work shows Megatron-core media yet",
+    "places=torch.from_numpy(order[local[mine]]).to(device)": "no work shows Megatron-core media yet",
+    "features=torch.from_numpy(features[mine]).to(device)": "no work shows Megatron-core media yet",
+    "self.model.to(device).eval()": "no work shows Megatron-core media yet",
     "loss_of(number, *said), torch.zeros((), dtype=torch.int, device=self.device)": "Megatron leaves this count alone",
     "dtype=instead.dtype, device=instead.device)": "the model is moved whole, later",
     "self.axes = torch.tensor(axes, device=device)": "no work has media yet",

@@ -104,10 +104,10 @@ def test_a_thinker_is_exported_within_the_whole_model(backend: str, tmp_path: Pa
     said = export_checkpoint(run.root, tmp_path / "out", dtype="float32")
 
     assert "Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained" in said
-    written, began = dict(tensors_in(tmp_path / "out")), dict(tensors_in(whole))
-    assert written.keys() == began.keys()
-    assert {name.split(".")[0] for name in began.keys() - trained.keys()} == {"talker", "code2wav"}
-    assert all(torch.equal(tensor, trained.get(name, began[name])) for name, tensor in written.items())
+    written, given = dict(tensors_in(tmp_path / "out")), dict(tensors_in(whole))
+    assert written.keys() == given.keys()
+    assert {name.split(".")[0] for name in given.keys() - trained.keys()} == {"talker", "code2wav"}
+    assert all(torch.equal(tensor, trained.get(name, given[name])) for name, tensor in written.items())
     load = Qwen3OmniMoeForConditionalGeneration.from_pretrained
     again, about = load(tmp_path / "out", output_loading_info=True)
     assert not about["missing_keys"] and not about["unexpected_keys"] and not about["mismatched_keys"]

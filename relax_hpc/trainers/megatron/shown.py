@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.huggingface import as_arguments
+from relax_hpc.huggingface import as_tensors
 from relax_hpc.media.families import Family
 from relax_hpc.records import Media, Rollouts
 from relax_hpc.trainers.packing import balance, media_of, shows_later
@@ -84,7 +84,7 @@ def shown_by(
     mine = mine[np.argsort(features[mine], kind="stable")]
     own = [media[digest] for digest in shares[among.rank]]
     return Shown(
-        tensors=as_arguments(family.joined(own), torch.float32, device) if own else {},
+        tensors=as_tensors(family.joined(own), torch.float32, device) if own else {},
         counts=counts,
         rank=among.rank,
         places=torch.from_numpy(order[local[mine]]).to(device),
