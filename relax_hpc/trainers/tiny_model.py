@@ -215,8 +215,8 @@ def _processor(model: TinyModel, tokenizer: Any) -> Any:
         )  # fmt: skip
     images = transformers.Qwen2VLImageProcessor(**patches)
     if model.family == "qwen2_5_vl":
-        videos = transformers.Qwen2VLVideoProcessor(**patches)
-        return transformers.Qwen2_5_VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template)
+        films = transformers.Qwen2VLVideoProcessor(**patches)
+        return transformers.Qwen2_5_VLProcessor(images, tokenizer, films, chat_template=tokenizer.chat_template)
     if model.audio is None:
         videos = transformers.Qwen3VLVideoProcessor(**patches)
         return transformers.Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template)

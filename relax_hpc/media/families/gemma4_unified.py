@@ -66,11 +66,11 @@ class Gemma4Unified(Family):
         """Embed frames here: the forward of transformers 5.19 loses how many each video has."""
         if "pixel_values_videos" not in shown:
             return shown
-        names = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
-        embedded = {"video": model.get_video_features(*(shown.pop(name) for name in names))}
+        frames = ("pixel_values_videos", "video_position_ids", "num_frames_per_video")
+        embedded = {"video": model.get_video_features(*(shown.pop(name) for name in frames))}
         if "pixel_values" in shown:
-            names = ("pixel_values", "image_position_ids")
-            embedded["image"] = model.get_image_features(*(shown.pop(name) for name in names))
+            pictures = ("pixel_values", "image_position_ids")
+            embedded["image"] = model.get_image_features(*(shown.pop(name) for name in pictures))
         return {**shown, "mm_encoder_outputs": embedded}
 
 
