@@ -83,7 +83,7 @@ def _chat_template(marks: Mapping[str, str]) -> str:
 
 def make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
     """Save a tiny model, its weights drawn from `seed`, with its tokenizer, and its processor if it sees or hears."""
-    tokenizer = character_tokenizer(model.alphabet, model.family if model.shows else None)
+    tokenizer = _tokenizer(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = _kind(model)._from_config(_config(model, tokenizer))
@@ -94,7 +94,11 @@ def make_tiny(model: TinyModel, folder: Path, seed: int) -> None:
 
 def config_of(model: TinyModel) -> PreTrainedConfig:
     """The configuration of a tiny model, with nothing built."""
-    return _config(model, character_tokenizer(model.alphabet, media=bool(model.vision or model.audio)))
+    return _config(model, _tokenizer(model))
+
+
+def _tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
+    return character_tokenizer(model.alphabet, model.family if model.shows else None)
 
 
 def _kind(model: TinyModel) -> Any:
