@@ -39,13 +39,15 @@ from relax_hpc.trainers.forward import token_logprobs
 from relax_hpc.trainers.packing import Rows, pack, plan
 from relax_hpc.trainers.work import position_costs
 from tools.bench.common import finish, interleave, parse, parser, progress, ratio, show
-from tools.bench.trainers import TOKEN_IDS, TOKENS, padded, stepper, words
+from tools.bench.trainers import TOKENS, padded, stepper, words
 
 MODEL = {
     "name": "tiny", "context": 512, "hidden_size": 128, "intermediate_size": 384, "layers": 4,
     "vision": {"hidden_size": 96, "intermediate_size": 256, "layers": 4, "heads": 4},
 }  # fmt: skip
 GROUP = 8
+LETTERS = (15, 50)
+"""Range of tokens that mean nothing to the processor."""
 SIDES_PX = (64, 96, 128, 192)
 """Sides of the pictures: 16 to 144 tokens, four patches each."""
 MEAN_ANSWER, LONG_ANSWER, SIGMA = 24, 64, 0.7
@@ -86,7 +88,7 @@ def samples(shown: list[tuple[np.ndarray[Any, Any], Media | None]], means: list[
         raw_rewards=np.zeros(count, np.float32),
         prompt_tokens=np.concatenate([tokens for tokens, _, _ in each]),
         prompt_offsets=np.cumsum([0, *(len(tokens) for tokens, _, _ in each)]),
-        tokens=rng.integers(*TOKEN_IDS, total).astype(np.int32),
+        tokens=rng.integers(*LETTERS, total).astype(np.int32),
         offsets=np.cumsum([0, *lengths]),
         loss_mask=np.ones(total, np.uint8),
         logprobs=np.full(total, -4, np.float32),
@@ -103,7 +105,9 @@ def apart(rollouts: Rollouts) -> Rollouts:
 
 def steps(folder: Path, made: Rollouts, rounds: int, done: Callable[[], None]) -> dict[str, Any]:
     """Seconds of a step on each side."""
-    sides = {"packed": made, "apart": apart(made), "padded": apart(padded(made))}
+    wide = apart(padded(made))
+    wide = dataclasses.replace(wide, tokens=np.maximum(wide.tokens, LETTERS[0]))
+    sides = {"packed": made, "apart": apart(made), "padded": wide}
     ours = recipe()
     trainer = make_trainer(ours, folder, 0, 1)
     seen = interleave({name: stepper(trainer, ours, side) for name, side in sides.items()}, rounds, 1, done)
