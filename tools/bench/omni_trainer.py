@@ -42,14 +42,14 @@ from tools.bench.common import finish, interleave, parse, parser, progress, rati
 from tools.bench.trainers import TOKENS, padded, stepper, words
 
 MODEL = {
-    "name": "tiny", "context": 512, "hidden_size": 128, "intermediate_size": 384, "layers": 4,
-    "vision": {"hidden_size": 96, "intermediate_size": 256, "layers": 4, "heads": 4},
+    "name": "tiny", "context": 512, "hidden_size": 64, "intermediate_size": 192, "layers": 3,
+    "vision": {"hidden_size": 48, "intermediate_size": 128, "layers": 3, "heads": 4},
 }  # fmt: skip
 GROUP = 8
 LETTERS = (15, 50)
 """Range of tokens that mean nothing to the processor."""
-SIDES_PX = (64, 96, 128, 192)
-"""Sides of the pictures: 16 to 144 tokens, four patches each."""
+SIDES_PX = (64, 96, 128)
+"""Sides of the pictures: 16 to 64 tokens, four patches each."""
 MEAN_ANSWER, LONG_ANSWER, SIGMA = 24, 64, 0.7
 
 
@@ -151,7 +151,7 @@ def idle(folder: Path, made: Rollouts, ranks: int, rounds: int, done: Callable[[
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=5, help="interleaved rounds, after one that warms up")
-    arguments.add_argument("--prompts", type=int, default=16, help=f"of a step, {GROUP} samples each")
+    arguments.add_argument("--prompts", type=int, default=12, help=f"of a step, {GROUP} samples each")
     arguments.add_argument("--ranks", type=int, default=4, help="data-parallel ranks, measured one after the other")
     given = parse(arguments)
     torch.set_num_threads(1)
