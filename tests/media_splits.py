@@ -51,8 +51,8 @@ FEW = (
     "images, pipeline, virtual",
     "sounds, expert, pipeline",
 )
-TESTED = tuple(SPLITS) if os.environ.get("RELAX_HPC_EVERY_SPLIT") else FEW
-"""Splits that are run; RELAX_HPC_EVERY_SPLIT=1 runs all."""
+TESTED = tuple(SPLITS) if os.environ.get("TESTS_EVERY_KIND") else FEW
+"""Splits that are run; TESTS_EVERY_KIND=1 runs all."""
 SCORED = ("images, tensor, sequence, context", "sounds, expert, pipeline")
 """Splits of which scorers are compared too."""
 EACH = 2

@@ -18,7 +18,7 @@ PATCHES: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_siz
 def folder(kind: str, where: Path, seed: int = 0) -> Path:
     """Like omni.folder, for "qwen3_vl" and "qwen3_omni"."""
     omni.folder(kind, where, seed)
-    tokenizer = character_tokenizer("".join(chr(33 + i) for i in range(45)), media=True)
+    tokenizer = character_tokenizer("".join(chr(33 + i) for i in range(45)), kind)
     images = tf.Qwen2VLImageProcessor(**PATCHES)
     if kind == "qwen3_vl":
         tf.Qwen3VLProcessor(images, tokenizer, tf.Qwen3VLVideoProcessor(**PATCHES)).save_pretrained(where)

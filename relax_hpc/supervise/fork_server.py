@@ -285,6 +285,8 @@ def _import_from(code: Path) -> None:
 def main() -> None:
     gc.disable()  # the collector would scan a million lasting objects again and again: a third of the import time
     os.environ["OMP_NUM_THREADS"] = "1"  # no thread may live when it forks; each role sets its own number
+    # scikit-learn, which transformers imports where it is installed, imports pyarrow, whose allocator has a thread
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     from relax_hpc.roles import __main__ as roles
 
     roles.prepare_cpu()

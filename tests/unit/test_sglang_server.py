@@ -21,16 +21,18 @@ from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.files.errors import RunError
 from tests import tiny
 
+MODEL = Path(__file__).resolve().parents[2] / "recipes" / "models" / "Qwen3-0.6B"
+
 
 def server(device: str = "cuda", **sglang: Any) -> Server:
-    return Server(tiny.recipe(rollout={"engine": "sglang", "device": device, "sglang": sglang}), Path("/model"), 64)
+    return Server(tiny.recipe(rollout={"engine": "sglang", "device": device, "sglang": sglang}), MODEL, 64)
 
 
 def test_the_command_line_says_what_the_recipe_asks_and_its_own_arguments_come_last() -> None:
     args = {"attention_backend": "triton", "log-level": "info", "enable-mixed-chunk": True, "x": [1, 2], "y": False}
     words = server(tensor_parallel=4, expert_parallel=2, mem_fraction=0.8, args=args).arguments(30000)
     assert words == [
-        "--model-path", "/model", "--load-format", "dummy", "--dtype", "float32", "--host", "127.0.0.1", "--port", "30000",
+        "--model-path", str(MODEL), "--load-format", "dummy", "--dtype", "float32", "--host", "127.0.0.1", "--port", "30000",
         "--context-length", "72", "--log-level", "info", "--tensor-parallel-size", "4", "--data-parallel-size", "1",
         "--expert-parallel-size", "2", "--mem-fraction-static", "0.8", "--watchdog-timeout", "120.0",
         "--attention-backend", "triton", "--enable-mixed-chunk", "--x", "1", "2",
@@ -41,13 +43,13 @@ def test_each_of_several_servers_has_gpus_of_its_own() -> None:
     rollout = {"engine": "sglang", "device": "cuda", "sglang": {"tensor_parallel": 2, "data_parallel": 2, "servers": 3}}
     recipe = tiny.recipe(rollout=rollout)
     assert recipe.rollout.devices_each == 12
-    last = Server(recipe, Path("/model"), 64, place=2).arguments(30000)
+    last = Server(recipe, MODEL, 64, place=2).arguments(30000)
     assert last[last.index("--base-gpu-id") + 1] == "8"
 
 
 def test_the_router_is_told_what_the_recipe_asks() -> None:
     asked = {"servers": 2, "router": {"policy": "round_robin", "balance-abs-threshold": 8}}
-    fleet = Fleet(tiny.recipe(rollout={"engine": "sglang", "device": "cpu", "sglang": asked}), Path("/model"), 64)
+    fleet = Fleet(tiny.recipe(rollout={"engine": "sglang", "device": "cpu", "sglang": asked}), MODEL, 64)
     for server in fleet._servers:
         server.client = Client(f"http://127.0.0.1:{fleet._servers.index(server)}")
     told = fleet.arguments(30000, 30001, "k")
@@ -63,7 +65,7 @@ def test_a_router_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(metadata, "version", missing)
     with pytest.raises(RunError, match=r"servers = 2, but sglang-router is not installed.*sglang-router==0\.3\.2"):
-        Fleet(tiny.recipe(rollout={"engine": "sglang", "sglang": {"servers": 2}}), Path("/model"), 64)
+        Fleet(tiny.recipe(rollout={"engine": "sglang", "sglang": {"servers": 2}}), MODEL, 64)
 
 
 def test_the_platform_without_a_gpu_is_chosen_only_there() -> None:
