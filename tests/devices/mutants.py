@@ -156,7 +156,7 @@ UNNOTICED = {
     "torch.arange(0, size, 2, device=device).float()": "no work shows Megatron-core media yet",
     "places=torch.from_numpy(order[local[mine]]).to(device)": "no work shows Megatron-core media yet",
     "features=torch.from_numpy(features[mine]).to(device)": "no work shows Megatron-core media yet",
-    "self.model.to(device).eval()": "no work shows Megatron-core media yet",
+    "self.to(device).model.eval()": "no work shows Megatron-core media yet",
     "loss_of(number, *said), torch.zeros((), dtype=torch.int, device=self.device)": "Megatron leaves this count alone",
     "dtype=instead.dtype, device=instead.device)": "the model is moved whole, later",
     "torch.tensor([[1, side, side]], device=like.device)": "no work shows Megatron-core media yet",
