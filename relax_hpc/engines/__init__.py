@@ -5,12 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from relax_hpc.engines.base import Abort, Completion, Engine, EngineError, EngineRestarted, Sampling
+from relax_hpc.engines.base import (
+    Abort,
+    Ask,
+    Completion,
+    Engine,
+    EngineError,
+    EngineRestarted,
+    Sampling,
+    Stream,
+    Streams,
+)
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.recipe.schema import Recipe
 
-__all__ = ["ENGINES", "Abort", "Completion", "Engine", "EngineError", "EngineRestarted", "Sampling", "make_engine"]
+__all__ = [
+    "ENGINES", "Abort", "Ask", "Completion", "Engine", "EngineError", "EngineRestarted", "Sampling", "Stream", "Streams",
+    "make_engine",
+]  # fmt: skip
 
 ENGINES: dict[str, Callable[[Recipe, Path], Engine]] = {"sglang": SglangEngine, "torch": TorchEngine}
 

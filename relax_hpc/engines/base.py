@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,23 @@ class Completion:
     """Experts that each token of prompt and answer was routed to, where the recipe asks for them."""
     seconds: float = 0.0
     """Seconds from the request to its last token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer that a stream is asked for."""
+
+    key: int
+    """Names the ask; no other one that is under way has it."""
+    context: Tokens
+    """Everything before the answer, with the expanded placeholders of `media`."""
+    sampling: Sampling
+    seed: int
+    """What is drawn depends on it and on the token's place in the answer: equal asks get equal answers."""
+    begun: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
+    """Tokens that the answer has already; they count for `max_new_tokens` and stop strings, and are not part of the
+    completion."""
+    media: Media | None = None
 
 
 class Abort(Exception):
@@ -112,4 +129,51 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End everything that the engine has running."""
+        ...
+
+
+class Stream(Protocol):
+    """Answers in the making that begin and end each at its own time: whatever waits joins those under way.
+
+        stream.ask([...])
+        while stream.busy:
+            for key, completion in stream.advance(0.5): ...
+
+    An answer depends on its ask alone, whoever shares the batch with it, but for what a batch of another shape rounds
+    otherwise.
+    """
+
+    @property
+    def busy(self) -> bool:
+        """True while an ask has no completion yet."""
+        ...
+
+    def ask(self, asks: Sequence[Ask]) -> None:
+        """Take asks, all or none, and return at once; any thread may call it, also during `advance`. Raises ValueError,
+        which names the ask, for a context or an answer without room, or a key that is under way."""
+        ...
+
+    def advance(self, wait_s: float) -> list[tuple[int, Completion]]:
+        """Go on for up to `wait_s` seconds, and return as soon as answers have ended: their keys and completions.
+        Returns at once where nothing is under way. After EngineRestarted or EngineError everything under way is gone,
+        and the stream is of no use any more."""
+        ...
+
+    def abort(self) -> list[tuple[int, Completion]]:
+        """End all that is under way; returns it with what it has so far: those that have not ended have no `finish`.
+        Raises as `advance` does."""
+        ...
+
+
+@runtime_checkable
+class Streams(Protocol):
+    """An engine with streams. One without them generates batch by batch: every answer waits for the longest."""
+
+    def stream(self, progress: Progress = lambda: None) -> Stream:
+        """Begin a stream, in place of the one before, which is aborted. `progress` is called by `advance` during
+        anything that lasts longer than its `wait_s`, such as starting a lost engine again.
+
+        While it is busy, `generate` and `offload` are not called, and `load` only where the engine `swaps`, between two
+        calls of `advance`: answers go on with the new weights, and their spans say where.
+        """
         ...
