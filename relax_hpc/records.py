@@ -25,7 +25,7 @@ class Finish(IntEnum):
     LENGTH = 1
     """max_new_tokens or the end of the model's context was reached."""
     FAILED = 2
-    """The sample could not be generated; the reason stands in its group."""
+    """The sample could not be generated: it is kept, never trained on or compared with; the reason stands in its group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,12 @@ class Group:
     reason: str = ""
     """The reason of a failed group; empty otherwise."""
     detail: str = ""
-    """The details of a failed group's reason (see Failure.detail)."""
+    """The details of a failed group's reason (see Failure.detail); in another group, why some of its samples failed."""
+
+    @property
+    def generated(self) -> list[Sample]:
+        """The samples that did not fail."""
+        return [sample for sample in self.samples if sample.finish is not Finish.FAILED]
 
 
 def failed_group(prompt: Prompt, samples_per_prompt: int, version: int, failure: Failure) -> Group:
@@ -190,6 +195,8 @@ class PartialRollout:
     """The tokens at which the turns of each sample begin."""
     cut: list[int]
     """Indices of the samples whose last turn has not ended; their `finish` is to be ignored."""
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    """Failures of samples, by their indices."""
 
     @property
     def samples(self) -> list[Sample]:

@@ -43,13 +43,17 @@ class Seat:
     number: int
     group: int
     prompt: Prompt
-    here: Environment | None
+    here: Environment | None = None
     """A built-in environment, which lives in this process; None for a user's own."""
     answers: list[str] = field(default_factory=list)
     """All answers of the model that it was shown, or is to be shown next."""
     turns: list[Turn] = field(default_factory=list)
     """Its turn for each answer."""
     failure: Failure | None = None
+    begun: bool = False
+    """True once it was reset."""
+    closes: bool = False
+    """True once it is to be closed; nothing else is called any more."""
 
 
 class Environments:
@@ -60,62 +64,97 @@ class Environments:
         limit_s = recipe.rollout.step_time_limit_s
         self._hosts = [Host(recipe.sources, limit_s) for _ in range(recipe.rollout.processes)]
         self._numbers = itertools.count()
+        self._settled: list[Seat] = []
+        """Seats of built-in environments whose calls have ended, until `advance` tells."""
 
-    def begin(self, prompts: Sequence[tuple[int, Prompt]], progress: Progress) -> list[Seat]:
-        """Make and reset an environment for each (group, prompt). A reset that fails fails its whole group."""
-        seats = [Seat(next(self._numbers), group, prompt, self._built_in(prompt)) for group, prompt in prompts]
-        self._run(seats, progress)
+    def begin(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Seat]:
+        """Make an environment for each (group, prompt), and have it reset: `advance` tells when it is."""
+        seats = [self._seat(group, prompt) for group, prompt in prompts]
+        for seat in seats:
+            if not seat.begun:
+                self._call(seat)
         return seats
 
-    def step(self, said: Sequence[tuple[Seat, str]], progress: Progress) -> None:
-        """Show each environment its model's answer: it has one turn more then, or a seat of its group has a failure."""
-        for seat, answer in said:
-            seat.answers.append(answer)
-        self._run([seat for seat, _ in said], progress)
+    def show(self, seat: Seat, *answers: str) -> None:
+        """Have an environment shown its model's next answers: it has a turn for each then, or a failure."""
+        seat.answers.extend(answers)
+        self._call(seat)
+
+    def advance(self, wait_s: float) -> list[Seat]:
+        """Wait for up to `wait_s` seconds until calls have ended; returns their seats. At once where none is under way."""
+        until = time.monotonic() + wait_s
+        while not (ended := self._ended()):
+            busy = [host for host in self._hosts if host.busy]
+            if not busy or (left_s := until - time.monotonic()) <= 0:
+                break
+            multiprocessing.connection.wait([h.connection for h in busy if h.connection], min(left_s, _HEARTBEAT_S))
+        return ended
+
+    def wait(self, progress: Progress) -> None:
+        """Wait until all calls have ended. `progress` is called at least twice a second; where it raises, they are given
+        up."""
+        try:
+            while self.busy:
+                self.advance(_HEARTBEAT_S)
+                progress()
+        except BaseException:
+            self.abandon()
+            raise
+
+    @property
+    def busy(self) -> bool:
+        """True while a call is under way or queued, or has ended unseen."""
+        return bool(self._settled) or any(host.busy for host in self._hosts)
 
     def leave(self, seats: Sequence[Seat], progress: Progress = lambda: None) -> None:
-        """Close the environments that are still there; a seat whose close fails has a failure."""
-        self._run(seats, progress, closes=True)
+        """Close the environments that are still there; a seat whose close fails has a failure. Other calls are given up."""
+        for host in self._hosts:
+            host.queue.clear()
+        for seat in seats:
+            seat.closes = True
+            self._call(seat)
+        self.wait(progress)
+
+    def abandon(self) -> None:
+        """Give up all calls; a process in the middle of one is ended."""
+        self._settled.clear()
+        for host in self._hosts:
+            host.abandon()
 
     def close(self) -> None:
         """End all processes, whatever they are doing."""
         for host in self._hosts:
             host.close()
 
-    def _built_in(self, prompt: Prompt) -> Environment | None:
+    def _seat(self, group: int, prompt: Prompt) -> Seat:
         if self._sources[prompt.source].environment not in BUILT_IN:
-            return None
+            return Seat(next(self._numbers), group, prompt)
         environment = self._make[prompt.source]()
         environment.reset(prompt)
-        return environment
+        return Seat(next(self._numbers), group, prompt, environment, begun=True)
 
-    def _run(self, seats: Sequence[Seat], progress: Progress, closes: bool = False) -> None:
-        """Make the outstanding calls of all seats, side by side. `progress` is called at least twice a second."""
-        for seat in seats:
-            if seat.here is None:
-                self._hosts[seat.number % len(self._hosts)].queue.append(seat)
-                continue
-            seat.turns.extend(seat.here.step(answer) for answer in seat.answers[len(seat.turns) :])
-            if closes:
-                seat.here.close()
-        try:
-            while busy := [host for host in self._hosts if host.busy]:
-                ended = [found for host in busy if (found := host.advance(closes))]
-                for seat, outcome in ended:
-                    self._settle(seat, outcome)
-                    if seat.failure is not None and not closes:  # one prompt that hangs costs one time limit
-                        for host in self._hosts:
-                            host.leave_out(seat.group)
-                if not ended:
-                    multiprocessing.connection.wait([h.connection for h in busy if h.connection], _HEARTBEAT_S)
-                progress()
-        except BaseException:  # asked to stop: calls under way are not waited for
-            for host in self._hosts:
-                host.abandon()
-            raise
+    def _call(self, seat: Seat) -> None:
+        if seat.here is None:
+            self._hosts[seat.number % len(self._hosts)].queue.append(seat)
+            return
+        seat.turns.extend(seat.here.step(answer) for answer in seat.answers[len(seat.turns) :])
+        if seat.closes:
+            seat.here.close()
+        self._settled.append(seat)
+
+    def _ended(self) -> list[Seat]:
+        """Look once after every process."""
+        ended, self._settled = self._settled, []
+        for host in self._hosts:
+            if host.busy and (found := host.advance()):
+                seat, outcome = found
+                self._settle(seat, outcome)
+                ended.append(seat)
+        return ended
 
     def _settle(self, seat: Seat, outcome: list[Turn] | Wrong) -> None:
         if isinstance(outcome, list):
+            seat.begun = True
             said = [(turn.done, turn.observation) for turn in seat.turns]
             if [(turn.done, turn.observation) for turn in outcome[: len(said)]] == said:
                 seat.turns.extend(outcome[len(said) :])
@@ -128,6 +167,9 @@ class Environments:
             what, detail = outcome
             name = self._sources[seat.prompt.source].environment
             seat.failure = Failure.of(seat.prompt, f"environment '{name}' {what}", detail)
+        if not seat.begun:  # one prompt that hangs costs one time limit
+            for host in self._hosts:
+                host.leave_out(seat.group)
 
 
 class Host:
@@ -151,23 +193,23 @@ class Host:
         """True while a call is under way or queued."""
         return bool(self._now or self.queue)
 
-    def advance(self, closes: bool) -> tuple[Seat, list[Turn] | Wrong] | None:
+    def advance(self) -> tuple[Seat, list[Turn] | Wrong] | None:
         """Return a seat that was finished since the last call, with all of its turns or the error, and begin the next
         call; None where nothing was finished."""
         ended = self._look() if self._process is not None else None
         while self._now is None and self.queue and (self._ready or self._process is None):
             seat = self.queue[0]
-            if closes and seat.number not in self._there:
+            if seat.closes and seat.number not in self._there:
                 self.queue.popleft()  # it never began, or is gone with its process
             elif self._process is None:
                 self._start()
             else:
-                self._begin(self.queue.popleft(), closes)
+                self._begin(self.queue.popleft())
         return ended
 
     def leave_out(self, group: int) -> None:
-        """Drop the queued calls of a group that failed."""
-        self.queue = deque(seat for seat in self.queue if seat.group != group)
+        """Drop the queued resets of a group."""
+        self.queue = deque(seat for seat in self.queue if seat.group != group or seat.begun)
 
     def abandon(self) -> None:
         """Drop all queued calls; a process in the middle of a call is ended."""
@@ -195,8 +237,9 @@ class Host:
         theirs.close()
         self._doing, self._until = "import", time.monotonic() + START_S
 
-    def _begin(self, seat: Seat, closes: bool) -> None:
+    def _begin(self, seat: Seat) -> None:
         assert self.connection is not None
+        closes = seat.closes
         new = seat.number not in self._there
         answers = () if closes else tuple(seat.answers if new else seat.answers[len(seat.turns) :])
         self._doing = "close" if closes else "step" if answers else "reset"

@@ -70,6 +70,12 @@ class Recipe(Table):
         return not self.supervised or self.evaluation is not None
 
     @property
+    def in_lockstep(self) -> bool:
+        """True where all episodes of a request take their turns together."""
+        asked = self.rollout.lockstep
+        return (self.async_.max_staleness == 0 or self.rollout.max_turns == 1) if asked == "auto" else asked
+
+    @property
     def requests_per_step(self) -> int:
         """Requests that one training step consumes."""
         return 0 if self.supervised else self.trainer.prompts_per_step // self.rollout.groups_per_request

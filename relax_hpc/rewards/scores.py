@@ -30,7 +30,7 @@ class Answers:
     """The rewards and lengths of one prompt's answers."""
 
     source: int
-    rewards: NDArray[np.float32]  # [n] what the verifier said; 0 for all of a group that failed
+    rewards: NDArray[np.float32]  # [n] what the verifier said; 0 for each that failed
     lengths: NDArray[np.int64]  # [n] in tokens, of those that were generated to their end
     truncated: NDArray[np.bool_]  # [n] the same
     failed: bool
@@ -70,10 +70,10 @@ def answers(shards: Iterable[Shard]) -> list[Answers]:
         generated = shard.samples["finish"] != Finish.FAILED
         for group, about in enumerate(shard.groups):
             mine, failed = np.flatnonzero((of_group == group) & generated), bool(about["failed"])
-            # A group that could not be judged counts as not solved: leaving it out would flatter the score.
-            rewards = (
-                np.zeros(shard.meta["samples_per_prompt"], np.float32) if failed else shard.samples["raw_reward"][mine]
-            )
+            # A group, or a sample, that could not be judged counts as not solved: leaving it out would flatter the score.
+            rewards = np.zeros(shard.meta["samples_per_prompt"], np.float32)
+            if not failed:
+                rewards[: len(mine)] = shard.samples["raw_reward"][mine]
             cut = shard.samples["finish"][mine] == Finish.LENGTH
             found.append(Answers(int(about["source"]), rewards, lengths[mine], cut, failed))
     return found

@@ -19,7 +19,7 @@ from dataclasses import replace
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import names, publish
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.records import Group, PartialRollout, Prompt, with_experts
+from relax_hpc.records import Failure, Group, PartialRollout, Prompt, with_experts
 from relax_hpc.spool.queue import Claim, RequestFile, RequestQueue
 from relax_hpc.spool.request import Request
 from relax_hpc.spool.shard import Shard
@@ -41,7 +41,8 @@ def publish_part(
 ) -> bool:
     """Publish a request's partial rollout, whose first token was made by `version`. Return False if another's had been
     published before."""
-    meta = {"run": run.read_id(), "version": version, "turns": partial.turns, "cut": partial.cut}
+    failures = {str(i): [failure.reason, failure.detail] for i, failure in partial.failures.items()}
+    meta = {"run": run.read_id(), "version": version, "turns": partial.turns, "cut": partial.cut, "failures": failures}
     image = encode(request_id, with_experts(partial.groups), meta, compression, kept="digest")
     return publish(run.partial_rollout(request_id, number), image)
 
@@ -58,7 +59,8 @@ def read(
             shard.check_owner(request.id, run.read_id())
             shard.validate()
             groups = [shard.group(g, media=False) for g in range(len(shard.groups))]
-            partial = PartialRollout(groups, shard.meta["turns"], shard.meta["cut"])
+            failures = {int(i): Failure(*said) for i, said in shard.meta["failures"].items()}
+            partial = PartialRollout(groups, shard.meta["turns"], shard.meta["cut"], failures)
         for group, prompt in zip(groups, prompts or (), strict=bool(prompts)):
             _show_again(group, prompt)
     except RunError as error:

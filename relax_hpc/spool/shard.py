@@ -272,9 +272,10 @@ class Shard:
         )
 
     def raw_rewards(self) -> list[NDArray[np.float32]]:
-        """Return the raw rewards of each group that did not fail, [samples] each."""
+        """Return the raw rewards of each group that did not fail, [samples that did not] each."""
         of_group, rewards = self.samples["group"], self.samples["raw_reward"]
-        return [rewards[of_group == g] for g in np.flatnonzero(self.groups["failed"] == 0)]
+        generated = self.samples["finish"] != Finish.FAILED
+        return [rewards[(of_group == g) & generated] for g in np.flatnonzero(self.groups["failed"] == 0)]
 
     def _routed(self, picked: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]] | None:
         """Return the routed experts of the samples, joined: [sum of P + T - 1, layers, k]."""

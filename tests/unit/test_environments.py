@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,16 @@ def process() -> Iterator[Environments]:
 def begin(environments: Environments, *answers: str) -> list[Seat]:
     """Each a group of its own."""
     prompts = [Prompt(0, i, "?", np.zeros(1, np.int32), a) for i, a in enumerate(answers)]
-    return environments.begin([*enumerate(prompts)], heartbeat)
+    seats = environments.begin([*enumerate(prompts)])
+    environments.wait(heartbeat)
+    return seats
+
+
+def step(environments: Environments, said: list[tuple[Seat, str]], progress: Callable[[], None] = lambda: None) -> None:
+    """Show answers, and wait for all turns."""
+    for seat, answer in said:
+        environments.show(seat, answer)
+    environments.wait(progress)
 
 
 def heartbeat() -> None:
@@ -122,7 +131,7 @@ def test_what_an_environment_does_wrong_fails_it_alone_though_all_live_in_one_pr
 ) -> None:
     seats = begin(process, "", misdeed, "")
     for answer in ("a", "b"):
-        process.step([(seat, answer) for seat in seats if not seat.failure], heartbeat)
+        step(process, [(seat, answer) for seat in seats if not seat.failure], heartbeat)
     process.leave(seats)
     (fine, odd, last) = seats
     assert odd.failure is not None and odd.failure.reason == f"environment '{USER}:Odd' {reason}"
@@ -135,10 +144,10 @@ def test_what_an_environment_does_wrong_fails_it_alone_though_all_live_in_one_pr
 def test_one_that_says_other_things_in_a_new_process_than_it_did_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with host(turns=3) as environments:
         odd, crashes = begin(environments, "step1 pid", "step2 crash")
-        environments.step([(odd, "a"), (crashes, "a")], heartbeat)
-        environments.step([(crashes, "b")], heartbeat)
+        step(environments, [(odd, "a"), (crashes, "a")], heartbeat)
+        step(environments, [(crashes, "b")], heartbeat)
         assert crashes.failure is not None and odd.failure is None
-        environments.step([(odd, "b")], heartbeat)
+        step(environments, [(odd, "b")], heartbeat)
         assert odd.failure is not None and "says other things to the same answers the second time" in odd.failure.reason
 
 
@@ -146,21 +155,24 @@ def test_others_go_on_beside_one_that_hangs_and_who_waits_is_heard() -> None:
     heartbeats: list[bool] = []
     with host(processes=2, limit_s=5.0) as environments:
         hangs, fine = begin(environments, "step1 sleep", "")
-        environments.step(
-            [(hangs, "a"), (fine, "a")], lambda: heartbeats.append(bool(fine.turns) and hangs.failure is None)
+        step(
+            environments,
+            [(hangs, "a"), (fine, "a")],
+            lambda: heartbeats.append(bool(fine.turns) and hangs.failure is None),
         )
         assert hangs.failure is not None and fine.failure is None
         assert sum(heartbeats) >= 3, "the other one waited for the one that hangs, or nobody was told"
 
 
-def test_a_prompt_whose_environment_hangs_costs_one_time_limit_whatever_the_number_of_its_samples(
+def test_a_prompt_whose_environment_hangs_in_reset_costs_one_time_limit_whatever_the_number_of_its_samples(
     process: Environments,
 ) -> None:
-    hangs, fine = (Prompt(0, i, "?", np.zeros(1, np.int32), a) for i, a in enumerate(["step1 sleep", ""]))
-    seats = process.begin([*[(0, hangs)] * 6, (1, fine)], heartbeat)
-    process.step([(seat, "a") for seat in seats], heartbeat)
+    hangs, fine = (Prompt(0, i, "?", np.zeros(1, np.int32), a) for i, a in enumerate(["reset sleep", ""]))
+    seats = process.begin([*[(0, hangs)] * 6, (1, fine)])
+    process.wait(heartbeat)
     assert [seat.failure is not None for seat in seats] == [True, *[False] * 6], "others of its group were tried"
-    assert [len(seat.turns) for seat in seats] == [*[0] * 6, 1]
+    step(process, [(seats[6], "a")])
+    assert [seat.begun for seat in seats] == [*[False] * 6, True] and len(seats[6].turns) == 1
 
 
 class Stopped(BaseException):
@@ -174,11 +186,11 @@ def test_who_is_asked_to_stop_does_not_wait_and_leaves_no_process(tmp_path: Path
 
     with host(limit_s=3600.0) as environments:
         seats = begin(environments, "step1 sleep", "")
-        environments.step([(seats[1], "a")], heartbeat)
+        step(environments, [(seats[1], "a")], heartbeat)
         (pid,) = {int(turn.extra["pid"]) for turn in seats[1].turns}
         began = time.monotonic()
         with pytest.raises(Stopped):
-            environments.step([(seats[0], "a")], progress)
+            step(environments, [(seats[0], "a")], progress)
         environments.leave(seats)
         assert time.monotonic() - began < 60
     assert not psutil.pid_exists(pid)
@@ -187,13 +199,13 @@ def test_who_is_asked_to_stop_does_not_wait_and_leaves_no_process(tmp_path: Path
 def test_a_killed_role_leaves_no_environment_behind(tmp_path: Path) -> None:
     main = tmp_path / "role.py"
     main.write_text(
-        "from test_environments import begin, heartbeat, host\n"
+        "from test_environments import begin, heartbeat, host, step\n"
         "if __name__ == '__main__':\n"
         "    with host(limit_s=3600.0) as environments:\n"
         "        seats = begin(environments, 'step2 sleep')\n"
-        "        environments.step([(seats[0], 'a')], heartbeat)\n"
+        "        step(environments, [(seats[0], 'a')], heartbeat)\n"
         "        print(int(seats[0].turns[0].extra['pid']), flush=True)\n"
-        "        environments.step([(seats[0], 'b')], heartbeat)\n"
+        "        step(environments, [(seats[0], 'b')], heartbeat)\n"
     )
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{USER.parent}"}
     with subprocess.Popen([sys.executable, str(main)], stdout=subprocess.PIPE, text=True, env=environment) as role:
@@ -207,7 +219,7 @@ def test_a_killed_role_leaves_no_environment_behind(tmp_path: Path) -> None:
 def test_built_in_environments_generates_in_place() -> None:
     before = psutil.Process().children()
     with closing(Environments(recipe({}, {"task": "chain_sum"}))) as environments:
-        (seat,) = environments.begin([(0, Prompt(0, 0, "?", np.zeros(1, np.int32)))], heartbeat)
-        environments.step([(seat, "46")], heartbeat)
+        (seat,) = environments.begin([(0, Prompt(0, 0, "?", np.zeros(1, np.int32)))])
+        step(environments, [(seat, "46")], heartbeat)
         environments.leave([seat])
         assert seat.turns == [Turn(done=True)] and psutil.Process().children() == before

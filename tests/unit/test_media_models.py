@@ -17,7 +17,7 @@ from relax_hpc.media.families import family_of
 from relax_hpc.media.families.qwen3_omni import Qwen3Omni
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Media, Prompt
-from relax_hpc.roles.rollout.episodes import DREW_MEDIA
+from relax_hpc.roles.rollout.cast import DREW_MEDIA
 from relax_hpc.roles.rollout.runner import RolloutRunner
 from relax_hpc.spool.request import Request
 from relax_hpc.trainers import fit

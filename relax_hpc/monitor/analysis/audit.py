@@ -22,6 +22,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json
 from relax_hpc.files.run_dir import RunDir, open_existing
 from relax_hpc.recipe import load_recipe
+from relax_hpc.records import Finish
 from relax_hpc.spool.column import DamagedColumn, read_column
 from relax_hpc.spool.ledger import Entry, Ledger, Taken
 from relax_hpc.spool.request import evaluated_version, is_evaluation, request_name
@@ -184,6 +185,7 @@ def _look_at(
         with Shard(run.shard(request)) as shard:
             shard.validate()
             groups, sizes, oldest = shard.samples["group"].tolist(), np.diff(shard.offsets), shard.first_version
+            generated = shard.samples["finish"] != Finish.FAILED
     except RunError as error:
         found.torn.append(str(error))
         return
@@ -192,7 +194,9 @@ def _look_at(
     found.lost.extend(
         f"{request}/{i}"
         for i, g in enumerate(groups)
-        if counts[f"{request}/{i}"] < 1 + reused[f"{request}/{i}"] and f"{request}/{g}" not in entry.filtered
+        if generated[i]
+        and counts[f"{request}/{i}"] < 1 + reused[f"{request}/{i}"]
+        and f"{request}/{g}" not in entry.filtered
     )
     by_group: dict[int, list[int]] = {}
     for group, size in zip(groups, sizes.tolist(), strict=True):
@@ -235,5 +239,6 @@ def _replays(run: RunDir, entries: Mapping[int, Entry | None], state: dict[str, 
             if not taken or step - taken[0].first_version > state["max_staleness"]:
                 over.append(f"step {step}: {name} once more")
             with contextlib.suppress(RunError), Shard(run.shard(request)) as shard:
-                reused.update(f"{request}/{i}" for i in np.flatnonzero(shard.samples["group"] == int(group)).tolist())
+                mine = (shard.samples["group"] == int(group)) & (shard.samples["finish"] != Finish.FAILED)
+                reused.update(f"{request}/{i}" for i in np.flatnonzero(mine).tolist())
     return reused

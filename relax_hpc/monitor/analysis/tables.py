@@ -76,6 +76,10 @@ def sample_columns(
     def per_group(values: Sequence[Any]) -> list[Any]:
         return [values[g] for g in group]
 
+    def failed_too(statuses: list[str]) -> list[str]:
+        ends = samples["finish"].tolist()
+        return ["failed" if end == Finish.FAILED else status for end, status in zip(ends, statuses, strict=True)]
+
     makers: dict[str, Callable[[], Any]] = {
         "shard": lambda: [f"{shard.path.parent.name}/{shard.path.name}"] * count,
         "request": lambda: [shard.request] * count,
@@ -84,9 +88,9 @@ def sample_columns(
         "source": lambda: groups["source"][group].astype(np.int32),
         "prompt_index": lambda: groups["index"][group],
         "step": lambda: _masked(np.full(count, status.step or 0), status.step is None),
-        "status": lambda: per_group([v.status for v in judged]),
+        "status": lambda: failed_too(per_group([v.status for v in judged])),
         "reason": lambda: per_group([v.reason for v in judged]),
-        "detail": lambda: per_group([v.detail for v in judged]),
+        "detail": lambda: per_group([v.detail or shard.failure(g)[1] for g, v in enumerate(judged)]),
         "reward": lambda: samples["reward"],
         "raw_reward": lambda: samples["raw_reward"],
         "finish": lambda: FINISH_NAMES[samples["finish"]],

@@ -141,6 +141,17 @@ class Rollout(Table):
     top_k: int = Key(0, "Sample among the k likeliest tokens; 0 is all.", ge=0)
     max_new_tokens: PositiveInt = Key(256, "The most tokens that are generated in a turn.")
     max_turns: PositiveInt = Key(1, "Turns an environment may take.")
+    lockstep: Literal["auto"] | bool = Key(
+        "auto",
+        "`true`: all episodes of a request take their turns together, as one batch, which gives the same bits again. `false`: each goes on as soon "
+        "as its own turn or its environment's answer is there. `auto`: together where async.max_staleness = 0 or max_turns = 1.",
+    )
+    on_failed_sample: Literal["sample", "group"] = Key(
+        "sample",
+        "What is left out where an environment raises, hangs, dies or answers nonsense: the `sample`, and its group where fewer than two are left; "
+        "or its `group`. A reset that fails fails the group.",
+        resume=True,
+    )
     stop: list[str] = Key([], "Strings that end an answer, besides the end-of-sequence token.")
     routed_experts: bool = Key(
         False,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from relax_hpc.files.errors import Damaged
 from relax_hpc.files.run_dir import RunDir
-from relax_hpc.records import Rollouts, concatenate, mask_old
+from relax_hpc.records import Finish, Rollouts, concatenate, mask_old
 from relax_hpc.roles.common.columns import read_columns
 from relax_hpc.roles.common.quarantine import Quarantine, decided
 from relax_hpc.roles.common.ranks import gathered, together
@@ -86,7 +86,8 @@ def load_batch(
     """
 
     def of(shard: Shard, which: NDArray[np.bool_]) -> Rollouts:
-        return shard.rollouts(np.flatnonzero(which), routed, read_columns(run, shard, columns))
+        generated = which & (shard.samples["finish"] != Finish.FAILED)
+        return shard.rollouts(np.flatnonzero(generated), routed, read_columns(run, shard, columns))
 
     def taken_from(shard: Shard) -> tuple[Rollouts, list[NDArray[np.float32]]]:
         out = [g for g in range(len(shard.groups)) if f"{shard.request}/{g}" in entry.filtered]

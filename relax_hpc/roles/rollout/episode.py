@@ -92,14 +92,14 @@ class Episode:
 
     def sample(self, version: int, failed: bool) -> Sample:
         """Return the sample. failed: its group failed, so it counts as generated only if it had come to its end."""
-        turn = self.last or Turn(done=True)
+        turn, failed = self.last or Turn(done=True), self.seat.failure is not None or (failed and not self.done)
         empty = np.empty(0, np.int32)
         return Sample(
             tokens=np.concatenate([empty, *self.tokens]),
             loss_mask=np.concatenate([empty.astype(np.uint8), *self.mask]),
             logprobs=np.concatenate([empty.astype(np.float32), *self.logprobs]),
             spans=self.spans or [(0, version)],
-            finish=Finish.FAILED if failed and not self.done else self.finish or Finish.STOP,
+            finish=Finish.FAILED if failed else self.finish or Finish.STOP,
             reward=turn.reward or 0.0,
             raw_reward=turn.reward or 0.0,
             turns=self.turns,

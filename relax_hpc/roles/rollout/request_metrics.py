@@ -36,7 +36,9 @@ def request_metrics(
         "truncated": mean([s.finish is Finish.LENGTH for s in samples]),
         "longest_s": max((s.seconds for s in samples), default=0.0),
         "tokens_per_s": tokens / generate_s, "tokens_per_device_s": tokens / generate_s / devices,
-        "reward": mean([s.raw_reward for s in samples]), "failed": sum(bool(g.reason) for g in groups),
+        "reward": mean([s.raw_reward for g in groups for s in (g.samples if g.reason else g.generated)]),
+        "failed": sum(bool(g.reason) for g in groups),
+        "failed_samples": sum(len(g.samples) - len(g.generated) for g in groups if not g.reason),
         "aborts": claim.request_file.aborts, "continued_samples": len(partial.cut) if partial else 0,
         "kept_tokens": sum(len(s.tokens) for s in kept),
     }  # fmt: skip

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from relax_hpc.data import PromptSources
 from relax_hpc.data.ahead import PromptLoader, Unusable
-from relax_hpc.engines import EngineError, Sampling, make_engine
+from relax_hpc.engines import EngineError, Sampling, Streams, make_engine
 from relax_hpc.environments import Environments
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
@@ -43,10 +43,14 @@ class RolloutRunner:
         environments, rewards = Environments(recipe), RewardRunner(recipe)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         placeholders = frozenset(family_of(config).placeholders(config).values())
-        turns = recipe.rollout.max_turns
         observations = Observations(tokenizer, Processor(model_dir, recipe.media))
-        self._setup = RolloutSetup(self.engine, tokenizer, environments, rewards, turns, observations, placeholders)
         r, asked = recipe.rollout, recipe.evaluation
+        lockstep = recipe.in_lockstep or not isinstance(self.engine, Streams)
+        if lockstep and not recipe.in_lockstep:
+            logging.getLogger("episodes").warning("the engine has no `stream`: episodes take their turns in lockstep")
+        self._setup = RolloutSetup(
+            self.engine, tokenizer, environments, rewards, r.max_turns, observations, placeholders, lockstep, r.on_failed_sample
+        )  # fmt: skip
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self._unusable: dict[int, Failure] = {}
         """Prompts of the request at hand, by their place in it, that have media which cannot be used."""

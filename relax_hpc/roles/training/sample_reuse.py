@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from relax_hpc.records import Finish
 from relax_hpc.roles.common.quarantine import decided
 from relax_hpc.spool.ledger import Ledger
 from relax_hpc.spool.reading import Shards
@@ -50,5 +51,6 @@ class SampleReuse:
 def _variances(shard: Shard) -> list[float]:
     """Return the variance of the rewards of each group."""
     of, rewards = shard.samples["group"], shard.samples["reward"]
-    groups = [rewards[of == g] for g in range(len(shard.groups))]
+    generated = shard.samples["finish"] != Finish.FAILED
+    groups = [rewards[(of == g) & generated] for g in range(len(shard.groups))]
     return [float(np.var(g)) if len(g) else 0.0 for g in groups]

@@ -6,10 +6,11 @@ shard ──failed? ──filters──► passing groups ──as many as wante
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from relax_hpc.algorithms.filters import Filter
 from relax_hpc.files.errors import RunError
+from relax_hpc.records import Finish, Group
 from relax_hpc.spool.ledger import FAILED, SURPLUS
 from relax_hpc.spool.shard import Shard
 
@@ -34,7 +35,7 @@ class GroupSelection:
             for group in range(len(shard.groups)):
                 reason = f"{FAILED}{shard.failure(group)[0]}" if shard.groups["failed"][group] else None
                 for own in self.filters:
-                    reason = reason or own(shard.group(group, media=False))
+                    reason = reason or own(without_failed(shard.group(group, media=False)))
                 if reason:
                     out[group] = reason
         return self._out[shard.request]
@@ -70,8 +71,9 @@ class GroupSelection:
         counts: dict[str, tuple[int, int]] = {}
         for shard in taken.values() if self.solved_at is not None else ():
             right = shard.samples["raw_reward"] >= self.solved_at
+            generated = shard.samples["finish"] != Finish.FAILED
             for group, row in enumerate(shard.groups):
-                mine = right[shard.samples["group"] == group]
+                mine = right[(shard.samples["group"] == group) & generated]
                 if len(mine) and not row["failed"]:
                     before = counts.get(source := str(row["source"]), (0, 0))
                     counts[source] = (before[0] + int(mine.sum()), before[1] + len(mine))
@@ -92,3 +94,8 @@ class GroupSelection:
                 "score (again by the same code), or --redo generate (new answers too); or raise the limit with --set "
                 "rollout.max_failed_fraction=…"
             )
+
+
+def without_failed(group: Group) -> Group:
+    """Return a group as filters see it: of the samples that did not fail."""
+    return replace(group, samples=group.generated)
