@@ -17,7 +17,7 @@ PACKAGE = Path(relax_hpc.__file__).parent
 ROOT = PACKAGE.parent
 FLOORS = [
     {"recipe", "files", "records", "registry", "telemetry", "parent", "media"},
-    {"algorithms", "spool", "data", "huggingface"},
+    {"algorithms", "spool", "data", "huggingface", "sandbox"},
     {"engines", "trainers", "weights", "rewards", "environments", "checkpoint"},
     {"roles"},
     {"launch", "supervise", "slurm", "planning", "monitor"},

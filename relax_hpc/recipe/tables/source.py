@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 
+from relax_hpc.recipe.sandbox import AnySandbox, Sandbox
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
 WEIGHT = "Share of prompts drawn from this source, against the other sources' weights."
@@ -30,6 +31,9 @@ class Prompts(Table):
         "single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True
     )
     environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
+    sandbox: AnySandbox = Key(
+        Sandbox(), "Sandbox in which this source's environment runs, and code of the model: a kind, or a table."
+    )
 
     @property
     def shown(self) -> tuple[Modality, ...]:
