@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +16,22 @@ from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue, check_call, resolve, shown
 from relax_hpc.rewards.base import BATCH, Reward, parts
 from relax_hpc.rewards.exact import exact
+from relax_hpc.rewards.hub.answers import dapo, f1, gpqa
+from relax_hpc.rewards.hub.composed import Part, WeightedSum
+from relax_hpc.rewards.hub.form import length
 from relax_hpc.rewards.tags import multiple_choice
 
-QUICK = {"exact": exact, "multiple_choice": multiple_choice}
-BY_MATH_VERIFY = {"math": "equivalent", "geo3k": "geo3k", "openr1mm": "openr1mm"}
-"""Name -> the function of relax_hpc.rewards.math, whose library is imported where it is needed only."""
-BUILT_IN = (*QUICK, *BY_MATH_VERIFY, "reasoning_gym")
+QUICK: dict[str, Reward] = {
+    "exact": exact, "multiple_choice": multiple_choice, "dapo": dapo, "gpqa": gpqa, "f1": f1, "length": length,
+}  # fmt: skip
+ELSEWHERE = {
+    "math": "math:equivalent", "geo3k": "math:geo3k", "openr1mm": "math:openr1mm", "deepscaler": "math:deepscaler",
+    "ifeval": "hub.instructions:ifeval", "format": "hub.form:of_format", "remote": "hub.remote:remote",
+}  # fmt: skip
+"""Name -> MODULE:FUNCTION within relax_hpc.rewards. They may take long, or need a library that only they import."""
+BUILT_IN = (*QUICK, *ELSEWHERE, "reasoning_gym")
+NO_REFERENCE = frozenset({"ifeval", "format", "length", "remote"})
+"""Those that need no reference answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +77,33 @@ def make_rewards(sources: Sequence[AnyPrompts]) -> list[LoadedReward]:
 
 
 def _load(key: str, source: AnyPrompts) -> LoadedReward:
-    function, is_quick = _function(key, source)
-    check_call("reward", source.reward, function, "prompt", "answer", **source.reward_options)
-    return LoadedReward(source.reward, function, source.reward_options, is_quick)
+    if not source.rewards:
+        return _load_one(key, source, source.reward, source.reward_options)
+    loaded = [_load_one(f"{key}.rewards.{i}", source, p.reward, p.options) for i, p in enumerate(source.rewards)]
+    parts = [Part(p.name or p.reward, p.weight, one, p.kind) for p, one in zip(source.rewards, loaded, strict=True)]
+    name = " + ".join(part.name for part in parts)
+    return LoadedReward(name, WeightedSum(parts, source.reward_column), {}, all(one.is_quick for one in loaded))
 
 
-def _function(key: str, source: AnyPrompts) -> tuple[Reward, bool]:
-    if source.reward == "reasoning_gym":
+def _load_one(key: str, source: AnyPrompts, name: str, options: dict[str, Any]) -> LoadedReward:
+    function, is_quick = _function(key, source, name)
+    check_call("reward", name, function, "prompt", "answer", **options)
+    return LoadedReward(name, function, options, is_quick)
+
+
+def _function(key: str, source: AnyPrompts, name: str) -> tuple[Reward, bool]:
+    if name == "reasoning_gym":
         if not isinstance(source, TaskPrompts):
             raise RunError(f"{key}.reward = 'reasoning_gym': only a source with a `task` has its verifier")
         from relax_hpc.rewards.reasoning_gym import Verifier
 
         verifier = Verifier(source)
         return verifier, verifier.is_quick
-    if source.reward in BUILT_IN and not getattr(source, "answer_key", "answer"):
-        raise RunError(f"{key}.reward = '{source.reward}' compares with an answer, but answer_key is empty")
-    if source.reward in QUICK:
-        return QUICK[source.reward], True
-    if source.reward in BY_MATH_VERIFY:
-        import relax_hpc.rewards.math as by_math_verify
-
-        return getattr(by_math_verify, BY_MATH_VERIFY[source.reward]), False
-    return resolve("reward", source.reward, dict.fromkeys(BUILT_IN)), False
+    if name in BUILT_IN and name not in NO_REFERENCE and not getattr(source, "answer_key", "answer"):
+        raise RunError(f"{key}.reward = '{name}' compares with an answer, but answer_key is empty")
+    if name in QUICK:
+        return QUICK[name], True
+    if name in ELSEWHERE:
+        module, _, attribute = ELSEWHERE[name].partition(":")
+        return getattr(importlib.import_module(f"relax_hpc.rewards.{module}"), attribute), False
+    return resolve("reward", name, dict.fromkeys(BUILT_IN)), False

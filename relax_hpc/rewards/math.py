@@ -7,9 +7,10 @@ import functools
 from math_verify import LatexExtractionConfig, parse, verify
 
 from relax_hpc.records import Prompt
+from relax_hpc.rewards.hub.texts import THOUGHT, references
 from relax_hpc.rewards.tags import BEGIN, tagged
 
-BOXED, THINK, THOUGHT = "\\boxed{", "<think>", "</think>"
+BOXED, THINK = "\\boxed{", "<think>"
 FORMAT_SHARE = 0.1
 
 
@@ -45,6 +46,18 @@ def openr1mm(prompt: Prompt, answer: str) -> float:
     return float(verify(list(_expressions(expected)), parse(said)) or said == expected)
 
 
+def deepscaler(prompt: Prompt, answer: str) -> float:
+    """1.0 where the last \\boxed{…} behind `</think>` equals one of the reference answers; 0.0 too where there is no
+    `</think>` (DeepScaleR).
+
+    The reference is one expression, or a JSON list of them. Raises ValueError for one without an expression.
+    """
+    expected = [_expected(reference) for reference in references(prompt)]
+    thought, _, said = answer.rpartition(THOUGHT)
+    found = parse(_last_box(said), extraction_config=[LatexExtractionConfig()]) if thought else []
+    return float(any(verify(one, found) for one in expected))
+
+
 def _last_box(text: str) -> str:
     """The last `\\boxed{…}` to its closing brace; empty where it is not closed."""
     begin, depth = text.rfind(BOXED), 0
@@ -65,9 +78,13 @@ def _in_order(text: str, *parts: str) -> bool:
 
 
 def _reference(prompt: Prompt) -> list[object]:
-    expressions = _expressions(prompt.answer or "")
+    return _expected(prompt.answer or "")
+
+
+def _expected(answer: str) -> list[object]:
+    expressions = _expressions(answer)
     if not expressions:
-        raise ValueError(f"the reference answer {prompt.answer or ''!r} has no mathematical expression")
+        raise ValueError(f"the reference answer {answer!r} has no mathematical expression")
     return list(expressions)
 
 

@@ -373,7 +373,7 @@ def test_a_verifier_that_stumbles_over_the_answer_says_wrong() -> None:
         (
             {"prompts": "x", "reward": "exakt"},
             RegistryError,
-            r"unknown reward 'exakt'.*\['exact', 'geo3k', 'math', ",
+            "unknown reward 'exakt'.*'exact', 'f1', 'format', 'geo3k', ",
         ),
         ({"prompts": "x", "reward": f"{USER}:absent"}, RegistryError, "no 'absent'; it has .*by_answer"),
         ({"prompts": "x", "reward": "/nowhere.py:f"}, RegistryError, "no file '/nowhere.py'"),

@@ -16,6 +16,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import submitit
@@ -36,7 +37,7 @@ from relax_hpc.slurm.chain import Chain
 from relax_hpc.slurm.client import Seen, cancel, end_of_job, job_state, look, outside_job, reason_in_words
 from relax_hpc.slurm.overview import JobRow, Overview, job_rows
 from relax_hpc.slurm.plan import make_plan, unset_cpus
-from relax_hpc.slurm.submission import sbatch
+from relax_hpc.slurm.submission import sbatch, unstartable
 from relax_hpc.slurm.submission.submit import preview, refuse_local_root, submit
 from relax_hpc.slurm.submission.unstartable import Vigil, hopeless
 from relax_hpc.supervise.io_retry import at_first
@@ -666,7 +667,10 @@ def test_every_state_that_waits_is_alive() -> None:
         ("JobHeldAdmin", ""),
     ],
 )
-def test_reasons_that_waiting_does_not_end_come_with_what_mends_them(bin_folder: Path, reason: str, fix: str) -> None:
+def test_reasons_that_waiting_does_not_end_come_with_what_mends_them(
+    bin_folder: Path, reason: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unstartable, "time", SimpleNamespace(sleep=lambda seconds: None))  # between its looks
     program(bin_folder, "squeue", "echo '5|RUNNING|None'", f"echo '6|PENDING|{reason}'", "echo '7|PENDING|Priority'")
     found = hopeless(["5", "6", "7"])
     assert found.keys() == ({"6"} if fix else set())

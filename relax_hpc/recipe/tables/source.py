@@ -21,6 +21,16 @@ MODALITIES: tuple[Modality, ...] = ("image", "video", "audio")
 LIMIT = "The most prompts of this source that are evaluated; absent: all of them."
 
 
+class RewardPart(Table):
+    """One reward of a weighted sum; it becomes a column of the shard under its name."""
+
+    reward: str = Key(help="As `reward` of a source.", looked_up=True)
+    name: str = Key("", "Name of its column; absent: that of the reward.")
+    weight: float = Key(1.0, "What it is multiplied by in the sum.")
+    options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
+    kind: str | None = Key(None, "The value of `reward_column` in the rows that it is for; absent: all rows.")
+
+
 class Prompts(Table):
     """Keys of all prompt sources."""
 
@@ -34,6 +44,27 @@ class Prompts(Table):
     sandbox: AnySandbox = Key(
         Sandbox(), "Sandbox in which this source's environment runs, and code of the model: a kind, or a table."
     )
+    rewards: list[RewardPart] = Key(
+        [], "Several rewards, added with their weights, in place of `reward`; each becomes a column of its own."
+    )
+    reward_column: str = Key(
+        "", "Column that names a row's kind, where `rewards` are for rows of one `kind`; other kinds are an error."
+    )
+
+    @model_validator(mode="after")
+    def _rewards_fit_together(self) -> Prompts:
+        set_too = {"reward", "reward_options"} & self.model_fields_set
+        if self.rewards and any(getattr(self, key) != type(self).model_fields[key].default for key in set_too):
+            raise conflict(
+                "`reward` and `rewards` are both given: put the one reward into the list too, or leave it out"
+            )
+        names = Counter((part.name or part.reward, part.kind) for part in self.rewards)
+        for (name, kind), count in names.items():
+            if count > 1 or (kind is not None and (name, None) in names):
+                raise conflict(f"rewards has '{name}' twice for the same rows: give each part a `name` of its own")
+        if bool(self.reward_column) != any(part.kind is not None for part in self.rewards):
+            raise conflict("reward_column and the `kind` of a part of `rewards` go together: give both or neither")
+        return self
 
     @property
     def shown(self) -> tuple[Modality, ...]:
@@ -86,7 +117,8 @@ class FilePrompts(Prompts):
     )
     reward: str = Key(
         "exact",
-        "`exact`, `math`, `geo3k`, `openr1mm`, `multiple_choice`, or MODULE:FUNCTION or FILE.py:FUNCTION of your own.",
+        "`exact`, `math`, `dapo`, `deepscaler`, `geo3k`, `openr1mm`, `multiple_choice`, `gpqa`, `f1`, `ifeval`, `format`, `length`, `remote`, "
+        "or MODULE:FUNCTION or FILE.py:FUNCTION of your own.",
         looked_up=True,
     )
     reward_options: dict[str, Any] = Key({}, "Keyword arguments for the reward.")
