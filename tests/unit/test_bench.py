@@ -22,6 +22,7 @@ BENCHMARKS = (
     "trl",
     "quickstart",
     "omni",
+    "omni_trainer",
     "staleness",
     "weights",
     "file_ops",

@@ -131,14 +131,16 @@ class Monkey:
         return None
 
     def _until(self, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 300
+        step, since = self.step(), time.monotonic()
         while not reached():
             self._alive()
-            if time.monotonic() > deadline:
+            if (now := self.step()) != step:
+                step, since = now, time.monotonic()
+            if time.monotonic() > since + 300:
                 raise SystemExit(
                     f"no progress in 300 s at step {self.step()} after {self.kills[-3:]}: see {self.run.root}"
                 )
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def _alive(self) -> None:
         """Give the command again when its process is gone and the run is not done."""

@@ -7,6 +7,7 @@ real    two CPU cores are the devices, engines and trainers are real (modes.toml
 drawn   16 devices that sleep: a request takes a lognormal time (sigma 1) on one device, a training step takes a time that all
         devices share evenly. colocate generates on all 16 and trains on all 16, and its switch costs what it costs here,
         next to nothing; the others generate on --rollout of them and train on the rest. Timing alone; rewards mean nothing.
+        --media: every prompt shows a picture, which is decoded, processed, stored and encoded as in any run.
 
 speedup: seconds of a step of colocate over those of the mode, by seed; the median and the range. Higher is better.
 """
@@ -28,6 +29,7 @@ from rich.table import Table
 from scipy.stats import t as student
 
 from tools.bench.common import BENCH, ROOT, SIDES, Ratio, finish, parse, parser, progress, ratio, show
+from tools.bench.omni import FOLDER, make_data
 from tools.bench.runs import Finished, run
 
 REAL, DRAWN = (ROOT / "tools" / "bench" / f"{name}.toml" for name in ("modes", "simulate"))
@@ -38,6 +40,13 @@ MARGIN = -0.03
 TOGETHER = {"run.placement": "colocate", "async.max_staleness": 0}
 PROMPTS, LONGEST = 20000, 24
 DEVICES = 16
+SEEN = {
+    "model.vision": "{hidden_size=32, intermediate_size=64, layers=1, heads=2}",
+    "media.image_tokens": "[4, 16]",
+    "source": f'[{{prompts="{FOLDER}/data/omni/image-train.jsonl", media={{image="image"}}, reward="exact", '
+    f'environment="{SIDES}/paced.py:LongTail"}}]',
+}
+"""Keys that give every prompt of DRAWN a picture."""
 DROP = 6
 """First steps that are left out of times: the pipeline fills."""
 
@@ -96,24 +105,30 @@ def real(seed: int, steps: int, prompts: Path, done: Callable[[], None]) -> dict
     return runs
 
 
-def drawn(
-    seed: int, requests: int, rollout: int, unit_s: float, train_s: float, steps: int, done: Callable[[], None]
-) -> dict[str, Finished]:
-    """unit_s: the mean time of a request; train_s: a step's where all devices train; done: called after each run."""
+def drawn(seed: int, given: Any, done: Callable[[], None]) -> dict[str, Finished]:
+    """The runs of one seed, by mode. done: called after each."""
 
     def times(trainer: int) -> dict[str, Any]:
-        slow = train_s * DEVICES / trainer
+        slow = given.train * DEVICES / trainer
         algorithm = f'{{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds={slow}}}, group_size=2}}'
         return {
             "algorithm": algorithm,
-            "source.0.environment_options": f"{{seconds={unit_s}, sigma=1.0, samples_per_prompt=2}}",
+            "source.0.environment_options": f"{{seconds={given.unit}, sigma=1.0, samples_per_prompt=2}}",
         }
 
-    common = {"run.seed": seed, "run.steps": steps, "trainer.prompts_per_step": requests}
+    common = {"run.seed": seed, "run.steps": given.drawn_steps, "trainer.prompts_per_step": given.requests}
+    common |= {
+        "rollout.code_processes": 1,
+        **(SEEN if given.media else {}),
+    }  # a prompt's samples sleep one after the other
     # more workers than requests could only be idle
-    modes = {COLOCATE: {**TOGETHER, **times(DEVICES), "rollout.workers": min(DEVICES, requests)}}
+    modes = {COLOCATE: {**TOGETHER, **times(DEVICES), "rollout.workers": min(DEVICES, given.requests)}}
     for bound in STALENESS:
-        modes[bound] = {"async.max_staleness": bound, **times(DEVICES - rollout), "rollout.workers": rollout}
+        modes[bound] = {
+            "async.max_staleness": bound,
+            **times(DEVICES - given.rollout),
+            "rollout.workers": given.rollout,
+        }
     runs = {}
     for mode, sets in modes.items():
         runs[mode] = run(DRAWN, f"modes/drawn-{mode}-{seed}", {**common, **sets})
@@ -152,7 +167,10 @@ def main() -> None:
     )
     arguments.add_argument("--unit", type=float, default=0.8, help="drawn: mean seconds of a request")
     arguments.add_argument("--train", type=float, default=1.0, help="drawn: seconds of a step on all devices")
+    arguments.add_argument("--media", action="store_true", help="drawn: every prompt shows a picture")
     given = parse(arguments)
+    if given.media:
+        make_data()
     result: dict[str, Any] = {}
     if "real" in given.parts:
         result |= report_real(given)
@@ -196,7 +214,7 @@ def report_drawn(given: Any) -> dict[str, Any]:
     seeds = []
     with progress("drawn: runs", given.drawn_seeds * (1 + len(STALENESS))) as done:
         for seed in range(given.drawn_seeds):
-            seeds.append(drawn(seed, given.requests, given.rollout, given.unit, given.train, given.drawn_steps, done))
+            seeds.append(drawn(seed, given, done))
     faster, share = speedups(seeds), generating(seeds)
     table = Table("drawn times", "speedup over colocate", "s a step")
     for mode in (COLOCATE, *STALENESS):

@@ -22,8 +22,16 @@ from tools.bench.common import BENCH, ROOT, doing, finish, our_environment, pars
 from tools.bench.runs import read_lines, run
 
 RECIPE = ROOT / "recipes" / "quickstart-omni.toml"
+FOLDER = BENCH / "omni"
 SHOWN = ("image", "audio", "video", "mixed")
 """Sources whose answer depends on what they show."""
+
+
+def make_data() -> None:
+    """Make the data of all sources below FOLDER."""
+    with doing("making the data"):
+        command = [sys.executable, str(ROOT / "examples" / "omni_rows.py"), str(FOLDER / "data" / "omni")]
+        subprocess.run(command, check=True, stdout=sys.stderr)
 
 
 def scores(about: dict[str, Any]) -> dict[str, float]:
@@ -57,21 +65,17 @@ def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--seed", type=int, default=0, help="run.seed")
     given = parse(arguments)
-    folder = BENCH / "omni"
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe = folder / RECIPE.name
-    recipe.write_text(RECIPE.read_text())  # files of prompts are looked up beside it
+    recipe = FOLDER / RECIPE.name
     begin = time.monotonic()
-    with doing("making the data"):
-        command = [sys.executable, str(ROOT / "examples" / "omni_rows.py"), str(folder / "data" / "omni")]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+    make_data()
+    recipe.write_text(RECIPE.read_text())  # files of prompts are looked up beside it
     data_seconds = time.monotonic() - begin
     with doing("training (minutes)"):
         done = run(recipe, f"omni-{given.seed}", {"run.seed": given.seed})
     lines = [line for line in read_lines(done.root / "metrics" / "trainer-0.jsonl") if line.get("kind") == "eval"]
     by_version = {line["version"]: scores(line) for line in lines}
     before, after = by_version[min(by_version)], by_version[max(by_version)]
-    shuffled = control(folder, done.root)
+    shuffled = control(FOLDER, done.root)
     table = Table("source", "before", "after", "with media of other rows")
     for kind in before:
         table.add_row(
