@@ -57,6 +57,8 @@ SCORED = ("images, tensor, sequence, context", "sounds, expert, pipeline")
 """Splits of which scorers are compared too."""
 EACH = 2
 """Samples of each prompt."""
+LONELY = 2
+"""The step in which one prompt alone shows something."""
 
 
 def recipe_of(kind: str, folder: Path, **trainer: Any) -> Recipe:
@@ -70,8 +72,11 @@ def recipe_of(kind: str, folder: Path, **trainer: Any) -> Recipe:
 
 
 def samples(kind: str, seed: int) -> Rollouts:
-    """Samples of prompts of every modality and mixture; where experts are replayed, with experts at random."""
+    """Samples of prompts of every modality and mixture, of which step LONELY has one, so that most processes have nothing
+    to encode; where experts are replayed, with experts at random."""
     shown = omni.prompts(kind)
+    if seed == LONELY:
+        shown = [shown[0], *[next(one for one in shown if one.media is None)] * (len(shown) - 1)]
     answers = tiny.prompts(np.random.default_rng(seed).integers(1, 9, EACH * len(shown)).tolist(), seed)
     made = tiny.rollouts([s.tokens for s in shown for _ in range(EACH)], answers, EACH, seed, masked=0.2)
     made = replace(made, media=tuple(s.media for s in shown for _ in range(EACH)))
@@ -84,7 +89,7 @@ def folders(folder: Path) -> None:
 
 
 def steps(name: str, folder: Path, rank: int, world: int) -> list[dict[str, float]]:
-    """Step 0 of a split, then step 1 from the checkpoint that the split before it wrote between the two."""
+    """Step 0 of a split, then the others from the checkpoint that the split before it wrote between the two."""
     kind, parallel = SPLITS[name]
     recipe = recipe_of(kind, folder, backend="megatron", processes=world, parallel=parallel)
     trainer, algorithm = make_trainer(recipe, folder / kind, rank, world), make_algorithm(recipe.algorithm)
@@ -100,7 +105,7 @@ def steps(name: str, folder: Path, rank: int, world: int) -> list[dict[str, floa
     if rank == 0:
         saved.unlink(missing_ok=True)
         saved.symlink_to(folder / name)
-    said.append(trainer.step(samples(kind, 1), algorithm, 1))
+    said += [trainer.step(samples(kind, step), algorithm, step) for step in range(1, LONELY + 1)]
     weights, exported = dict(trainer.export()), folder / f"{name}.safetensors"
     if rank == 0:
         save_file(weights, exported)
@@ -129,5 +134,6 @@ def alone(kind: str, folder: Path) -> tuple[list[dict[str, float]], dict[str, An
     for backend in ("torch", "megatron") if kind == "qwen3_omni" else ("torch",):
         recipe = recipe_of(kind, folder, backend=backend)
         trainer, algorithm = make_trainer(recipe, folder / kind, 0, 1), make_algorithm(recipe.algorithm)
-        made.append(([trainer.step(samples(kind, step), algorithm, step) for step in range(2)], dict(trainer.export())))
-    return [made[0][0][0], made[-1][0][1]], made[-1][1]
+        said = [trainer.step(samples(kind, step), algorithm, step) for step in range(LONELY + 1)]
+        made.append((said, dict(trainer.export())))
+    return [made[0][0][0], *made[-1][0][1:]], made[-1][1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -106,16 +106,27 @@ def _by_av(file: Stored, opened: BinaryIO, longest_s: float, *, decode: bool) ->
                 _check_length(file.name, container.duration / av.time_base, longest_s)
             if not decode:
                 return np.empty(0, np.float32), stream.rate
-            resampler = av.AudioResampler("fltp", "mono")
-            parts, count = list[NDArray[np.float32]](), 0
-            for frame in container.decode(stream):
-                for plain in resampler.resample(frame):
-                    parts.append(plain.to_ndarray()[0])
-                    count += len(parts[-1])
-                _check_length(file.name, count / stream.rate, longest_s)
-            return np.concatenate(parts) if parts else np.empty(0, np.float32), stream.rate
+            return _mono(file, container.decode(stream), longest_s)
     except (av.FFmpegError, UnicodeError) as error:
         raise MediaError(f"{file.name} is no sound, or is damaged: {error}") from None
+
+
+def _mono(file: Stored, frames: Iterable[Any], longest_s: float) -> tuple[NDArray[np.float32], int]:
+    """Join decoded frames. Raises MediaError for a sound that is too long, or changes its rate or channels on the way."""
+    resampler, parts, count, kind = av.AudioResampler("fltp", "mono"), list[NDArray[np.float32]](), 0, (0, "")
+    for frame in frames:
+        found = frame.sample_rate, frame.layout.name
+        if parts and found != kind:
+            (old, before), (new, after) = kind, found
+            raise MediaError(
+                f"{file.name} changes from {old} Hz ({before}) to {new} Hz ({after}) on the way: store it at one rate"
+            )
+        kind = found
+        for plain in resampler.resample(frame):
+            parts.append(plain.to_ndarray()[0])
+            count += len(parts[-1])
+        _check_length(file.name, count / frame.sample_rate, longest_s)
+    return np.concatenate(parts) if parts else np.empty(0, np.float32), kind[0]
 
 
 def _resampled(samples: NDArray[np.float32], rate: int, rate_hz: int) -> NDArray[np.float32]:

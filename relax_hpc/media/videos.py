@@ -5,6 +5,7 @@ packets (their times alone) ──► which frames are shown at 0, 1/fps, 2/fps 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ from relax_hpc.media.pictures import picture
 from relax_hpc.media.values import MediaError, Stored, stored
 from relax_hpc.recipe.tables.source import Media as Limits
 
+_LENGTH = re.compile(r"(\d+):(\d+):([\d.]+)")
+"""Matches hours, minutes and seconds."""
+ROUGHLY_S = 1.0
+"""Seconds by which a video may be shorter than its header says: its last frame may be shown for long."""
 FrameSize = Callable[[int, int], tuple[int, int]]
 """(height, width) of a frame ──► those that the model is to see."""
 
@@ -114,7 +119,7 @@ def _times(file: Stored, opened: Any, limits: Limits) -> tuple[NDArray[np.float6
     """When each frame is shown, in seconds from the first, and how long all last."""
     with av.open(opened) as container:
         stream = _check_header(file, container, limits)
-        declared, rate = stream.frames, float(stream.average_rate or 0)
+        declared, rate, whole_s = stream.frames, float(stream.average_rate or 0), _declared_s(container, stream)
         stamps = [
             float(p.pts * p.time_base)
             for p in container.demux(stream)
@@ -127,8 +132,18 @@ def _times(file: Stored, opened: Any, limits: Limits) -> tuple[NDArray[np.float6
     times = np.sort(np.array(stamps)) - min(stamps)
     usual_s = 1 / rate if rate else float(np.median(np.diff(times))) if len(times) > 1 else 1 / limits.video_fps
     duration_s = float(times[-1]) + usual_s
+    if duration_s + max(ROUGHLY_S, float(np.diff(times).max(initial=0))) < whole_s:
+        raise MediaError(f"{file.name} is truncated: {duration_s:.1f} of {whole_s:.1f} s are there")
     _check_length(file, duration_s, limits)
     return times, duration_s
+
+
+def _declared_s(container: Any, stream: Any) -> float:
+    """Seconds of pictures that a header speaks of; 0 where it speaks of none, or of a sound too."""
+    if said := _LENGTH.fullmatch(stream.metadata.get("DURATION", "")):  # Matroska and WebM, which count no frames
+        return int(said[1]) * 3600 + int(said[2]) * 60 + float(said[3])
+    alone = len(container.streams) == 1 and container.duration
+    return container.duration / av.time_base if alone else 0.0
 
 
 def _chosen(times: NDArray[np.float64], duration_s: float, limits: Limits) -> tuple[list[int], float]:

@@ -6,6 +6,7 @@ import base64
 import errno
 import io
 import tempfile
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import soundfile
 from PIL import Image, ImageFile
+from PIL.PngImagePlugin import PngInfo
 
 from relax_hpc.media.pictures import check_picture, picture
 from relax_hpc.media.sounds import check_sound, sound
@@ -41,30 +43,39 @@ def wave(samples: np.ndarray, rate: int = 16000, kind: str = "WAV", subtype: str
     return buffer.getvalue()
 
 
-def film(frames: int, fps: int = 8, side: int = 32, sounds: bool = False, **options: str) -> bytes:
-    """An MP4 whose frame i has the gray level 8 · i."""
+def film(
+    frames: int,
+    fps: int = 8,
+    side: int = 32,
+    sounds: bool = False,
+    codec: str = "mpeg4",
+    kind: str = "mp4",
+    **options: str,
+) -> bytes:
+    """A video whose frame i has the gray level 8 · i, for 32 frames; then they begin anew."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "film.mp4"
-        _film(str(path), frames, fps, side, sounds, options)
+        path = Path(folder) / f"film.{kind}"
+        with av.open(str(path), "w", format=kind, options=options) as container:
+            _film(container, frames, fps, side, sounds, codec)
         return path.read_bytes()
 
 
-def _film(path: str, frames: int, fps: int, side: int, sounds: bool, options: dict[str, str]) -> None:
-    with av.open(path, "w", format="mp4", options=options) as container:
-        stream = container.add_stream("mpeg4", rate=fps)
-        stream.width = stream.height = side
-        stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
-        heard = container.add_stream("aac", rate=16000, layout="mono") if sounds else None
-        for i in range(frames):
-            gray = np.full((side, side, 3), 8 * i % 256, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(gray, format="rgb24")))
-        container.mux(stream.encode(None))
-        if heard is not None:
-            tone = (0.5 * np.sin(np.arange(16000) / 8)).astype(np.float32)[None]
-            frame = av.AudioFrame.from_ndarray(tone, "fltp", "mono")
-            frame.sample_rate, frame.time_base = 16000, Fraction(1, 16000)
-            container.mux(heard.encode(frame))
-            container.mux(heard.encode(None))
+def _film(container: Any, frames: int, fps: int, side: int, sounds: bool, codec: str) -> None:
+    stream = container.add_stream(codec, rate=fps)
+    stream.width = stream.height = side
+    stream.pix_fmt, stream.bit_rate = "yuv420p", 4_000_000
+    heard = container.add_stream("aac", rate=16000, layout="mono") if sounds else None
+    container.start_encoding()  # so that a video of no frames is a file too
+    for i in range(frames):
+        gray = np.full((side, side, 3), 8 * i % 256, np.uint8)
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(gray, format="rgb24")))
+    container.mux(stream.encode(None))
+    if heard is not None:
+        tone = (0.5 * np.sin(np.arange(16000) / 8)).astype(np.float32)[None]
+        frame = av.AudioFrame.from_ndarray(tone, "fltp", "mono")
+        frame.sample_rate, frame.time_base = 16000, Fraction(1, 16000)
+        container.mux(heard.encode(frame))
+        container.mux(heard.encode(None))
 
 
 def as_is(height: int, width: int) -> tuple[int, int]:
@@ -122,6 +133,13 @@ def bomb() -> bytes:
     return data[:12] + header + zlib.crc32(header).to_bytes(4, "big") + data[33:]
 
 
+def swollen() -> bytes:
+    """A PNG of some kilobytes with a text of 16 MiB in it."""
+    about = PngInfo()
+    about.add_text("a", " " * (1 << 24), zip=True)
+    return saved(RED, pnginfo=about)
+
+
 ANIMATED = saved(RED, "GIF", save_all=True, append_images=[Image.new("RGB", (4, 3), "blue")])
 NOISE = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
 PICTURE = saved(Image.fromarray(NOISE))
@@ -137,6 +155,7 @@ PICTURE = saved(Image.fromarray(NOISE))
         (lambda: ANIMATED, "is animated, with 2 frames", True),
         (lambda: saved(Image.new("L", (1025, 1024))), "1025 × 1024 = 1049600 pixels, more than media.largest_image_pixels", True),
         (bomb, "media.largest_image_pixels", True),
+        (swollen, "Decompressed data too large", True),
         (lambda: "gone.png", "No such file", True),
         (lambda: "https://x.org/a.png", "nothing is fetched from a network", True),
         (lambda: {"base64": "!"}, "no base64", True),
@@ -179,6 +198,41 @@ def test_compressed_sounds(kind: str, subtype: str) -> None:
     assert abs(len(found) - 16000) < 1200 and 0.4 < np.abs(found).max() < 0.6
 
 
+def test_a_sound_of_variable_bit_rate_is_as_long_as_it_was() -> None:
+    parts = [np.sin(np.arange(16000) / 8).astype(np.float32) / 2, SECOND, np.zeros(16000, np.float32)]
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.concatenate(parts), 16000, "MPEG_LAYER_III", format="MP3", bitrate_mode="VARIABLE")
+    found = sound(buffer.getvalue(), HERE, 16000, 9)
+    assert len(found) == 48000
+    loud = [float(np.abs(found[i : i + 14000]).mean()) for i in (1000, 17000, 33000)]
+    assert np.allclose(loud, [0.32, 0.08, 0], atol=0.02), loud
+
+
+def streamed(rate: int, samples: int) -> bytes:
+    """A sound whose file has no header, so that it may change on the way."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="adts") as container:
+        stream = container.add_stream("aac", rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, samples), np.float32), "fltp", "mono")
+        frame.sample_rate = rate
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return buffer.getvalue()
+
+
+def test_an_hour_of_sound_is_not_decoded() -> None:
+    quiet = wave(np.zeros(3600 * 8000, np.int16), 8000, "FLAC", "PCM_16")
+    assert len(quiet) < 100_000
+    tracemalloc.start()
+    try:
+        for refuse in (lambda: sound(quiet, HERE, 16000, 600), lambda: check_sound(quiet, HERE, 600)):
+            with pytest.raises(MediaError, match=r"lasts 3600.0 s, longer than media.longest_audio_s = 600"):
+                refuse()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_the_sound_of_a_video() -> None:
     found = sound(film(8, sounds=True), HERE, 16000, 9)
     assert abs(len(found) - 16000) < 2100 and 0.4 < np.abs(found).max() < 0.6
@@ -204,6 +258,8 @@ SECOND = np.random.default_rng(0).normal(0, 0.1, 16000).astype(np.float32)
         ({"array": [0.0] * 99, "sampling_rate": 9}, "lasts 11.0 s", True),
         ({"array": [0.0]}, "needs its 'sampling_rate'", True),
         (wave(np.ones(2, np.float32), 4_000_000), "too short to be heard", False),
+        (streamed(8000, 96000), r"lasts 1\d\.\d s, longer than media.longest_audio_s = 10", True),
+        (streamed(16000, 9000) + streamed(8000, 9000), r"changes from 16000 Hz \(mono\) to 8000 Hz \(mono\)", False),
         (b"RIFF", "is no sound, or is damaged", True),
         (film(4), "has no sound", True),
     ],
@@ -269,6 +325,8 @@ MOVIE = film(16, movflags="faststart")
         ({"frames": [saved(RED)], "fps": 0}, "0 frames a second", True),
         ([saved(RED), PICTURE[:500]], "is damaged", False),
         (film(90), "lasts 11.2 s, longer than media.longest_video_s = 10", True),
+        (film(0), "has no pictures: it is a sound, or a part of it is missing", True),
+        (film(0, kind="matroska"), "is no video, or is damaged", False),
         (b"", "is no video, or is damaged", True),
         ("gone.mp4", "No such file", True),
     ],
@@ -280,6 +338,15 @@ def test_a_video_that_cannot_be_shown(value: Any, said: str, in_header: bool) ->
     if in_header:
         with pytest.raises(MediaError, match=said):
             check_video(value, HERE, LIMITS)
+
+
+@pytest.mark.parametrize(("kind", "codec"), [("matroska", "mpeg4"), ("webm", "libvpx")])
+def test_matroska_and_webm_whole_and_cut_off(kind: str, codec: str) -> None:
+    data = film(24, fps=4, kind=kind, codec=codec)  # six seconds
+    found = video(data, HERE, LIMITS, as_is)
+    assert grays(found.frames) == [*range(0, 24, 3)] and found.fps == pytest.approx(8 / 6)
+    with pytest.raises(MediaError, match=r"is truncated: \d\.\d of 6\.0 s are there"):
+        video(data[: len(data) // 2], HERE, LIMITS, as_is)
 
 
 def test_frames_beyond_the_largest_picture_are_refused() -> None:
