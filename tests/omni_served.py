@@ -13,15 +13,20 @@ from tests import omni
 from tests.tiny import SPREAD
 
 PATCHES: dict[str, Any] = {"patch_size": 8, "merge_size": 2, "temporal_patch_size": 2}
+PROCESSORS: dict[str, tuple[Any, Any]] = {
+    "qwen3_vl": (tf.Qwen3VLProcessor, tf.Qwen3VLVideoProcessor),
+    "qwen3_vl_moe": (tf.Qwen3VLProcessor, tf.Qwen3VLVideoProcessor),
+}
 
 
 def folder(kind: str, where: Path, seed: int = 0) -> Path:
-    """Like omni.folder, for "qwen3_vl" and "qwen3_omni"."""
+    """Like omni.folder, for all kinds that SGLang is shown."""
     omni.folder(kind, where, seed)
     tokenizer = character_tokenizer("".join(chr(33 + i) for i in range(45)), kind)
     images = tf.Qwen2VLImageProcessor(**PATCHES)
-    if kind == "qwen3_vl":
-        tf.Qwen3VLProcessor(images, tokenizer, tf.Qwen3VLVideoProcessor(**PATCHES)).save_pretrained(where)
+    if kind != "qwen3_omni":
+        processor, videos = PROCESSORS[kind]
+        processor(images, tokenizer, videos(**PATCHES)).save_pretrained(where)
         return where
     thinker = omni.config(kind)
     model = tf.Qwen3OmniMoeForConditionalGeneration(

@@ -18,8 +18,10 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """Types of language models that the backend can train."""
 KNOWN_WITH_MEDIA = ("qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_omni_moe_text")
 """Those of models with media."""
-SHOWN_BY_SGLANG = ("qwen3_vl", "qwen2_5_vl", "qwen3_omni")
+SHOWN_BY_SGLANG = ("qwen3_vl", "qwen3_omni")
 """Families whose media the engine hands over to SGLang."""
+SHOWN_OUTSIDE = ("qwen3_vl",)
+"""Those of which a server at an address makes the same tokens and tensors by itself."""
 SGLANG_DEEP_LAYERS = 3
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The scaling of rotary frequencies that is built into Megatron-core."""
@@ -83,6 +85,7 @@ def check_family(recipe: Recipe, model_dir: Path) -> None:
 def _misfit_of_sglang(recipe: Recipe, config: Any) -> str:
     """Say why SGLang cannot show media to a model of this config; "" where it can."""
     family, own = family_of(config), family_of(config).config(config)
+    parts = {part for _, part in family.parts}
     if family.name not in SHOWN_BY_SGLANG:
         return f'shows media only to {", ".join(SHOWN_BY_SGLANG)}: use "torch"'
     if family.prefix and own is config:
@@ -93,11 +96,21 @@ def _misfit_of_sglang(recipe: Recipe, config: Any) -> str:
             f"knows a model with experts only with {SGLANG_DEEP_LAYERS} vision layers whose output goes deeper, and this has "
             f'{deep} (vision_config.deepstack_visual_indexes; in a tiny model the fewest of its layers, its vision\'s and 3): use "torch"'
         )
-    if recipe.rollout.sglang.address:
+    return _misfit_of_outside(recipe, family.name, parts) if recipe.rollout.sglang.address else ""
+
+
+def _misfit_of_outside(recipe: Recipe, name: str, encoders: set[str]) -> str:
+    """Say why a server at rollout.sglang.address cannot show media to a model; "" where it can."""
+    own = "leave rollout.sglang.address out, and the worker starts a server of its own"
+    if name not in SHOWN_OUTSIDE:
+        return f"shows media by a server at an address only to {', '.join(SHOWN_OUTSIDE)}: {own}"
+    more = {modality for source in recipe.sources for modality in getattr(source, "media", None) or {}} - {"image"}
+    if more:
+        return f"is sent pictures alone where its server has an address, and sources show {sorted(more)}: {own}"
+    if learning := sorted(encoders - {*recipe.trainer.freeze}):
         return (
-            "is shown them by the worker's own server alone, which takes what the model's processor made: a server at "
-            "rollout.sglang.address would process the files once more, and other pixels could be trained on than were seen; "
-            "leave the address out"
+            f"keeps what the encoders of a server at an address made, though their weights change: trainer.freeze must name {learning}; "
+            f"or {own}"
         )
     return ""
 

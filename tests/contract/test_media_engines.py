@@ -28,8 +28,10 @@ EACH = 3
 """Samples of each prompt."""
 SAMPLING = Sampling(max_new_tokens=8)
 LONG = Sampling(max_new_tokens=120)
-SERVED = ("qwen3_vl", "qwen3_omni") if os.environ.get("TESTS_EVERY_KIND") else ("qwen3_omni",)
+SERVED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni") if os.environ.get("TESTS_EVERY_KIND") else ("qwen3_omni",)
 """Models of which a server is started, half a minute each; TESTS_EVERY_KIND=1 starts all."""
+ROUTED = ("qwen3_vl_moe", "qwen3_omni")
+"""Kinds with experts."""
 EXACT = 1e-5
 """The most by which a logprob may differ, in nats."""
 
@@ -77,7 +79,7 @@ def setup(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for name, parameter in second.named_parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(1.4 if "visual" in name or "audio" in name else 0.9)
-    rollout = {"engine": engine, "routed_experts": engine == "sglang" and kind == "qwen3_omni"}
+    rollout = {"engine": engine, "routed_experts": engine == "sglang" and kind in ROUTED}
     made = make_engine(omni.recipe(folder, rollout=rollout), folder)
     setup = Setup(kind, folder, made, {0: first, 1: second}, omni.prompts(kind))
     setup.load(0)
@@ -168,11 +170,14 @@ def test_weights_swapped_in_mid_generation_are_the_encoders_too(setup: Setup) ->
             setup.load(1)
 
     try:
-        swapped = setup.generate(sampling=LONG, progress=swap)
+        swapped = setup.generate(each=4 * EACH, sampling=LONG, progress=swap)
         assert max(len(done.spans) for done in swapped) == 2
-        for i, done in enumerate([*swapped, *setup.generate()]):
-            setup.check(done, setup.prompts[i % len(swapped) // EACH])
-            assert {version for _, version in done.spans} <= ({0, 1} if i < len(swapped) else {1})
+        for i, done in enumerate(swapped):
+            setup.check(done, setup.prompts[i // (4 * EACH)])
+            assert {version for _, version in done.spans} <= {0, 1}
+        for i, done in enumerate(setup.generate()):
+            setup.check(done, setup.prompts[i // EACH])
+            assert done.spans == [(0, 1)]
     finally:
         setup.load(0)
 
@@ -210,7 +215,7 @@ def experts_of(model: Any, shown: Shown, answer: NDArray[np.int32]) -> NDArray[A
 
 def test_experts_of_placeholders_are_told_too(setup: Setup, generated: list[Completion]) -> None:
     """Where an engine tells them at all."""
-    told = isinstance(setup.engine, SglangEngine) and setup.kind == "qwen3_omni"
+    told = isinstance(setup.engine, SglangEngine) and setup.kind in ROUTED
     for i, done in enumerate(generated):
         assert (done.routed_experts is not None) == told
         if done.routed_experts is not None:
@@ -232,11 +237,11 @@ def test_what_changed_on_the_way_into_the_server_is_refused_there(
 
     with MediaFiles() as files, monkeypatch.context() as patched:
         patched.setattr(media_files, "save", flipped)
-        name = files.name(shown.media)
+        [name] = files.name(shown.media)
         with pytest.raises(Damaged, match="SGLang's encoders: a prompt's media have the checksum"):
             media_files.read(name)
         if isinstance(setup.engine, SglangEngine):
-            body = setup.engine._body(shown.tokens, [0], SAMPLING, 4, name)
+            body = setup.engine._body(shown.tokens, [0], SAMPLING, 4, [name])
             with pytest.raises(EngineError, match="SGLang's encoders: a prompt's media have the checksum"):
                 setup.engine.client._request("POST", "/generate", body, 30)
     assert setup.generate(each=1)

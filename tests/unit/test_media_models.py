@@ -35,12 +35,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return omni.folder("qwen3_vl", tmp_path_factory.mktemp("model"))
 
 
+OUTSIDE = {"engine": "sglang", "sglang": {"address": "http://node7:30000"}}
+
+
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
         (
-            {"rollout": {"engine": "sglang", "sglang": {"address": "http://node7:30000"}}},
-            r'sees image, video, and rollout.engine = "sglang" is shown them by the worker\'s own server alone.*leave the address',
+            {"rollout": OUTSIDE},
+            r'sees image, video, and rollout.engine = "sglang" keeps what.*trainer.freeze must name \[\'projector\', \'vision\'\]',
+        ),
+        (
+            {"rollout": OUTSIDE, "source": [{"prompts": "p.jsonl", "media": {"image": "i", "video": "v"}}]},
+            r"is sent pictures alone where its server has an address, and sources show \['video'\]",
         ),
         (
             {"trainer": {"backend": "megatron", "processes": 2, "parallel": {"pipeline": 2}}},
@@ -75,6 +82,18 @@ def test_what_sglang_cannot_serve_is_refused(tmp_path: Path) -> None:
     dense = tiny.recipe(model={"heads": 2, "vision": {"layers": 2}}, **asked)
     materialise(dense.model, tmp_path / "dense", 0)
     fit.check(dense, tmp_path / "dense")
+    frozen = {"freeze": ["vision", "projector"]}
+    fit.check(omni.recipe(tmp_path / "dense", rollout=OUTSIDE, trainer=frozen), tmp_path / "dense")
+    for kind in ("qwen2_5_vl", "gemma4_unified"):
+        other = omni.folder(kind, tmp_path / kind)
+        with pytest.raises(
+            RunError, match='shows media .*only to qwen3_vl.*(leave rollout.sglang.address|use "torch")'
+        ):
+            fit.check(omni.recipe(other, **asked), other)
+    with pytest.raises(
+        RunError, match="cannot train this model: it has model_type 'gemma4_unified_text'.*use the torch"
+    ):
+        fit.check(omni.recipe(other, trainer={"backend": "megatron"}), other)
 
 
 def test_a_teacher_of_another_family_is_refused_and_a_text_model_has_one_part(folder: Path, tmp_path: Path) -> None:

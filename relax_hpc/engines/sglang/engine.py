@@ -30,7 +30,8 @@ from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.fleet import Fleet
 from relax_hpc.engines.sglang.group import UpdateGroup
 from relax_hpc.engines.sglang.media_files import MediaFiles
-from relax_hpc.engines.sglang.outside import KEY_VARIABLE, about_outside
+from relax_hpc.engines.sglang.outside import KEY_VARIABLE, about_outside, check_lengths
+from relax_hpc.engines.sglang.pictures import Pictures
 from relax_hpc.engines.sglang.server import Server
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
 from relax_hpc.engines.stops import straddling
@@ -78,10 +79,11 @@ class SglangEngine:
         self.context = context_of(config)
         self.version = -1
         self._group: UpdateGroup | None = None
+        self._pictures = Pictures(model_dir, config) if shown and self._settings.address else None
         if self._settings.address:
             self._server = None
             self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""))
-            about = about_outside(self._outside, self.context, self._settings.folder)
+            about = about_outside(self._outside, self.context, self._settings.folder, bool(shown))
             self._sharing, self._copies = int(about["tp_size"]), int(about["dp_size"])
         else:
             self._sharing, self._copies = self._settings.tensor_parallel, self._settings.data_parallel
@@ -171,12 +173,10 @@ class SglangEngine:
         together = 1 if self._settings.servers > 1 else samples_per_prompt
         try:
             with MediaFiles() as files:
-                shown = [files.name(one) if one else None for one in media or [None] * len(prompts)]
+                shown = [(self._pictures or files).name(one) if one else [] for one in media or [None] * len(prompts)]
                 bodies = [
-                    self._body(
-                        prompt, [_seed(seed, row) for row in range(first, first + together)], sampling, room, name
-                    )
-                    for i, (prompt, room, name) in enumerate(zip(contexts, rooms, shown, strict=True))
+                    self._body(contexts[i], _seeds(seed, first, together), sampling, rooms[i], shown[i])
+                    for i in range(len(prompts))
                     for first in range(i * samples_per_prompt, (i + 1) * samples_per_prompt, together)
                 ]
                 answers, abort = self._ask(bodies, progress)
@@ -186,6 +186,8 @@ class SglangEngine:
             if self._server is None:
                 raise
             raise self._restarted(error, functools.partial(_say, progress)) from error
+        if self._pictures:
+            check_lengths(self.client, answers, contexts, samples_per_prompt)
         done = [self._completion(answer, abort) for answer in answers]
         if begun:  # the server does not look for stop strings in what it was given
             done = [self._stopped(c, answer, sampling.stop) for c, answer in zip(done, begun, strict=True)]
@@ -277,21 +279,22 @@ class SglangEngine:
         self._server.start(progress)
 
     def _body(
-        self, prompt: Tokens, seeds: list[int], sampling: Sampling, room: int, shown: str | None = None
+        self, prompt: Tokens, seeds: list[int], sampling: Sampling, room: int, shown: Sequence[str] = ()
     ) -> dict[str, Any]:
         """The body of a request: the prompt once for each seed, which counts under enable-deterministic-inference.
-        shown: the name of the file with its media."""
+        shown: its media, as MediaFiles or Pictures name them."""
+        given = self._pictures.unexpanded(prompt) if self._pictures and shown else prompt
         common = {
             "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
             "max_new_tokens": room, "stop": list(sampling.stop), "stop_token_ids": self._ends,
             "skip_special_tokens": False, "no_stop_trim": True,
         }  # fmt: skip
         return {
-            "input_ids": [prompt.tolist()] * len(seeds),
+            "input_ids": [given.tolist()] * len(seeds),
             "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
             "return_routed_experts": self._experts is not None,
-            **({"image_data": [[shown]] * len(seeds)} if shown else {}),
+            **({"image_data": [[*shown]] * len(seeds)} if shown else {}),
         }
 
     def _stopped(self, done: Completion, begun: Tokens, stops: Sequence[str]) -> Completion:
@@ -343,9 +346,10 @@ def _own_heads(model: PreTrainedModel, tied: set[str]) -> dict[str, str]:
     return {"model.embed_tokens.weight": "lm_head.weight"}
 
 
-def _seed(seed: int, row: int) -> int:
-    """Derive a seed of its own for each completion."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7).digest(), "big")
+def _seeds(seed: int, first: int, count: int) -> list[int]:
+    """Derive a seed of its own for each of so many completions, numbered from `first`."""
+    digests = (hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7) for row in range(first, first + count))
+    return [int.from_bytes(digest.digest(), "big") for digest in digests]
 
 
 def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:

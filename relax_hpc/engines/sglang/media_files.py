@@ -36,14 +36,14 @@ class MediaFiles:
         for file in self._files.values():
             os.close(file)
 
-    def name(self, media: Media) -> str:
+    def name(self, media: Media) -> list[str]:
         """Name the file with these media, written when they are first seen. Raises Damaged for media that were changed."""
         if media.digest not in self._files:
             media.check("the engine's encoders")
             file = self._files[media.digest] = os.memfd_create(MARK)
             with open(file, "wb", closefd=False) as written:
                 written.write(save({name: np.ascontiguousarray(array) for name, array in media.tensors.items()}))
-        return f"{MARK}:{media.digest}:/proc/{os.getpid()}/fd/{self._files[media.digest]}"
+        return [f"{MARK}:{media.digest}:/proc/{os.getpid()}/fd/{self._files[media.digest]}"]
 
 
 def read(name: str) -> Media | None:
