@@ -106,6 +106,20 @@ def test_positions_are_those_that_the_model_computes_itself(kind: str, monkeypat
     assert len({tuple(axis) for axis in found.tolist()}) == 3, "the three axes differ"
 
 
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen2_5_vl", "qwen3_omni_moe"])
+def test_a_beginning_that_the_model_said_between_two_pictures_is_plain(kind: str) -> None:
+    """What an environment shows after it keeps its place."""
+    tokens, tensors = shown(kind)
+    config, twice = configs()[kind], {name: np.concatenate([array, array]) for name, array in tensors.items()}
+    place = lambda said: family_of(config).positions_onward(
+        config, np.concatenate([tokens, np.array(said, tokens.dtype), tokens]), Media.of(twice)
+    )
+    beginnings = {"vision_start_token_id", "audio_start_token_id"} & {*vars(family_of(config).config(config))}
+    for name in beginnings:
+        begins = getattr(family_of(config).config(config), name)
+        np.testing.assert_array_equal(place([7, begins, 8, begins]), place([7, 9, 8, 9]), name)
+
+
 def test_positions_are_whole_where_a_videos_rate_makes_them_broken() -> None:
     """As servers of models cut them off, which know no others; so engines and trainers have the same."""
     tokens, tensors = shown("qwen3_omni_moe")

@@ -96,12 +96,11 @@ class Family:
     def positions_onward(self, config: Any, context: NDArray[np.integer[Any]], media: Media | None) -> NDArray[Any]:
         """[T + 1] or [3, T + 1]: positions of a prompt with whatever was said after it, and of the token that follows.
 
-        A model may say the tokens that begin an image, and no image follows: behind the last placeholder, all are plain.
+        A model may say the tokens that begin an image, and no image follows: only those next to placeholders are not plain.
         """
-        shown = np.flatnonzero(np.isin(context, list(self.placeholders(config).values())))
-        end = int(shown[-1]) + 1 if len(shown) else 0
-        plain = np.full(len(context) + 1, PLAIN, np.int64)
-        plain[:end] = context[:end]
+        shown = np.isin(context, list(self.placeholders(config).values()))
+        beside = np.convolve(shown, (1, 1, 1), "same").astype(bool) if len(shown) else shown
+        plain = np.append(np.where(beside, context, PLAIN), PLAIN)
         return self.positions(config, plain, media)
 
     def part(self, parameter: str) -> str:
