@@ -137,6 +137,9 @@ def test_a_prompt_without_media_has_plain_positions(kind: str) -> None:
     config = configs()[kind]
     found = family_of(config).positions(config, np.arange(1, 6, dtype=np.int32), None)
     np.testing.assert_array_equal(found, np.tile(np.arange(5), (3, 1)))
+    for length in range(3):
+        onward = family_of(config).positions_onward(config, np.arange(1, 1 + length, dtype=np.int32), None)
+        assert onward.shape == (3, length + 1), "the shortest too"
 
 
 def test_parameters_have_parts() -> None:

@@ -99,7 +99,9 @@ class Family:
         A model may say the tokens that begin an image, and no image follows: only those next to placeholders are not plain.
         """
         shown = np.isin(context, list(self.placeholders(config).values()))
-        beside = np.convolve(shown, (1, 1, 1), "same").astype(bool) if len(shown) else shown
+        beside = shown.copy()
+        beside[1:] |= shown[:-1]
+        beside[:-1] |= shown[1:]
         plain = np.append(np.where(beside, context, PLAIN), PLAIN)
         return self.positions(config, plain, media)
 
