@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import multiprocessing.connection
 import os
 import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from relax_hpc.environments.base import Environment, Turn
-from relax_hpc.environments.child import Call, Wrong, serve
-from relax_hpc.environments.load import BUILT_IN, make_environments
-from relax_hpc.parent import LightContext
+from relax_hpc.environments.channel import Channel, Wrong, from_child, to_child
+from relax_hpc.environments.child import START, Call
+from relax_hpc.environments.load import BUILT_IN, code_folders, make_environments
+from relax_hpc.recipe.sandbox import Sandbox
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.records import Failure, Prompt
+from relax_hpc.sandbox.wrap import end, require, start
 
 START_S = 120.0
 """Seconds within which a process must have imported the users' code."""
@@ -62,7 +68,15 @@ class Environments:
     def __init__(self, recipe: Recipe) -> None:
         self._sources, self._make = recipe.sources, make_environments(recipe.sources)
         limit_s = recipe.rollout.step_time_limit_s
-        self._hosts = [Host(recipe.sources, limit_s) for _ in range(recipe.rollout.processes)]
+        kinds: list[Sandbox] = []
+        for source in self._sources:
+            require(source.sandbox)
+            if source.sandbox not in kinds:
+                kinds.append(source.sandbox)
+        self._processes = recipe.rollout.processes
+        self._hosts = [Host(self._sources, limit_s, kind) for kind in kinds for _ in range(self._processes)]
+        self._first = [kinds.index(source.sandbox) * self._processes for source in self._sources]
+        """Number of the first host for each source: those in one sandbox share hosts."""
         self._numbers = itertools.count()
         self._settled: list[Seat] = []
         """Seats of built-in environments whose calls have ended, until `advance` tells."""
@@ -87,7 +101,9 @@ class Environments:
             busy = [host for host in self._hosts if host.busy]
             if not busy or (left_s := until - time.monotonic()) <= 0:
                 break
-            multiprocessing.connection.wait([h.connection for h in busy if h.connection], min(left_s, _HEARTBEAT_S))
+            multiprocessing.connection.wait(
+                [h.connection.fileno() for h in busy if h.connection], min(left_s, _HEARTBEAT_S)
+            )
         return ended
 
     def wait(self, progress: Progress) -> None:
@@ -135,7 +151,7 @@ class Environments:
 
     def _call(self, seat: Seat) -> None:
         if seat.here is None:
-            self._hosts[seat.number % len(self._hosts)].queue.append(seat)
+            self._hosts[self._first[seat.prompt.source] + seat.number % self._processes].queue.append(seat)
             return
         seat.turns.extend(seat.here.step(answer) for answer in seat.answers[len(seat.turns) :])
         if seat.closes:
@@ -175,12 +191,14 @@ class Environments:
 class Host:
     """The asking side of one child process, which is started when it is needed, and again after it was lost."""
 
-    def __init__(self, sources: Sequence[AnyPrompts], limit_s: float) -> None:
+    def __init__(self, sources: Sequence[AnyPrompts], limit_s: float, sandbox: Sandbox) -> None:
         """limit_s: time limit of each reset, step and close."""
-        self._sources, self._limit_s = sources, limit_s
+        self._sources, self._limit_s, self._sandbox = sources, limit_s, sandbox
         self.queue: deque[Seat] = deque()
-        self.connection: Connection | None = None
-        self._process: BaseProcess | None = None
+        self.connection: Channel | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        """The folder of a sandboxed process."""
         self._ready, self._until = False, 0.0
         """`_ready`: the child has imported the users' code; `_until`: when it is given up, by time.monotonic()."""
         self._there: set[int] = set()
@@ -218,23 +236,32 @@ class Host:
             self.close()
 
     def close(self) -> None:
-        """End the process, whatever it is doing."""
-        if self._process is not None and self._process.pid and self.connection is not None:
-            with contextlib.suppress(ProcessLookupError):  # with all that it started; it may not have its group yet
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.kill()
-            self._process.join()
+        """End the process, whatever it is doing, with all that it started."""
+        if self._process is not None and self.connection is not None:
+            if self._sandbox.kind == "none":  # nobody asks it to end
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+            end(self._process)
             self.connection.close()
-        self._process = self.connection = self._now = None
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._process = self.connection = self._now = self._folder = None
         self._ready = False
         self._there.clear()
 
     def _start(self) -> None:
-        context = LightContext()
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, list(self._sources), os.getpid()), daemon=True)
-        self._process.start()
-        theirs.close()
+        ours, theirs = socket.socketpair()
+        self.connection, apart = Channel(ours), self._sandbox.kind != "none"
+        if apart:
+            self._folder = tempfile.TemporaryDirectory(prefix="relax-environment-", ignore_cleanup_errors=True)
+        command = [sys.executable, "-c", START, json.dumps(sys.path), str(0 if apart else os.getpid())]
+        with theirs:
+            self._process = start(
+                self._sandbox, command, folder=Path(self._folder.name if self._folder else os.getcwd()), grace_s=0,
+                readable=code_folders(self._sources), stdin=theirs,
+            )  # fmt: skip
+        with contextlib.suppress(OSError):  # it died at once: the next look finds that
+            self.connection.send(to_child(list(self._sources)), START_S)
         self._doing, self._until = "import", time.monotonic() + START_S
 
     def _begin(self, seat: Seat) -> None:
@@ -247,7 +274,8 @@ class Host:
         self._until, self._now = time.monotonic() + allowed_s, seat
         self._there.add(seat.number)
         try:
-            self.connection.send(Call(seat.number, seat.prompt if new else None, answers, closes))
+            call = Call(seat.number, seat.prompt if new else None, answers, closes)
+            self.connection.send(to_child(call), self._limit_s)
         except OSError:  # it died since: the next look finds that
             return
         if closes:
@@ -257,14 +285,17 @@ class Host:
         """Read the child's reply, if there is one. A late or dead child counts as lost."""
         assert self.connection is not None and self._process is not None
         try:
-            if not self.connection.poll():
+            if (message := self.connection.poll()) is None:
+                if self._process.poll() is not None:
+                    raise EOFError
                 late = (self._now or not self._ready) and time.monotonic() > self._until
                 key = " (rollout.step_time_limit_s)" if self._doing in ("reset", "step") else ""
                 return self._lost(f"took longer than {self._limit_s:g} s in {self._doing}{key}") if late else None
-            answer: tuple[Turn, ...] | Wrong | None = self.connection.recv()
+            answer = from_child(message)
         except (EOFError, OSError):
-            self._process.join()
-            return self._lost(f"died with exit status {self._process.exitcode} in {self._doing}")
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(CLOSE_S)
+            return self._lost(f"died with exit status {end(self._process)} in {self._doing}")
         seat, self._now = self._now, None
         if seat is None or answer is None:
             self._ready = True

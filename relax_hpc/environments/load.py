@@ -4,7 +4,9 @@ starts."""
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from relax_hpc.environments.base import Environment
 from relax_hpc.environments.single_turn import SingleTurn
@@ -18,6 +20,17 @@ METHODS: dict[str, tuple[str, ...]] = {"reset": ("prompt",), "step": ("answer",)
 def make_environments(sources: Sequence[AnyPrompts]) -> list[Callable[[], Environment]]:
     """Return for each source a function that makes environments. Raises RegistryError for one that cannot be used."""
     return [_load(source) for source in sources]
+
+
+def code_folders(sources: Sequence[AnyPrompts]) -> list[Path]:
+    """Files and folders with the users' code, which a sandboxed process must read."""
+    found = []
+    for where in {source.environment.rpartition(":")[0] for source in sources if ":" in source.environment}:
+        if where.endswith(".py"):
+            found.append(Path(where).resolve().parent)
+        elif (module := sys.modules.get(where.partition(".")[0])) is not None:
+            found += [Path(place).resolve() for place in (getattr(module, "__path__", None) or [str(module.__file__)])]
+    return found
 
 
 def _load(source: AnyPrompts) -> Callable[[], Environment]:

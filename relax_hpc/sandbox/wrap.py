@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.files.errors import RunError
+from relax_hpc.parent import start_child
 from relax_hpc.recipe.sandbox import KINDS, Kind, Sandbox
 from relax_hpc.sandbox import kinds, warden
 from relax_hpc.sandbox.confine import LANDLOCK_NEEDED, NUMBERS, landlock_version
@@ -107,21 +108,15 @@ def environment(sandbox: Sandbox, folder: Path, given: Mapping[str, str] | None 
 
 def start(
     sandbox: Sandbox, command: Sequence[str], *, folder: Path, given: Mapping[str, str] | None = None,
-    readable: Sequence[Path] = (), writable: Sequence[Path] = (), socket: Path | None = None, **options: Any,
+    readable: Sequence[Path] = (), writable: Sequence[Path] = (), socket: Path | None = None, grace_s: float = GRACE_S,
+    **options: Any,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start a command in a sandbox, in a session of its own; `options` are those of subprocess.Popen."""
     wrapped = wrap(
-        sandbox,
-        command,
-        folder=folder,
-        readable=readable,
-        writable=writable,
-        socket=socket,
-        variables=list(given or ()),
-    )
-    return subprocess.Popen(
-        wrapped, env=environment(sandbox, folder, given), cwd=folder, start_new_session=True, **options
-    )
+        sandbox, command, folder=folder, readable=readable, writable=writable, socket=socket, variables=list(given or ()),
+        grace_s=grace_s,
+    )  # fmt: skip
+    return start_child(wrapped, env=environment(sandbox, folder, given), cwd=folder, start_new_session=True, **options)
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> int:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from relax_hpc.environments import Environments
+from relax_hpc.environments.channel import from_child
 from relax_hpc.files.errors import RunError
+from relax_hpc.recipe import Recipe
 from relax_hpc.recipe.sandbox import AnySandbox, Sandbox
+from relax_hpc.records import Prompt
 from relax_hpc.sandbox import attempts, wrap
 from relax_hpc.sandbox.escapes import escapes
 from relax_hpc.sandbox.kinds import Place, apptainer, enroot
@@ -111,7 +118,8 @@ def test_a_sandbox_ends_with_who_started_it(kind: str, tmp_path: Path) -> None:
     code = f"""if True:
         import sys, time
         from pathlib import Path
-        from relax_hpc.recipe.sandbox import Sandbox
+        from relax_hpc.recipe import Recipe
+from relax_hpc.recipe.sandbox import Sandbox
         from relax_hpc.sandbox.wrap import start
         print(start(Sandbox(kind="{kind}"), ["sleep", "60"], folder=Path("{tmp_path}")).pid, flush=True)
         time.sleep(60)"""
@@ -124,6 +132,54 @@ def test_a_sandbox_ends_with_who_started_it(kind: str, tmp_path: Path) -> None:
         os.kill(starter.pid, signal.SIGKILL)
     gone, left = psutil.wait_procs([warden, *inside], timeout=30)
     assert gone and not left
+
+
+SPY = """
+import os
+from relax_hpc.environments import Turn
+class Spy:
+    def reset(self, prompt): self.asked = prompt.answer
+    def step(self, answer):
+        seen = str((os.path.exists(self.asked), os.environ.get("WANDB_API_KEY")))
+        return Turn(True, [{"type": "image", "image": bytes([255])}, {"type": "text", "text": seen}], extra={"n": 1})
+    def close(self): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "sees"), [("none", "(True, 'secret')"), pytest.param("bwrap", "(False, None)", marks=needs_bwrap)]
+)
+def test_an_environment_lives_in_the_sandbox_of_its_source(
+    kind: str, sees: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "secret").touch()
+    (tmp_path / "code" / "spy.py").write_text(SPY)
+    source = {"task": "chain_sum", "environment": f"{tmp_path}/code/spy.py:Spy", "sandbox": kind}
+    recipe = Recipe.model_validate({"model": {"name": "tiny"}, "rollout": {"max_new_tokens": 8}, "source": [source]})
+    with closing(Environments(recipe)) as environments:
+        (seat,) = environments.begin([(0, Prompt(0, 0, "?", np.zeros(1, np.int32), str(tmp_path / "secret")))])
+        environments.wait(lambda: None)
+        environments.show(seat, "a")
+        environments.wait(lambda: None)
+    assert seat.failure is None, seat.failure
+    (turn,) = seat.turns
+    assert list(turn.observation) == [{"type": "image", "image": b"\xff"}, {"type": "text", "text": sees}]
+    assert turn.extra == {"n": 1}
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.abort, ()
+
+
+@pytest.mark.parametrize(
+    "message", [pickle.dumps(Evil()), b"[[1]]", b'[["yes", "", null, {}]]', b"[" * 100_000, b"3", b"{}x"]
+)
+def test_what_a_hostile_process_sends_is_an_error_of_its_own(message: bytes) -> None:
+    answer = from_child(message)
+    assert answer is not None and answer[0] == "answered in another form than a turn"
 
 
 def test_commands_of_images_are_as_they_are(tmp_path: Path) -> None:

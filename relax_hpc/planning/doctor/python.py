@@ -12,7 +12,9 @@ from pathlib import Path
 import relax_hpc
 from relax_hpc.planning.doctor.checks import Check, failed, note, ok, warning
 from relax_hpc.planning.doctor.files import kind_of
+from relax_hpc.recipe.sandbox import KINDS
 from relax_hpc.recipe.schema import Recipe
+from relax_hpc.sandbox.wrap import missing
 
 IMPORT_S = 180.0
 """How long imports may take: a cold parallel file system needs minutes."""
@@ -44,7 +46,19 @@ def environment(recipe: Recipe) -> list[Check]:
         image = f"those of the image '{slurm.container.image}', which only nodes can open: --on-nodes"
         return [note("libraries", image)]
     python = slurm.python if slurm is not None and slurm.python else sys.executable
-    return [*(_shared(python) if slurm is not None else []), *libraries(python), mpi(python)]
+    return [*(_shared(python) if slurm is not None else []), *libraries(python), mpi(python), *sandboxes(recipe)]
+
+
+def sandboxes(recipe: Recipe) -> list[Check]:
+    """Check which kinds of sandboxes this machine has, where a source asks for one."""
+    wanted = sorted({source.sandbox.kind for source in recipe.sources} - {"none"})
+    if not wanted:
+        return []
+    if recipe.slurm is not None:
+        return [note("sandboxes", f"only a node can tell if it has {', '.join(wanted)}: workers look when they start")]
+    have, lack = ", ".join(kind for kind in KINDS if not missing(kind)), [kind for kind in wanted if missing(kind)]
+    fix = f"install it, or source.sandbox = one of {have}"
+    return [failed("sandboxes", f"{kind}: {missing(kind)}", kind, fix) for kind in lack] or [ok("sandboxes", have)]
 
 
 def libraries(python: str, names: tuple[str, ...] = LIBRARIES, limit_s: float = IMPORT_S) -> list[Check]:

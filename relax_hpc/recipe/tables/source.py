@@ -42,7 +42,7 @@ class Prompts(Table):
     )
     environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
     sandbox: AnySandbox = Key(
-        Sandbox(), "Sandbox in which this source's environment runs, and code of the model: a kind, or a table."
+        Sandbox(), "Sandbox in which the processes of this source's environment run: a kind, or a table."
     )
     rewards: list[RewardPart] = Key(
         [], "Several rewards, added with their weights, in place of `reward`; each becomes a column of its own."
