@@ -28,6 +28,17 @@ class Finish(IntEnum):
     """The sample could not be generated: it is kept, never trained on or compared with; the reason stands in its group."""
 
 
+class StopReason(IntEnum):
+    """The limit that ended a sample of several turns: its number `stop_reason`."""
+
+    MAX_NEW_TOKENS = 1
+    CONTEXT = 2
+    MAX_TURNS = 3
+    MAX_EPISODE_TOKENS = 4
+    OBSERVATION = 5
+    """An observation left no room for another answer."""
+
+
 @dataclass(frozen=True, slots=True)
 class MediaSource:
     """The files that media were made of, byte for byte, and the processor that made them."""

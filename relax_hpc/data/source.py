@@ -57,7 +57,7 @@ class Source:
         processor: Processor | None = None,
     ) -> None:  # fmt: skip
         self.number, self.key, self._learns = number, key, learns
-        self._tokenizer, self._context = tokenizer, context
+        self._tokenizer, self._context, self._of_template = tokenizer, context, recipe.of_template
         self._file = recipe if isinstance(recipe, FilePrompts) else None
         self._media: MediaRows | None = None
         if isinstance(recipe, FilePrompts):
@@ -246,7 +246,7 @@ class Source:
             content, places = item.content, list[Place]()
             if self._media is not None:
                 content, places = placed(content, self._media.columns, self._media.marks)
-            return Rendered(*render(content, self._tokenizer), places)
+            return Rendered(*render(content, self._tokenizer, **self._of_template), places)
 
     def _encode(self, rendered: Rendered) -> list[int]:
         """Tokenize the prompt's text; media are one token each yet."""
@@ -289,7 +289,7 @@ class Source:
                 marked = (
                     placed(item.content, self._media.columns, self._media.marks)[0] if self._media else item.content
                 )
-                text, done = render_answer(marked, item.answer, self._tokenizer)
+                text, done = render_answer(marked, item.answer, self._tokenizer, **self._of_template)
             texts.append(text)
             ended.append(done)
         encoded = self._tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -112,14 +112,19 @@ def checked(turn: object) -> Turn:
     if not isinstance(turn.done, bool):
         raise WrongValue(f"returned {shown(turn.done)} as Turn.done, expected True or False")
     observation = _plain(turn.observation)
-    if not (isinstance(observation, str) or all(isinstance(p, dict) and "type" in p for p in observation or [None])):
+    if not (isinstance(observation, str) or _alike(observation, "type") or _alike(observation, "role", "content")):
         raise WrongValue(
-            f"returned {shown(turn.observation)} as Turn.observation, expected text or a list of content parts"
+            f"returned {shown(turn.observation)} as Turn.observation, expected text, a list of chat messages with role and content, or a list "
+            "of content parts with a type"
         )
     if not isinstance(turn.extra, dict):
         raise WrongValue(f"returned {shown(turn.extra)} as Turn.extra, expected a dict of numbers")
     reward = None if turn.reward is None else finite_number("Turn.reward", turn.reward)
     return Turn(turn.done, observation, reward, finite_numbers(turn.extra))
+
+
+def _alike(items: Any, *keys: str) -> bool:
+    return bool(items) and all(isinstance(item, dict) and all(key in item for key in keys) for item in items)
 
 
 def _plain(value: object) -> Any:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from relax_hpc.environments.base import Environment, Turn
+from relax_hpc.environments.base import Environment, ToolError, Turn
 from relax_hpc.environments.channel import Channel, Wrong, checked, to_worker
 from relax_hpc.environments.load import make_environments
 from relax_hpc.parent import end_with
@@ -61,7 +61,11 @@ def _do(
             here[call.seat].reset(call.prompt)
         doing = "step"
         for answer in call.answers:
-            turns.append(checked(here[call.seat].step(answer)))
+            try:
+                turn = here[call.seat].step(answer)
+            except ToolError as error:
+                turn = Turn(done=False, observation=error.observation())
+            turns.append(checked(turn))
         doing = "close"
         if call.closes and call.seat in here:
             here.pop(call.seat).close()

@@ -20,7 +20,7 @@ from relax_hpc.algorithms.base import TEACHER
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptSources
 from relax_hpc.engines.model_folder import context_of
-from relax_hpc.environments import make_environments
+from relax_hpc.environments.tools import with_tools
 from relax_hpc.files.errors import RunError, explain_os
 from relax_hpc.files.publish import to_json, write_file
 from relax_hpc.files.run_dir import RunDir
@@ -63,7 +63,7 @@ def prepare(run: RunDir, recipe: Recipe) -> None:
 def check_rows(run: RunDir, recipe: Recipe, context: int) -> PromptSources:
     """Return the recipe's sources, all of whose rows can be used; how many rows they leave out goes to RUN/rows.json.
     Raises RunError."""
-    sources = PromptSources.of(recipe, AutoTokenizer.from_pretrained(run.model), context, run.model)
+    sources = PromptSources.of(with_tools(recipe), AutoTokenizer.from_pretrained(run.model), context, run.model)
     if counts := sources.check(answers=recipe.supervised or recipe.sft_warm_start is not None):
         write_file(run.rows, to_json(counts))
     return sources
@@ -82,7 +82,7 @@ def check_code(recipe: Recipe) -> None:
     make_filters(recipe.algorithm.filters)
     if recipe.generates:
         make_rewards(recipe.sources)
-        make_environments(recipe.sources)
+        with_tools(recipe)
 
 
 def check_scores(recipe: Recipe) -> None:

@@ -76,6 +76,8 @@ def _looked_up(value: Any, folders: list[Path]) -> Any:
         return [_looked_up(item, folders) for item in value]
     if isinstance(value, Path):
         return _find(value, folders)
+    if not isinstance(value, str):
+        return value
     file, colon, attribute = value.rpartition(":")
     return f"{_find(Path(file), folders)}:{attribute}" if colon and file.endswith(".py") else value
 

@@ -141,6 +141,20 @@ class Rollout(Table):
     top_k: int = Key(0, "Sample among the k likeliest tokens; 0 is all.", ge=0)
     max_new_tokens: PositiveInt = Key(256, "The most tokens that are generated in a turn.")
     max_turns: PositiveInt = Key(1, "Turns an environment may take.")
+    max_episode_tokens: PositiveInt | None = Key(
+        None,
+        "Tokens of a sample, observations included, after which its model has no further turn; absent: as many as its context has.",
+    )
+    long_observation: Literal["end", "cut"] = Key(
+        "end",
+        "Treatment of an observation that leaves no room for another answer: it `end`s the sample as one of full length, or its longest text is "
+        "`cut` to what fits.",
+    )
+    rewritten_history: Literal["refuse", "keep"] = Key(
+        "refuse",
+        "Treatment of chat messages behind which the chat template shows the model's words otherwise than they were said (some leave out old "
+        "thinking): the sample fails, or the words are kept as the model saw them.",
+    )
     lockstep: Literal["auto"] | bool = Key(
         "auto",
         "`true`: all episodes of a request take their turns together, as one batch, which gives the same bits again. `false`: each goes on as soon "

@@ -66,6 +66,21 @@ class Prompts(Table):
             raise conflict("reward_column and the `kind` of a part of `rewards` go together: give both or neither")
         return self
 
+    tools: list[dict[str, Any] | str] = Key(
+        [],
+        "Tools that the chat template shows the model: JSON schemas, or MODULE:FUNCTION or FILE.py:FUNCTION with type hints and a docstring; by "
+        "default those of the environment's `tools()`.",
+        looked_up=True,
+    )
+    template_options: dict[str, Any] = Key(
+        {}, "Further arguments of the chat template, such as `{enable_thinking = false}`."
+    )
+
+    @property
+    def of_template(self) -> dict[str, Any]:
+        """Arguments of the chat template."""
+        return {**({"tools": self.tools} if self.tools else {}), **self.template_options}
+
     @property
     def shown(self) -> tuple[Modality, ...]:
         """The modalities of the columns whose media prompts show."""

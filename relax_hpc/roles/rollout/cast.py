@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from relax_hpc.environments import Seat, Turn
-from relax_hpc.records import Failure, Finish, Group, PartialRollout, with_experts
+from relax_hpc.records import Failure, Finish, Group, PartialRollout, StopReason, with_experts
 from relax_hpc.roles.rollout.episode import Episode
 from relax_hpc.roles.rollout.observations import UnusableObservation
 from relax_hpc.roles.rollout.setup import Asked, RolloutSetup
@@ -65,29 +65,47 @@ class Cast:
         if episode.seat.failure is not None:
             return
         assert episode.last is not None
-        ended = episode.finish is Finish.LENGTH or episode.turns == self.setup.max_turns
-        episode.done = episode.last.done or ended or self._drew_media(episode)
+        episode.done = episode.last.done or self._drew_media(episode)
         if episode.done:
             return
-        before, observation = episode.later, self.observed(episode, episode.last)
+        if limit := self._limit(episode):
+            episode.stop(limit)
+            return
+        before, observation = episode.later, self.observed(episode, episode.last, episode.turns - 1)
         if observation is None:
             return
-        if len(episode.prompt.tokens) + episode.length + len(observation) >= self.setup.engine.context:
-            episode.done, episode.finish, episode.later = True, Finish.LENGTH, before
+        if len(observation) > self._room(episode, episode.length):
+            full = len(episode.prompt.tokens) + episode.length + len(observation) >= self.setup.engine.context
+            episode.later = before
+            episode.stop(StopReason.OBSERVATION if full else StopReason.MAX_EPISODE_TOKENS)
         else:
             episode.add(np.asarray(observation, np.int32), None, [])
 
-    def observed(self, episode: Episode, turn: Turn) -> list[int] | None:
-        """Return the tokens of an environment's answer; the episode has its media then. None where these cannot be
+    def _limit(self, episode: Episode) -> StopReason | None:
+        """Return the limit that the model's last turn has reached, if any."""
+        if episode.finish is Finish.LENGTH:
+            full = len(episode.prompt.tokens) + episode.length >= self.setup.engine.context
+            return StopReason.CONTEXT if full else StopReason.MAX_NEW_TOKENS
+        return StopReason.MAX_TURNS if episode.turns == self.setup.max_turns else None
+
+    def _room(self, episode: Episode, at: int) -> int:
+        """Return the most tokens of an observation behind `at` tokens of the sample that leave room for an answer."""
+        most = self.setup.engine.context - len(episode.prompt.tokens)
+        return min(most, self.setup.max_episode_tokens or most) - at - 1
+
+    def observed(self, episode: Episode, turn: Turn, number: int) -> list[int] | None:
+        """Return the tokens of an environment's answer to a turn; the episode has its media then. None where these cannot be
         shown: the sample has failed."""
+        said, observations = episode.turn(number), self.setup.observations
+        room = self._room(episode, episode.begins[number] + len(said))
         try:
-            tokens, shown = self.setup.observations.tokens(turn.observation)
+            tokens, shown = observations.fitting(turn.observation, episode.prompt.source, said, room)
         except UnusableObservation as error:
             failure = Failure.of(episode.prompt, "what the environment shows cannot be used", str(error))
             episode.seat.failure = failure
             return None
         if shown is not None:
-            episode.later = self.setup.observations.joined(episode.media, shown)
+            episode.later = observations.joined(episode.media, shown)
         return tokens
 
     def _drew_media(self, episode: Episode) -> bool:

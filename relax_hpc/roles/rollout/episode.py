@@ -10,7 +10,10 @@ from numpy.typing import NDArray
 
 from relax_hpc.engines import Completion
 from relax_hpc.environments import Seat, Turn
-from relax_hpc.records import Finish, Media, Prompt, Sample
+from relax_hpc.records import Finish, Media, Prompt, Sample, StopReason
+
+STOP_REASON = "stop_reason"
+"""Number of a sample: the StopReason."""
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class Episode:
     turns: int = 0
     """How many turns the environment has answered."""
     done: bool = False
+    stopped: StopReason | None = None
+    """The limit that ended it."""
     later: Media | None = None
     """All that the episode shows, once its environment showed more than the prompt."""
     routed_experts: NDArray[np.unsignedinteger[Any]] | None = None
@@ -51,6 +56,10 @@ class Episode:
     def media(self) -> Media | None:
         """All that the model has seen and heard."""
         return self.later or self.prompt.media
+
+    def stop(self, reason: StopReason) -> None:
+        """End by a limit."""
+        self.done, self.stopped, self.finish = True, reason, Finish.LENGTH
 
     def context(self) -> NDArray[np.int32]:
         """Tokens that the model sees before its turn: [P + T]."""
@@ -103,7 +112,7 @@ class Episode:
             reward=turn.reward or 0.0,
             raw_reward=turn.reward or 0.0,
             turns=self.turns,
-            extra=dict(turn.extra),
+            extra={**turn.extra, **({STOP_REASON: float(self.stopped)} if self.stopped else {})},
             routed_experts=self.routed_experts,
             seconds=self.seconds,
             media=self.later,

@@ -35,7 +35,7 @@ def _as_before(cast: Cast, episode: Episode) -> bool:
     then."""
     for number, turn in enumerate(episode.seat.turns):
         if number + 1 < len(episode.begins):
-            again = cast.observed(episode, turn)
+            again = cast.observed(episode, turn, number)
             if again is None:
                 return True
             if turn.done or again != episode.observation(number).tolist():

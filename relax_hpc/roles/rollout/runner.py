@@ -17,6 +17,7 @@ from relax_hpc.data import PromptSources
 from relax_hpc.data.ahead import PromptLoader, Unusable
 from relax_hpc.engines import EngineError, Sampling, Streams, make_engine
 from relax_hpc.environments import Environments
+from relax_hpc.environments.tools import with_tools
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
 from relax_hpc.media.process import Processor
@@ -33,6 +34,7 @@ class RolloutRunner:
     """An engine, still without weights, with everything else that an episode needs."""
 
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
+        recipe = with_tools(recipe)
         torch.set_num_threads(recipe.rollout.threads)
         gpus.computes_on_gpu(recipe.rollout.device, "rollout")
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -43,13 +45,14 @@ class RolloutRunner:
         environments, rewards = Environments(recipe), RewardRunner(recipe)
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
         placeholders = frozenset(family_of(config).placeholders(config).values())
-        observations = Observations(tokenizer, Processor(model_dir, recipe.media))
+        observations = Observations(tokenizer, Processor(model_dir, recipe.media), recipe)
         r, asked = recipe.rollout, recipe.evaluation
         lockstep = recipe.in_lockstep or not isinstance(self.engine, Streams)
         if lockstep and not recipe.in_lockstep:
             logging.getLogger("episodes").warning("the engine has no `stream`: episodes take their turns in lockstep")
         self._setup = RolloutSetup(
-            self.engine, tokenizer, environments, rewards, r.max_turns, observations, placeholders, lockstep, r.on_failed_sample
+            self.engine, tokenizer, environments, rewards, r.max_turns, observations, placeholders, lockstep, r.max_episode_tokens,
+            r.on_failed_sample,
         )  # fmt: skip
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self._unusable: dict[int, Failure] = {}

@@ -35,6 +35,7 @@ class RolloutSetup:
     """Tokens that stand for a part of an image, a video or a sound."""
     lockstep: bool = True
     """All episodes of a request take their turns together."""
+    max_episode_tokens: int | None = None
     on_failed_sample: Literal["sample", "group"] = "sample"
 
 

@@ -22,6 +22,7 @@ from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.data import PromptSources
 from relax_hpc.data.examples import ExampleLoader
 from relax_hpc.engines.model_folder import context_of
+from relax_hpc.environments.tools import with_tools
 from relax_hpc.files.errors import RunError
 from relax_hpc.records import Rollouts
 from relax_hpc.roles.common.load_batch import Batch, load, load_batch
@@ -69,7 +70,7 @@ class TrainerRole(TrainerState):
         self.context = int(config.get_text_config().max_position_embeddings)
         # The context that the rows were checked with, so that the rows dropped are those counted.
         tokenizer = AutoTokenizer.from_pretrained(process.run.model)
-        self.sources = PromptSources.of(recipe, tokenizer, context_of(config), process.run.model)
+        self.sources = PromptSources.of(with_tools(recipe), tokenizer, context_of(config), process.run.model)
         if recipe.supervised:
             self.examples = ExampleLoader(self.sources, recipe.run.seed, recipe.trainer.data_workers)
         self.controller = Controller(self) if self.rank == 0 else None
