@@ -118,8 +118,7 @@ def test_a_sandbox_ends_with_who_started_it(kind: str, tmp_path: Path) -> None:
     code = f"""if True:
         import sys, time
         from pathlib import Path
-        from relax_hpc.recipe import Recipe
-from relax_hpc.recipe.sandbox import Sandbox
+        from relax_hpc.recipe.sandbox import Sandbox
         from relax_hpc.sandbox.wrap import start
         print(start(Sandbox(kind="{kind}"), ["sleep", "60"], folder=Path("{tmp_path}")).pid, flush=True)
         time.sleep(60)"""
