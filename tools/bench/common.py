@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -191,6 +192,10 @@ def peer_environment(name: str) -> Path:
         venv.create(folder, with_pip=True, clear=True, symlinks=True)
         for what in ([TORCH], ["-r", str(lock)]):
             subprocess.run([str(python), "-m", "pip", "install", "-qq", *what], check=True, stdout=sys.stderr)
+        if "torchvision==" in lock.read_text() and subprocess.run([str(python), "-c", "import torchvision"]).returncode:
+            site = next(folder.glob("lib/python*/site-packages"))
+            shutil.copy(ROOT / "tools" / "torchvision_cpu.py", site)  # a CUDA build of it beside a CPU build of torch
+            (site / "torchvision_cpu.pth").write_text("import torchvision_cpu")
     stamp.write_text(wanted)
     return python
 

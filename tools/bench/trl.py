@@ -4,7 +4,7 @@ Both sides: the same randomly initialized Qwen3 weights in fp32, 4 prompts × 8 
 learning rate, clip range and token denominator, and both have two cores. Every answer has exactly the length asked for (see
 sides/tiny_model.py); the mean lengths seen are printed. TRL: one process, run with two threads and with one in every round; the
 faster of the two is compared. Ours: `relax-hpc run` on a generated recipe, a trainer and rollout workers of one thread each,
-max_staleness 1 by default.
+max_staleness 1 by default. `--sizes vl`: the same with a Qwen3-VL and a picture in each prompt (sides/tiny_vl.py).
 
 samples/s of a round = samples of the steps after the first few / the time from the end of the last dropped step to the last one's
 end: start-up and import are in neither. ratio = ours / TRL's, the median over rounds.
@@ -45,7 +45,9 @@ from tools.bench.runs import Finished, read_lines, run, samples_per_second
 
 PROMPTS, GROUP, LEARNING_RATE, DROP = 4, 8, 1e-4, 5
 BATCH = PROMPTS * GROUP
-NEW_TOKENS = {"164k": 64, "2.2M": 128}
+NEW_TOKENS = {"164k": 64, "2.2M": 128, "vl": 64}
+PICTURES = "vl"
+"""The size that is a Qwen3-VL of 1.2 M parameters; its prompts show a picture of 36 tokens each."""
 RECIPE = """[run]
 steps = {steps}
 checkpoint_every = 1000000
@@ -74,11 +76,20 @@ max_new_tokens = {new_tokens}
 prompts = "{prompts}"
 reward = "{reward}"
 """
+SHOWN = """media = {image = "image"}
+
+[media]
+image_tokens = [4, 64]
+"""
 
 
 def prepare(folder: Path, size: str) -> None:
     """The model, its tokenizer and the prompts of both sides."""
     folder.mkdir(parents=True, exist_ok=True)
+    if size == PICTURES:
+        command = [sys.executable, str(SIDES / "tiny_vl.py"), str(folder), "256"]
+        subprocess.run(command, check=True, env=our_environment(), capture_output=True)
+        return
     command = [sys.executable, str(SIDES / "tiny_model.py"), str(folder / "model"), size]
     subprocess.run(command, check=True, env=our_environment(), capture_output=True)
     rows = [{"prompt": f"hello world {i} the quick brown fox", "answer": ""} for i in range(256)]
@@ -135,7 +146,8 @@ def ours(folder: Path, size: str, steps: int, sets: dict[str, int]) -> dict[str,
             prompts=folder / "prompts.jsonl",
             reward=f"{SIDES / 'reward.py'}:vowels",
             **sets,
-        )  # fmt: skip
+        )
+        + (SHOWN if size == PICTURES else "")
     )
     done = run(recipe, f"trl-{size}", {})
     return {
@@ -191,7 +203,7 @@ def main() -> None:
     arguments.add_argument(
         "--steps", type=int, default=12, help=f"steps of a run, of which the first {DROP} are dropped"
     )
-    arguments.add_argument("--sizes", nargs="+", choices=NEW_TOKENS, default=list(NEW_TOKENS))
+    arguments.add_argument("--sizes", nargs="+", choices=NEW_TOKENS, default=["164k", "2.2M"])
     arguments.add_argument(
         "--peer-threads", type=int, nargs="+", default=[2, 1], help="values of OMP_NUM_THREADS that TRL is run with"
     )

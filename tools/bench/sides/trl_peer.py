@@ -13,12 +13,19 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import reward
 import torch
-from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from datasets import Dataset, Image, load_dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    Qwen3VLForConditionalGeneration,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 
 BATCH, GROUP, LEARNING_RATE = 32, 8, 1e-4
@@ -52,8 +59,11 @@ class Clock(TrainerCallback):
         setattr(owner, method, timed)
 
 
-def vowels(completions: list[str], **_: Any) -> list[float]:
-    return [reward.vowels(None, text) for text in completions]
+def vowels(completions: list[Any], **_: Any) -> list[float]:
+    texts = [
+        each if isinstance(each, str) else each[0]["content"] for each in completions
+    ]  # chat messages, with pictures
+    return [reward.vowels(None, text) for text in texts]
 
 
 def main() -> None:
@@ -65,11 +75,20 @@ def main() -> None:
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", beta=0.0, epsilon=0.2, epsilon_high=0.28, loss_type="dapo",
         temperature=1.0, save_strategy="no", logging_steps=1,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = load_dataset("json", data_files=prompts, split="train").select_columns(["prompt"])
+    rows = load_dataset("json", data_files=prompts, split="train")
     clock = Clock()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token = "<end>"
+    model: Any
+    if "image" in rows.column_names:
+        model = Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = AutoProcessor.from_pretrained(folder)
+        shown = [str(Path(prompts).with_name(name)) for name in rows["image"]]
+        said = [[{**turn, "content": turn["content"][-1]["text"]} for turn in prompt] for prompt in rows["prompt"]]
+        rows = Dataset.from_dict({"prompt": said, "image": shown}).cast_column("image", Image())
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        rows = rows.select_columns(["prompt"])
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.eos_token = "<end>"
     trainer = GRPOTrainer(
         model, reward_funcs=vowels, args=config, train_dataset=rows, processing_class=tokenizer, callbacks=[clock]
     )
