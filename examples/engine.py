@@ -116,9 +116,8 @@ class PlainEngine:
                 row.logprobs.append(logprob)
             stopped = [row.tokens[-1] in self.ends for row in going]
             if stops is not None:
-                said = torch.tensor([row.tokens for row in going])
-                found = stops.ended(said, drawn, [before] * len(going) if before else ()).tolist()
-                stopped = [a or b for a, b in zip(stopped, found, strict=True)]
+                for i in stops.possible(drawn):
+                    stopped[i] |= stops.complete([*before, *going[i].tokens])
             for row, ended in zip(going, stopped, strict=True):
                 row.finish = Finish.STOP if ended else Finish.LENGTH if len(row.tokens) == room else None
             look(going)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from relax_hpc.engines.base import Ask
 from relax_hpc.files.tensor_files import differences
 from relax_hpc.huggingface import named_as_in_files
 
@@ -25,18 +27,40 @@ def room_for(
     prompts: Sequence[NDArray[np.int32]], context: int, max_new_tokens: int, begun: Sequence[NDArray[np.int32]] = ()
 ) -> list[int]:
     """The tokens by which each prompt may be continued, after those begun. Raises ValueError where there is no room."""
-    for i, prompt in enumerate(prompts):
-        if not 0 < len(prompt) < context:
+    started = [len(answer) for answer in begun] or [0] * len(prompts)
+    return [
+        room_after(len(prompt), before, context, max_new_tokens, f"prompt {i}", f"answer {i}")
+        for i, (prompt, before) in enumerate(zip(prompts, started, strict=True))
+    ]
+
+
+def room_after(length: int, begun: int, context: int, max_new_tokens: int, prompt: str, answer: str) -> int:
+    """The tokens by which an answer of `begun` tokens to `length` ones may go on. Raises ValueError where there is none,
+    with these names of the two."""
+    if not 0 < length < context:
+        raise ValueError(
+            f"{prompt} has {length} tokens: the model's context of {context} asks for 1 to {context - 1}, "
+            f"so that one of {max_new_tokens} new tokens fits; shorten the prompt"
+        )
+    room = min(max_new_tokens, context - length) - begun
+    if room < 1:
+        raise ValueError(f"{answer} has all of its {max_new_tokens} tokens: it has ended")
+    return room
+
+
+def room_of(ask: Ask, context: int) -> int:
+    """The tokens that an ask's completion may have. Raises ValueError, which names the ask, where there is no room."""
+    who, most = f"ask {ask.key}", ask.sampling.max_new_tokens
+    return room_after(len(ask.context), len(ask.begun), context, most, who, f"the answer of {who}")
+
+
+def check_new(asks: Sequence[Ask], busy: Container[int]) -> None:
+    """Raise ValueError for a key that is under way, or is given twice."""
+    for key, count in Counter(ask.key for ask in asks).items():
+        if count > 1 or key in busy:
             raise ValueError(
-                f"prompt {i} has {len(prompt)} tokens: the model's context of {context} asks for 1 to {context - 1}, "
-                f"so that one of {max_new_tokens} new tokens fits; shorten the prompt"
+                f"ask {key} is under way already: give each ask a key of its own until it has its completion"
             )
-    rooms = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-    if begun:
-        rooms = [room - len(answer) for room, answer in zip(rooms, begun, strict=True)]
-        if min(rooms) < 1:
-            raise ValueError(f"answer {rooms.index(min(rooms))} has all of its {max_new_tokens} tokens: it has ended")
-    return rooms
 
 
 def end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:

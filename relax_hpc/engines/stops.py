@@ -25,16 +25,15 @@ class StopStrings:
         candidates = [anywhere or UNKNOWN in piece or not last.isdisjoint(piece) for piece in pieces]
         self.candidates = torch.tensor(candidates, device=device)
 
-    def ended(self, tokens: Tensor, drawn: Tensor, begun: Sequence[Sequence[int]] = ()) -> Tensor:
-        """[B] bool: rows that end here. tokens: [B, T] so far; drawn: [B] the last of them; begun: tokens before them."""
-        ended = self.candidates[drawn.clamp(max=len(self.candidates) - 1)]
-        for row in ended.nonzero().flatten().tolist():
-            last = tokens[row, -self.window :].tolist()
-            if begun:
-                last = [*begun[row], *last][-self.window :]
-            text = self.tokenizer.decode(last)
-            ended[row] = any(stop in text for stop in self.stops)
-        return ended
+    def possible(self, drawn: Tensor) -> list[int]:
+        """Return the rows whose last tokens, `drawn` [B], could make a stop string complete."""
+        rows: list[int] = self.candidates[drawn.clamp(max=len(self.candidates) - 1)].nonzero().flatten().tolist()
+        return rows
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Return True if there is a stop string in the last `window` of these tokens."""
+        text = self.tokenizer.decode(tokens[-self.window :])
+        return any(stop in text for stop in self.stops)
 
 
 def window(stops: Sequence[str]) -> int:

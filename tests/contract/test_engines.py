@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from relax_hpc.engines import ENGINES, Abort, Completion, Engine, Sampling, make_engine
+from relax_hpc.engines import ENGINES, Abort, Ask, Completion, Engine, Sampling, Stream, Streams, make_engine
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
 from relax_hpc.files.run_dir import RunDir
@@ -169,7 +169,7 @@ def test_a_prompt_goes_on_the_same_in_any_company(setup: Setup) -> None:
 
 
 def test_a_long_batch_of_prompts_is_prefilled_in_parts(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.engines.torch.PREFILL_TOKENS", 20)
+    monkeypatch.setattr("relax_hpc.engines.torch_model.PREFILL_TOKENS", 20)
     greedy = Sampling(temperature=0, max_new_tokens=10)
     parts = setup.engine.generate(PROMPTS, 2, greedy, 0)
     monkeypatch.undo()
@@ -329,3 +329,170 @@ def test_a_cache_that_outgrows_its_room_keeps_what_it_holds(tmp_path: Path, monk
             np.arange(len(completion.tokens)), completion.tokens
         ]
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+
+def asks(count: int, sampling: Sampling, **how: Any) -> list[Ask]:
+    return [Ask(i, PROMPTS[i % 6], sampling, 100 + i, **how) for i in range(count)]
+
+
+def stream_of(setup: Setup) -> Stream:
+    if not isinstance(setup.engine, Streams):
+        pytest.skip("this engine has no streams: it generates batch by batch")
+    return setup.engine.stream()
+
+
+def answered(stream: Stream, wanted: list[Ask], at_once: int) -> dict[int, Completion]:
+    """The answers of a stream that is given so many asks before each look at it."""
+    done: dict[int, Completion] = {}
+    for first in range(0, len(wanted), at_once):
+        stream.ask(wanted[first : first + at_once])
+        done |= dict(stream.advance(0.003))
+    while stream.busy:
+        done |= dict(stream.advance(10))
+    assert done.keys() == {ask.key for ask in wanted} and not stream.advance(10)
+    return done
+
+
+def check_logprobs(setup: Setup, done: dict[int, Completion], wanted: list[Ask]) -> None:
+    for ask in wanted:
+        made = done[ask.key]
+        before = np.concatenate([ask.context, ask.begun])
+        expected = setup.logprobs(before, made.tokens)[np.arange(len(made.tokens)), made.tokens]
+        np.testing.assert_allclose(made.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("at_once", [1, 24])
+def test_a_stream_answers_asks_that_come_in_mid_generation(setup: Setup, at_once: int) -> None:
+    """Rows join and leave at all times; one that is mixed up with another shows in its logprobs."""
+    stream, wanted = stream_of(setup), asks(24, Sampling(max_new_tokens=40))
+    assert not stream.busy and stream.advance(10) == []
+    done = answered(stream, wanted, at_once)
+    check_logprobs(setup, done, wanted)
+    assert len({len(c.tokens) for c in done.values()}) > 5
+    for made in done.values():
+        assert made.finish == (Finish.STOP if made.tokens[-1] == EOS else Finish.LENGTH)
+        assert made.spans == [(0, 3)] and made.seconds > 0
+        assert made.finish == Finish.STOP or len(made.tokens) == 40
+
+
+def test_an_answer_of_a_stream_depends_on_its_ask_alone(setup: Setup) -> None:
+    for sampling in (Sampling(temperature=0, max_new_tokens=20), Sampling(max_new_tokens=20, top_p=0.9, top_k=20)):
+        if sampling.temperature and not setup.engine.seeded:
+            continue  # its server draws by its own order
+        wanted = asks(24, sampling)
+        together = answered(stream_of(setup), wanted, 24)
+        apart = answered(stream_of(setup), wanted, 1)
+        for key, made in together.items():
+            assert made.tokens.tolist() == apart[key].tokens.tolist()
+            np.testing.assert_allclose(made.logprobs, apart[key].logprobs, atol=1e-5)
+        whole = {made.tokens.tobytes() for made in together.values()}
+        assert len(whole) > 6 or not sampling.temperature, "samples of a prompt drew the same numbers"
+
+
+def test_a_stream_draws_each_answer_by_its_own_settings(setup: Setup) -> None:
+    hows = [Sampling(0, max_new_tokens=9), Sampling(1.5, top_k=2, max_new_tokens=17), Sampling(0.5, max_new_tokens=13)]
+    wanted = [Ask(i, PROMPTS[i % 6], hows[i % 3], i) for i in range(18)]
+    done = answered(stream_of(setup), wanted, 5)
+    for ask in wanted:
+        made, own = done[ask.key], ask.sampling
+        assert len(made.tokens) == own.max_new_tokens or made.tokens[-1] == EOS
+        every = setup.logprobs(ask.context, made.tokens, own.temperature or 1.0)
+        np.testing.assert_allclose(made.logprobs, every[np.arange(len(made.tokens)), made.tokens], atol=1e-5)
+        rank = (every > made.logprobs[:, None] + 1e-4).sum(-1)
+        assert rank.max() == 0 if own.temperature == 0 else rank.max() < (own.top_k or 50)
+
+
+def test_what_a_stream_aborts_goes_on_as_if_it_had_not_been(setup: Setup) -> None:
+    stream, greedy = stream_of(setup), Sampling(temperature=0, max_new_tokens=50)
+    whole = answered(stream, asks(12, greedy), 12)
+    stream.ask(asks(10, greedy))
+    cut = dict(stream.advance(0.01))
+    stream.ask(asks(12, greedy)[10:])
+    cut |= dict(stream.abort())
+    assert not stream.busy and stream.abort() == [] and cut.keys() == whole.keys()
+    for key, made in cut.items():
+        assert made.tokens.tolist() == whole[key].tokens[: len(made.tokens)].tolist()
+        assert len(made.logprobs) == len(made.tokens) and made.spans == ([(0, 3)] if len(made.tokens) else [])
+    going = [key for key, made in cut.items() if made.finish is None]
+    assert going
+    rest = [Ask(key, PROMPTS[key % 6], greedy, 100 + key, cut[key].tokens) for key in going]
+    after = answered(stream, rest, 4)
+    check_logprobs(setup, after, rest)
+    for key in going:
+        assert [*cut[key].tokens, *after[key].tokens] == whole[key].tokens.tolist()
+        assert after[key].finish == whole[key].finish
+
+
+def test_the_rest_of_a_drawn_answer_is_drawn_as_if_it_had_not_been_cut(setup: Setup) -> None:
+    if not setup.engine.seeded:
+        pytest.skip("its server draws by its own order")
+    wanted = asks(12, Sampling(max_new_tokens=30))
+    whole = answered(stream_of(setup), wanted, 12)
+    rest = [Ask(a.key, a.context, a.sampling, a.seed, whole[a.key].tokens[:3]) for a in wanted]
+    rest = [ask for ask in rest if len(whole[ask.key].tokens) > 3]
+    for key, made in answered(stream_of(setup), rest, 12).items():
+        assert made.tokens.tolist() == whole[key].tokens[3:].tolist()
+
+
+def test_stop_strings_end_answers_of_a_stream_where_they_first_appear(setup: Setup) -> None:
+    alphabet = setup.recipe.model.alphabet  # type: ignore[union-attr]
+    text = lambda tokens: "".join(alphabet[t - 3] if t > 2 else "?" for t in tokens)
+    hows = [Sampling(1.5, max_new_tokens=40, stop=stops) for stops in (("7",), ("ab", "\n"), ("= ", "12"), ())]
+    wanted = [Ask(i, PROMPTS[i % 6], hows[i % 4], i) for i in range(64)]
+    done = answered(stream_of(setup), wanted, 16)
+    stopped = 0
+    for ask in wanted:
+        made = done[ask.key]
+        ends = [text(made.tokens).find(s) + len(s) for s in ask.sampling.stop if s in text(made.tokens)]
+        assert made.finish == (Finish.STOP if ends or made.tokens[-1] == EOS else Finish.LENGTH)
+        assert not ends or min(ends) == len(made.tokens)
+        stopped += bool(ends)
+    assert stopped > 3
+
+
+def test_a_stop_string_of_a_stream_may_begin_in_what_was_there_before(setup: Setup) -> None:
+    alphabet = setup.recipe.model.alphabet  # type: ignore[union-attr]
+    stream, greedy = stream_of(setup), Sampling(temperature=0, max_new_tokens=30)
+    done = answered(stream, [Ask(0, PROMPTS[1], greedy, 0)], 1)[0]
+    text = "".join(alphabet[t - 3] if t > 2 else "?" for t in done.tokens)
+    at = next(k for k in range(1, 29) if text.find(text[k - 1 : k + 2]) == k - 1)
+    how = Sampling(temperature=0, max_new_tokens=30, stop=(text[at - 1 : at + 2],))
+    rest = answered(stream, [Ask(0, PROMPTS[1], how, 0, done.tokens[:at])], 1)[0]
+    assert rest.tokens.tolist() == done.tokens[at : at + 2].tolist() and rest.finish == Finish.STOP
+
+
+def test_a_stream_refuses_asks_without_room_and_keys_that_are_under_way(setup: Setup) -> None:
+    stream, how = stream_of(setup), Sampling(max_new_tokens=30)
+    long = tiny.prompts([64])[0]
+    good = Ask(3, PROMPTS[0], how, 0)
+    for bad, said in (
+        ([Ask(7, long, how, 0)], "ask 7 has 64 tokens.*context of 64"),
+        ([Ask(7, PROMPTS[0], how, 0, np.zeros(30, np.int32))], "the answer of ask 7 has all of its 30 tokens"),
+        ([good], "ask 3 is under way already"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            stream.ask([good, *bad])
+        assert not stream.busy, "some of them were taken"
+    near = Ask(4, tiny.prompts([62], seed=3)[0], how, 0)
+    done = answered(stream, [near, good], 1)
+    assert len(done[4].tokens) <= 2
+    check_logprobs(setup, done, [near, good])
+
+
+def test_a_new_stream_takes_the_place_of_the_one_before(setup: Setup) -> None:
+    first = stream_of(setup)
+    first.ask(asks(6, Sampling(max_new_tokens=50)))
+    wanted = asks(6, Sampling(temperature=0, max_new_tokens=5))
+    check_logprobs(setup, answered(stream_of(setup), wanted, 6), wanted)
+
+
+def test_a_stream_of_the_torch_engine_outgrows_its_room_and_gives_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("relax_hpc.engines.slots.ROOM", 2)
+    monkeypatch.setattr("relax_hpc.engines.torch_model.PREFILL_TOKENS", 20)
+    setup = Setup("torch", tmp_path)
+    stream, wanted = setup.engine.stream(), asks(24, Sampling(max_new_tokens=40))  # type: ignore[attr-defined]
+    check_logprobs(setup, answered(stream, wanted, 8), wanted)
+    assert stream._cache is None and stream._state is None

@@ -14,7 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from relax_hpc.engines import Abort, Completion, Engine, EngineError, Sampling, make_engine
+from relax_hpc.engines import Abort, Ask, Completion, Engine, EngineError, Sampling, Streams, make_engine
 from relax_hpc.engines.sglang import SglangEngine, media_files
 from relax_hpc.engines.sglang.media_files import MediaFiles
 from relax_hpc.files.errors import Damaged
@@ -112,6 +112,29 @@ def test_logprobs_of_the_trainer_are_those_of_the_engine(setup: Setup, generated
         scoring.hold("reference", setup.folder)
         found = scoring.logprobs("reference", made)
         np.testing.assert_allclose(found, np.concatenate([done.logprobs for done in generated]), atol=EXACT)
+
+
+def test_a_stream_shows_each_answer_the_media_of_its_ask(setup: Setup) -> None:
+    """Also where answers with other media, or with none, are under way, and where an answer was begun."""
+    assert isinstance(setup.engine, Streams)
+    stream, done, shown = setup.engine.stream(), dict[int, Completion](), setup.prompts
+    wanted = [Ask(i, shown[i % len(shown)].tokens, SAMPLING, i, media=shown[i % len(shown)].media) for i in range(16)]
+    for first in range(0, 16, 5):
+        stream.ask(wanted[first : first + 5])
+        done |= dict(stream.advance(0.01))
+    while stream.busy:
+        done |= dict(stream.advance(10))
+    assert len(done) == 16
+    rest = [replace(ask, begun=done[ask.key].tokens[:2]) for ask in wanted if len(done[ask.key].tokens) > 2]
+    stream.ask(rest)
+    after: dict[int, Completion] = {}
+    while stream.busy:
+        after |= dict(stream.advance(10))
+    for ask in wanted:
+        setup.check(done[ask.key], shown[ask.key % len(shown)])
+    for ask in rest:
+        setup.check(after[ask.key], shown[ask.key % len(shown)], ask.begun)
+    assert len(rest) > 3
 
 
 def test_an_answer_that_was_cut_off_goes_on_with_the_media_of_its_prompt(setup: Setup) -> None:
@@ -241,7 +264,7 @@ def test_what_changed_on_the_way_into_the_server_is_refused_there(
         with pytest.raises(Damaged, match="SGLang's encoders: a prompt's media have the checksum"):
             media_files.read(name)
         if isinstance(setup.engine, SglangEngine):
-            body = setup.engine._body(shown.tokens, [0], SAMPLING, 4, [name])
+            body = setup.engine._requests.body(shown.tokens, [0], SAMPLING, 4, [name])
             with pytest.raises(EngineError, match="SGLang's encoders: a prompt's media have the checksum"):
                 setup.engine.client._request("POST", "/generate", body, 30)
     assert setup.generate(each=1)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-from relax_hpc.engines import Abort, Completion, EngineError, Sampling
+from relax_hpc.engines import Abort, Ask, Completion, EngineError, EngineRestarted, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import Client, EngineRefused
@@ -93,13 +93,16 @@ def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
 def check(setup: Setup, done: list[Completion], samples_per_prompt: int) -> set[int]:
     """Every token's logprob is that of the version which its span names; how many spans the completions have."""
     for i, completion in enumerate(done):
-        prompt = PROMPTS[i // samples_per_prompt]
-        assert completion.spans[0][0] == 0
-        ends = [start for start, _ in completion.spans[1:]] + [len(completion.tokens)]
-        for (start, version), end in zip(completion.spans, ends, strict=True):
-            expected = setup.logprobs(version, prompt, completion.tokens)[start:end]
-            np.testing.assert_allclose(completion.logprobs[start:end], expected, atol=5e-5)
+        check_answer(setup, PROMPTS[i // samples_per_prompt], completion)
     return {len(completion.spans) for completion in done}
+
+
+def check_answer(setup: Setup, prompt: NDArray[np.int32], done: Completion) -> None:
+    assert done.spans[0][0] == 0
+    ends = [start for start, _ in done.spans[1:]] + [len(done.tokens)]
+    for (start, version), end in zip(done.spans, ends, strict=True):
+        expected = setup.logprobs(version, prompt, done.tokens)[start:end]
+        np.testing.assert_allclose(done.logprobs[start:end], expected, atol=5e-5)
 
 
 def test_nothing_is_generated_before_the_first_version(setup: Setup) -> None:
@@ -107,6 +110,8 @@ def test_nothing_is_generated_before_the_first_version(setup: Setup) -> None:
     assert setup.engine.version == -1
     with pytest.raises(EngineError, match="no version was loaded"):
         setup.engine.generate(PROMPTS, 1, LONG, 0)
+    with pytest.raises(EngineError, match="no version was loaded"):
+        setup.engine.stream().ask([Ask(0, PROMPTS[0], LONG, 0)])
 
 
 def test_weights_swapped_in_mid_generation_make_the_tokens_from_there_on(setup: Setup) -> None:
@@ -122,6 +127,28 @@ def test_weights_swapped_in_mid_generation_make_the_tokens_from_there_on(setup: 
     assert 2 in check(setup, done, 8)
     assert {version for c in done for _, version in c.spans} == {3, 4}
     assert check(setup, setup.engine.generate(PROMPTS, 2, LONG, 0), 2) == {1}
+
+
+def test_weights_swapped_while_a_stream_is_under_way_make_the_tokens_from_there_on(setup: Setup) -> None:
+    """Asks that come before, between and after; also what an aborted answer has so far is of the versions that it names."""
+    setup.load(3)
+    stream, done = setup.engine.stream(), dict[int, Completion]()
+    stream.ask([Ask(i, PROMPTS[i % 6], LONG if i else Sampling(max_new_tokens=1), i) for i in range(13)])
+    while 0 not in done:
+        done |= dict(stream.advance(10))
+    setup.load(4)
+    stream.ask([Ask(i, PROMPTS[i % 6], LONG, i) for i in range(13, 18)])
+    while len(done) < 9:
+        done |= dict(stream.advance(10))
+    done |= dict(stream.abort())
+    assert done.keys() == set(range(18)) and not stream.busy
+    for key in range(1, 18):
+        if len(done[key].tokens):
+            check_answer(setup, PROMPTS[key % 6], done[key])
+    versions = [tuple(version for _, version in done[key].spans) for key in range(18)]
+    assert (3, 4) in versions[1:13] and set(versions[13:]) <= {(4,), ()} and versions[0] == (3,)
+    ended = [made for made in done.values() if made.finish is not None]
+    assert all(made.routed_experts is not None and len(made.routed_experts) for made in ended)
 
 
 def test_what_was_aborted_goes_on_with_newer_weights(setup: Setup) -> None:
@@ -200,7 +227,7 @@ class GivenUp(Exception):
 
 
 def test_a_generation_that_is_given_up_ends_on_the_server_too(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("relax_hpc.engines.sglang.engine.ABORT_S", PATIENCE_S)
+    monkeypatch.setattr("relax_hpc.engines.sglang.stream.ABORT_S", PATIENCE_S)
 
     def stop(tokens: int) -> None:
         raise GivenUp
@@ -215,11 +242,11 @@ def test_a_generation_that_is_given_up_ends_on_the_server_too(setup: Setup, monk
 
 def test_a_server_that_makes_no_tokens_any_more_is_noticed(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests alone would wait for ever; `generate` ends it and starts it again."""
-    monkeypatch.setattr("relax_hpc.engines.sglang.engine.SILENCE_S", 0.1)
+    monkeypatch.setattr("relax_hpc.engines.sglang.stream.SILENCE_S", 0.1)
     monkeypatch.setattr("relax_hpc.engines.sglang.client.PULSE_S", 4.0)
     schedulers = [p for p in setup.processes() if "scheduler" in " ".join(p.cmdline())]
     assert len(schedulers) == 2
-    bodies = [setup.engine._body(prompt, [0] * 8, LONG, 200) for prompt in PROMPTS]
+    bodies = [setup.engine._requests.body(prompt, [0] * 8, LONG, 200) for prompt in PROMPTS]
     for scheduler in schedulers:
         scheduler.suspend()
     try:
@@ -229,6 +256,28 @@ def test_a_server_that_makes_no_tokens_any_more_is_noticed(setup: Setup, monkeyp
         for scheduler in schedulers:
             scheduler.resume()
     assert len(setup.engine.generate(PROMPTS, 1, Sampling(max_new_tokens=2), 0)) == 6
+
+
+def test_a_stream_notices_a_server_that_makes_no_tokens_any_more(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_hpc.engines.sglang.stream.SILENCE_S", 0.1)
+    monkeypatch.setattr("relax_hpc.engines.sglang.client.PULSE_S", 4.0)
+    restarts: list[Any] = []
+    monkeypatch.setattr(SglangEngine, "_restart", lambda engine, progress: restarts.append(progress))
+    beat = lambda: None
+    stream = setup.engine.stream(beat)
+    schedulers = [p for p in setup.processes() if "scheduler" in " ".join(p.cmdline())]
+    for scheduler in schedulers:
+        scheduler.suspend()
+    try:
+        stream.ask([Ask(i, PROMPTS[i % 6], LONG, i) for i in range(12)])
+        with pytest.raises(EngineRestarted, match="did not answer /health_generate"):
+            while stream.busy:
+                stream.advance(0.3)
+    finally:
+        for scheduler in schedulers:
+            scheduler.resume()
+    assert not stream.busy and restarts == [beat], "it has no heartbeat while it is started again"
+    setup.engine.client.abort()
 
 
 def test_a_server_that_is_there_already_is_used_by_its_address(

@@ -14,7 +14,7 @@ import urllib3
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from relax_hpc.engines import Abort, Completion, EngineRestarted, Sampling
+from relax_hpc.engines import Abort, Ask, Completion, EngineRestarted, Sampling
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import EngineRefused
@@ -184,20 +184,36 @@ def test_router_and_servers_listen_on_loopback_and_want_their_key_which_nobody_s
         setup.engine.client.generate({"input_ids": ["no token"], "sampling_params": [{}]})
 
 
+def test_a_stream_is_shared_out_and_goes_on_with_a_version_taken_in_its_midst(setup: Setup) -> None:
+    setup.load(3)
+    stream, done = setup.engine.stream(), dict[int, Completion]()
+    stream.ask([Ask(i, PROMPTS[i % len(PROMPTS)], LONG, i) for i in range(24)])
+    wait_for(lambda: min(setup.running()) > 1, timeout=20)
+    setup.load(4)
+    while len(done) < 6:
+        done |= dict(stream.advance(10))
+    done |= dict(stream.abort())
+    assert len(done) == 24 and not stream.busy
+    assert {version for c in done.values() for _, version in c.spans} == {3, 4}
+    wait_for(lambda: setup.running() == [0, 0], timeout=4)
+
+
 def test_a_lost_server_is_noticed_and_all_are_started_again(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     setup.load(3)
     before, started = setup.processes(), []
     monkeypatch.setattr(Fleet, "start", lambda fleet, progress: started.append(fleet))
 
-    def kill(tokens: int) -> None:
-        if setup.fleet.alive and setup.running()[1] > 0:
-            lost = setup.fleet._servers[1]._process
-            assert lost is not None
-            lost.kill()
-            lost.wait()
-
+    stream = setup.engine.stream()
+    stream.ask([Ask(i, PROMPTS[i % len(PROMPTS)], LONG, i) for i in range(24)])
     with pytest.raises(EngineRestarted, match="SGLang was started again"):
-        setup.engine.generate(PROMPTS, COPIES, LONG, 2, kill)
+        while stream.busy:
+            stream.advance(0.1)
+            if setup.fleet.alive and setup.running()[1] > 0:
+                lost = setup.fleet._servers[1]._process
+                assert lost is not None
+                lost.kill()
+                lost.wait()
+    assert not stream.busy
     assert started == [setup.fleet] and setup.engine.version == -1
     psutil.wait_procs(before, timeout=120)
     assert not any(process.is_running() for process in before), "what was left was not ended"

@@ -81,25 +81,46 @@ TORCH: dict[str, dict[str, list[str]]] = {
         "engine, one batch": ["Module.to(model, «device→'cpu'»).eval()"],
         "media, qwen3_vl": ["torch.from_numpy(array)«.to(device)» for name"],
     },
-    "engines.torch": {
+    "engines.torch_model": {
         "engine, one batch": [
-            "with «device→contextlib.nullcontext()»:",
             "weight.shape[0], dtype=torch.bool«, device=self.device»",
-            "generator = torch.Generator(«self.device»).manual_seed(seed)",
             "torch.tensor([place[key] for key in keys]«, device=self.device»)",
             "for tokens, _ in distinct.values()]«, device=self.device»)",
             "visible = torch.arange(limit«, device=self.device»)",
             "torch.from_numpy(a[..., rows, :])«.to(self.device)»",
-            "position=torch.from_numpy(following)«.to(self.device)»[of]",
+            "torch.from_numpy(following)«.to(self.device)»",
+            "causal = torch.ones(width, width, dtype=torch.bool«, device=self.device»)",
+            "torch.eye(width, dtype=torch.bool«, device=self.device»)",
+        ],
+    },
+    "engines.torch": {
+        "engine, one batch": [
+            "with «device→contextlib.nullcontext()»:",
+            "generator = torch.Generator(«self.device»).manual_seed(seed)",
             "rows=torch.arange(len(of)«, device=self.device»)",
             "alive=torch.ones(len(of), dtype=torch.bool«, device=self.device»)",
             "room=torch.tensor(room«, device=self.device»)",
-            "causal = torch.ones(width, width, dtype=torch.bool«, device=self.device»)",
-            "torch.eye(width, dtype=torch.bool«, device=self.device»)",
             'out.tokens.to(«"cpu", »torch.int32).numpy()',
             "out.logprobs«.cpu()».numpy()",
         ],
         "engine, offloaded": ["tensor.untyped_storage().resize_(«size→0»)"],
+    },
+    "engines.torch_stream": {
+        "engine, a stream": [
+            "with «device→contextlib.nullcontext()»:",
+            "uniform=torch.from_numpy(uniform)«.to(device)»",
+            "index = torch.tensor(rows«, device=self.drawn.device»)",
+            'tokens=tokens.to(«"cpu", »torch.int32).numpy()',
+            "logprobs=logprobs«.cpu()».numpy()",
+            "torch.arange(cache.end«, device=self._model.device»)",
+            "torch.arange(len(self._rows)«, device=logits.device»)",
+        ]
+    },
+    "engines.slots": {
+        "engine, a stream": [
+            "rows = torch.arange(len(at)«, device=at.device»)",
+            "columns = torch.arange(width«, device=lengths.device»)",
+        ]
     },
     "engines.kv_cache": {
         "engine, one batch": [

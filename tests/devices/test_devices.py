@@ -47,7 +47,8 @@ def ending_groups() -> Iterator[None]:
 
 def on_cpu(name: str, place: Place) -> dict[str, Any]:
     """Work on the CPU, with what the engine chooses otherwise on a GPU: how it draws, and when it looks who has ended."""
-    draw = lambda weights, generator: torch.multinomial(weights, 1, generator=generator)
+    drawn, shared = sampling._sample, lambda weights, random: torch.multinomial(weights, 1, generator=random)
+    draw = lambda weights, random: (drawn if isinstance(random, torch.Tensor) else shared)(weights, random)
     looks = {"cpu": torch_engine.LOOK_EVERY["cuda"]}
     with mock.patch.object(sampling, "_sample", draw), mock.patch.dict(torch_engine.LOOK_EVERY, looks), ending_groups():
         return WORK[name](place)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 
 from relax_hpc.algorithms import ActorCritic, make_algorithm
-from relax_hpc.engines import Engine, Sampling, make_engine
+from relax_hpc.engines import Ask, Engine, Sampling, Streams, make_engine
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
@@ -207,6 +207,24 @@ def engine(place: Place) -> dict[str, Any]:
     }
 
 
+def engine_stream(place: Place) -> dict[str, Any]:
+    """Answers that join and leave a batch; one is aborted."""
+    made = engine_of(place)
+    assert isinstance(made, Streams)
+    stream, done = made.stream(), []
+    hows = [Sampling(0, max_new_tokens=12), Sampling(0.7, 0.9, 8, max_new_tokens=20), Sampling(stop=("1", "23"))]
+    for first in (0, 6, 12):
+        prompts = enumerate(tiny.prompts([3, 9, 1, 9, 5, 3]), first)
+        stream.ask([Ask(i, prompt, hows[i % 3], i) for i, prompt in prompts])
+        done += stream.advance(60)
+    while len(done) < 12:
+        done += stream.advance(60)
+    stream.ask([Ask(18, tiny.prompts([2])[0], Sampling(max_new_tokens=40), 1)])
+    done += stream.advance(0)
+    done += stream.abort()
+    return {"drawn": [(key, c.tokens, c.logprobs, c.spans, c.finish) for key, c in sorted(done, key=lambda d: d[0])]}
+
+
 def engine_offloaded(place: Place) -> dict[str, Any]:
     """An engine whose device others have in between."""
     made = engine_of(place)
@@ -262,6 +280,7 @@ WORK: dict[str, Work] = {
     "scorer": scorer,
     "engine": engine,
     "engine, one batch": lambda place: {"drawn": generated(engine_of(place), Sampling(max_new_tokens=20))},
+    "engine, a stream": engine_stream,
     "engine, stopped": lambda place: {"drawn": generated(engine_of(place), Sampling(max_new_tokens=4, stop=("1",)))},
     "engine, offloaded": engine_offloaded,
     "transport": transport,

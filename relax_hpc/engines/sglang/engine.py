@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +29,22 @@ from relax_hpc.engines.sglang.group import UpdateGroup
 from relax_hpc.engines.sglang.media_files import MediaFiles
 from relax_hpc.engines.sglang.outside import KEY_VARIABLE, about_outside, check_lengths
 from relax_hpc.engines.sglang.pictures import Pictures
+from relax_hpc.engines.sglang.requests import Requests, seed_of
 from relax_hpc.engines.sglang.server import Server
+from relax_hpc.engines.sglang.stream import Pulse, SglangStream, end_all
 from relax_hpc.engines.sglang.weights_files import WeightsFiles
-from relax_hpc.engines.stops import straddling
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.tensor_files import shapes
 from relax_hpc.huggingface import from_config
 from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.records import Finish, Media, Progress
+from relax_hpc.records import Media, Progress
 
 PROGRESS_EVERY_S = 0.2
-SILENCE_S = 30.0
-"""Seconds without an answer after which the server is asked whether it still makes tokens."""
-ABORT_S = 5.0
-"""Seconds that the server has to end its requests when the worker is asked to stop."""
 MOST_REQUESTS = 256
 """Requests in flight at once; SGLang queues those it cannot run yet."""
 OWN_HEAD = {"qwen2_moe", "qwen3_moe"}
 """Model types whose output layer SGLang keeps apart from the embedding even where the model ties them."""
-FINISHES = {"stop": Finish.STOP, "length": Finish.LENGTH}
 
 
 class SglangEngine:
@@ -71,15 +64,16 @@ class SglangEngine:
         self._heads = _own_heads(model, self._aliases)
         self._left_out = self._aliases - set(self._heads.values())
         """Names of tensors that the server does not know."""
-        self._tokenizer = tokenizer
         shown = family_of(config).placeholders(config).values()
-        self._ends = sorted({*end_tokens(model_dir, config, tokenizer), *shown})
+        ends = sorted({*end_tokens(model_dir, config, tokenizer), *shown})
         self._settings = recipe.rollout.sglang
-        self._experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
+        experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
+        pictures = Pictures(model_dir, config) if shown and self._settings.address else None
+        self._requests = Requests(tokenizer, ends, experts, pictures)
         self.context = context_of(config)
         self.version = -1
         self._group: UpdateGroup | None = None
-        self._pictures = Pictures(model_dir, config) if shown and self._settings.address else None
+        self._stream: SglangStream | None = None
         if self._settings.address:
             self._server = None
             self._outside = Client(self._settings.address, os.environ.get(KEY_VARIABLE, ""))
@@ -111,9 +105,7 @@ class SglangEngine:
             try:
                 self._take(str(served.folder), version)
             except EngineError as error:
-                if self._server is None:
-                    raise
-                raise self._restarted(error, progress) from error
+                raise self.failed(error, progress) from error
         self.version = version
 
     def _send(self, version: int, tensors: Weights) -> None:
@@ -173,9 +165,18 @@ class SglangEngine:
         together = 1 if self._settings.servers > 1 else samples_per_prompt
         try:
             with MediaFiles() as files:
-                shown = [(self._pictures or files).name(one) if one else [] for one in media or [None] * len(prompts)]
+                shown = [
+                    (self._requests.pictures or files).name(one) if one else []
+                    for one in media or [None] * len(prompts)
+                ]
                 bodies = [
-                    self._body(contexts[i], _seeds(seed, first, together), sampling, rooms[i], shown[i])
+                    self._requests.body(
+                        contexts[i],
+                        [seed_of(seed, row) for row in range(first, first + together)],
+                        sampling,
+                        rooms[i],
+                        shown[i],
+                    )
                     for i in range(len(prompts))
                     for first in range(i * samples_per_prompt, (i + 1) * samples_per_prompt, together)
                 ]
@@ -183,15 +184,20 @@ class SglangEngine:
         except EngineRestarted:  # by `load`, called from `progress`
             raise
         except EngineError as error:
-            if self._server is None:
-                raise
-            raise self._restarted(error, functools.partial(_say, progress)) from error
-        if self._pictures:
+            raise self.failed(error, functools.partial(_say, progress)) from error
+        if self._requests.pictures:
             check_lengths(self.client, answers, contexts, samples_per_prompt)
-        done = [self._completion(answer, abort) for answer in answers]
-        if begun:  # the server does not look for stop strings in what it was given
-            done = [self._stopped(c, answer, sampling.stop) for c, answer in zip(done, begun, strict=True)]
-        return done
+        before = begun or [np.empty(0, np.int32)]
+        return [
+            self._requests.completion(answer, abort, before[i % len(before)], sampling.stop)
+            for i, answer in enumerate(answers)
+        ]
+
+    def stream(self, progress: Progress = lambda: None) -> SglangStream:
+        self._leave_stream()
+        most = MOST_REQUESTS * self._settings.servers
+        self._stream = SglangStream(self, self._requests, most, progress)
+        return self._stream
 
     def offload(self) -> None:
         self.version = -1
@@ -203,12 +209,13 @@ class SglangEngine:
             self._server.stop()  # which frees it too
 
     def onload(self, progress: Progress = lambda: None) -> None:
-        if self._lost():
+        if self.lost():
             self._restart(progress)
         else:
             self.client.onload()
 
     def close(self) -> None:
+        self._leave_stream()
         self._leave_group()
         if self._server is not None:
             self._server.stop()
@@ -220,31 +227,23 @@ class SglangEngine:
         what there is, None for a request that was not sent yet. On any other exception of `progress` the server ends
         all requests. Raises EngineError when the server does not answer a request, or makes no tokens any more."""
         threads = ThreadPoolExecutor(min(len(bodies), MOST_REQUESTS * self._settings.servers) + 1, "sglang")
-        futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self._lost) for body in bodies]
+        futures: list[Future[Any]] = [threads.submit(self.client.generate, body, self.lost) for body in bodies]
         waiting: set[Future[Any]] = set(futures)
-        done, pulse, heard, abort = 0, None, time.monotonic(), False
+        done, pulse, abort = 0, Pulse(self.client, threads), False
         try:
             while waiting:
                 ended, waiting = wait(waiting, PROGRESS_EVERY_S, FIRST_COMPLETED)
                 done += sum(a["meta_info"]["completion_tokens"] for future in ended for a in future.result())
-                if pulse is not None and pulse.done():
-                    pulse.result()
-                    pulse, heard = None, time.monotonic()
-                elif ended:
-                    heard = time.monotonic()
-                elif pulse is None and time.monotonic() - heard > SILENCE_S:
-                    pulse = threads.submit(self.client.pulse)
+                pulse.listen(bool(ended))
                 progress(done)
         except EngineError:
             raise
         except Abort:
-            self._abort(waiting)
+            end_all(self.client, waiting)
             abort = True
-            if not all(future.done() for future in futures):
-                late = f"SGLang at {self.client.address} did not end its requests in {ABORT_S:.0f} s"
-                raise EngineError(late) from None
         except BaseException:
-            self._abort(waiting)
+            with contextlib.suppress(EngineError):
+                end_all(self.client, waiting)
             raise
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # a server that hangs would never let them end
@@ -253,21 +252,14 @@ class SglangEngine:
             answers += [None] * len(body["input_ids"]) if future.cancelled() else future.result()
         return answers, abort
 
-    def _abort(self, waiting: set[Future[Any]]) -> None:
-        """End all requests on the server. It is told repeatedly, as long as requests on their way to it still arrive."""
-        waiting = {future for future in waiting if not future.cancel()}
-        until = time.monotonic() + ABORT_S
-        with contextlib.suppress(EngineError):
-            while waiting and time.monotonic() < until:
-                self.client.abort()
-                _, waiting = wait(waiting, PROGRESS_EVERY_S)
-
-    def _lost(self) -> bool:
+    def lost(self) -> bool:
         """Return True if our own server's process is gone."""
         return self._server is not None and not self._server.alive
 
-    def _restarted(self, error: EngineError, progress: Progress) -> EngineRestarted:
-        """Start our server again after this error; returns the exception to raise."""
+    def failed(self, error: EngineError, progress: Progress) -> EngineError:
+        """Return the exception to raise for this one, with our own server started again."""
+        if self._server is None:
+            return error
         self._restart(progress)
         return EngineRestarted(f"{error}; SGLang was started again")
 
@@ -276,61 +268,13 @@ class SglangEngine:
         assert self._server is not None
         self.version = -1
         self._server.stop()
+        self._leave_stream()
         self._server.start(progress)
 
-    def _body(
-        self, prompt: Tokens, seeds: list[int], sampling: Sampling, room: int, shown: Sequence[str] = ()
-    ) -> dict[str, Any]:
-        """The body of a request: the prompt once for each seed, which counts under enable-deterministic-inference.
-        shown: its media, as MediaFiles or Pictures name them."""
-        given = self._pictures.unexpanded(prompt) if self._pictures and shown else prompt
-        common = {
-            "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1,
-            "max_new_tokens": room, "stop": list(sampling.stop), "stop_token_ids": self._ends,
-            "skip_special_tokens": False, "no_stop_trim": True,
-        }  # fmt: skip
-        return {
-            "input_ids": [given.tolist()] * len(seeds),
-            "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
-            "return_logprob": True,
-            "return_routed_experts": self._experts is not None,
-            **({"image_data": [[*shown]] * len(seeds)} if shown else {}),
-        }
-
-    def _stopped(self, done: Completion, begun: Tokens, stops: Sequence[str]) -> Completion:
-        """Cut the completion behind a stop string that began in the tokens `begun`."""
-        count = straddling(self._tokenizer, stops, begun.tolist(), done.tokens.tolist())
-        if count is None:
-            return done
-        routed, spans = done.routed_experts, [span for span in done.spans if span[0] < count]
-        if routed is not None:
-            routed = routed[: len(routed) - len(done.tokens) + count]
-        tokens, logprobs = done.tokens[:count], done.logprobs[:count]
-        return replace(done, tokens=tokens, logprobs=logprobs, spans=spans, finish=Finish.STOP, routed_experts=routed)
-
-    def _completion(self, answer: dict[str, Any] | None, abort: bool) -> Completion:
-        """Read the server's answer. Of an aborted one, the last token is left out: the server did not check whether it
-        ends the answer, and drawing it again only where it does would favor the other tokens."""
-        nothing = Completion(np.empty(0, np.int32), np.empty(0, np.float32), [], None)
-        if answer is None:
-            return nothing
-        about = answer["meta_info"]
-        kind = about["finish_reason"]["type"]
-        cut = abort and kind == "abort"
-        if kind not in FINISHES and not cut:
-            raise EngineError(f"SGLang ended a request before its end: {about['finish_reason']}")
-        drawn = (about.get("output_token_logprobs") or [])[:-1] if cut else about["output_token_logprobs"]
-        if cut and not drawn:
-            return nothing
-        versions = about.get("weight_versions") or [{"start": 0, "version": about["weight_version"]}]
-        return Completion(
-            tokens=np.array([token for _, token, *_ in drawn], np.int32),
-            logprobs=np.array([logprob for logprob, *_ in drawn], np.float32),
-            spans=[(s["start"], int(s["version"])) for s in versions if s["start"] < len(drawn)],
-            finish=None if cut else FINISHES[kind],
-            routed_experts=self._experts.decode(about["routed_experts"]) if self._experts and not cut else None,
-            seconds=float(about["e2e_latency"]),
-        )
+    def _leave_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 def _say(progress: Callable[[int], None]) -> None:
@@ -344,12 +288,6 @@ def _own_heads(model: PreTrainedModel, tied: set[str]) -> dict[str, str]:
     if model.config.get_text_config().model_type not in OWN_HEAD or "lm_head.weight" not in tied:
         return {}
     return {"model.embed_tokens.weight": "lm_head.weight"}
-
-
-def _seeds(seed: int, first: int, count: int) -> list[int]:
-    """Derive a seed of its own for each of so many completions, numbered from `first`."""
-    digests = (hashlib.blake2b(f"{seed}/{row}".encode(), digest_size=7) for row in range(first, first + count))
-    return [int.from_bytes(digest.digest(), "big") for digest in digests]
 
 
 def _check_vocabulary(tokens: int, rows: int, model_dir: Path) -> None:

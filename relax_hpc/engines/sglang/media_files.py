@@ -21,7 +21,7 @@ MARK = "relax-hpc-media"
 
 
 class MediaFiles:
-    """The files of a request's media, which exist within a `with` block."""
+    """The files of media under way, which exist until they are dropped, and no longer than a `with` block."""
 
     def __init__(self) -> None:
         self._files: dict[str, int] = {}
@@ -33,8 +33,16 @@ class MediaFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files.values():
-            os.close(file)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def drop(self, media: Media) -> None:
+        """Let go of the file with these media."""
+        os.close(self._files.pop(media.digest))
 
     def name(self, media: Media) -> list[str]:
         """Name the file with these media, written when they are first seen. Raises Damaged for media that were changed."""
