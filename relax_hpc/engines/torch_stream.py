@@ -73,27 +73,6 @@ class _State:
     logprobs: Tensor  # [n, T]
     uniform: Tensor  # [n, T] float64, one for each draw
 
-    @classmethod
-    def of(cls, rows: Sequence[_Row], made: Prefilled) -> _State:
-        """The state of rows that were prefilled, and drew nothing yet."""
-        count, device, most = len(rows), made.row.device, max(row.room for row in rows) + 1
-        uniform = np.zeros((count, most))
-        for mine, row in zip(uniform, rows, strict=True):
-            begun = len(row.ask.begun)
-            mine[: row.room] = np.random.default_rng(row.ask.seed).random(begun + row.room)[begun:]
-        with device:
-            return cls(
-                drawn=torch.zeros(count, dtype=torch.long),
-                position=made.following[made.row] - 1,
-                count=torch.zeros(count, dtype=torch.long),
-                room=torch.tensor([row.room for row in rows]),
-                over=torch.zeros(count, dtype=torch.bool),
-                stopped=torch.zeros(count, dtype=torch.bool),
-                tokens=torch.zeros(count, most, dtype=torch.long),
-                logprobs=torch.zeros(count, most),
-                uniform=torch.from_numpy(uniform).to(device),
-            )
-
     def join(self, other: _State) -> None:
         """Append the rows of another."""
         for name in (field.name for field in fields(self)):
@@ -107,6 +86,27 @@ class _State:
         index = torch.tensor(rows, device=self.drawn.device)
         for name in (field.name for field in fields(self)):
             setattr(self, name, getattr(self, name)[index])
+
+
+def _begun(rows: Sequence[_Row], made: Prefilled) -> _State:
+    """Return the state of rows that were prefilled, and drew nothing yet."""
+    count, device, most = len(rows), made.row.device, max(row.room for row in rows) + 1
+    uniform = np.zeros((count, most))
+    for mine, row in zip(uniform, rows, strict=True):
+        begun = len(row.ask.begun)
+        mine[: row.room] = np.random.default_rng(row.ask.seed).random(begun + row.room)[begun:]
+    with device:
+        return _State(
+            drawn=torch.zeros(count, dtype=torch.long),
+            position=made.following[made.row] - 1,
+            count=torch.zeros(count, dtype=torch.long),
+            room=torch.tensor([row.room for row in rows]),
+            over=torch.zeros(count, dtype=torch.bool),
+            stopped=torch.zeros(count, dtype=torch.bool),
+            tokens=torch.zeros(count, most, dtype=torch.long),
+            logprobs=torch.zeros(count, most),
+            uniform=torch.from_numpy(uniform).to(device),
+        )
 
 
 class TorchStream:
@@ -177,7 +177,7 @@ class TorchStream:
         """Prefill what waits, as much of it as one forward takes; returns the logits [k, V] of the rows that joined."""
         joined = [self._waiting.popleft() for _ in range(fitting(row.shown for row in tuple(self._waiting)))]
         made = self._model.prefill([row.shown for row in joined])
-        state = _State.of(joined, made)
+        state = _begun(joined, made)
         if self._state is None or self._cache is None:
             self._state, self._cache = state, SlotCache(made)
         else:

@@ -34,6 +34,8 @@ ROUTED = ("qwen3_vl_moe", "qwen3_omni")
 """Kinds with experts."""
 EXACT = 1e-5
 """The most by which a logprob may differ, in nats."""
+IN_COMPANY = 2e-5
+"""The same in a stream, where batches have any shape: Gemma 4 was seen to round by 1.5e-5, the others by less than EXACT."""
 
 
 @dataclass
@@ -53,7 +55,9 @@ class Setup:
         tokens, media = [p.tokens for p in self.prompts], [p.media for p in self.prompts]
         return self.engine.generate(tokens, each, sampling, 3, media=media, **how)
 
-    def check(self, done: Completion, prompt: Shown, begun: NDArray[np.int32] | None = None) -> None:
+    def check(
+        self, done: Completion, prompt: Shown, begun: NDArray[np.int32] | None = None, exact: float = EXACT
+    ) -> None:
         """Every token's logprob is that of the version which its span names; begun: the answer's tokens before them."""
         before = np.empty(0, np.int32) if begun is None else begun
         ends = [start for start, _ in done.spans[1:]] + [len(done.tokens)]
@@ -61,7 +65,7 @@ class Setup:
             answer = np.concatenate([before, done.tokens[:end]])
             logits = omni.plain_logits(self.models[version], prompt, answer).detach().log_softmax(-1).numpy()
             expected = logits[np.arange(len(answer)), answer][len(before) + start :]
-            np.testing.assert_allclose(done.logprobs[start:end], expected, atol=EXACT)
+            np.testing.assert_allclose(done.logprobs[start:end], expected, atol=exact)
 
 
 @pytest.fixture(
@@ -131,9 +135,9 @@ def test_a_stream_shows_each_answer_the_media_of_its_ask(setup: Setup) -> None:
     while stream.busy:
         after |= dict(stream.advance(10))
     for ask in wanted:
-        setup.check(done[ask.key], shown[ask.key % len(shown)])
+        setup.check(done[ask.key], shown[ask.key % len(shown)], exact=IN_COMPANY)
     for ask in rest:
-        setup.check(after[ask.key], shown[ask.key % len(shown)], ask.begun)
+        setup.check(after[ask.key], shown[ask.key % len(shown)], ask.begun, IN_COMPANY)
     assert len(rest) > 3
 
 

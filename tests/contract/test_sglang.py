@@ -263,8 +263,8 @@ def test_a_stream_notices_a_server_that_makes_no_tokens_any_more(setup: Setup, m
     monkeypatch.setattr("relax_hpc.engines.sglang.client.PULSE_S", 4.0)
     restarts: list[Any] = []
     monkeypatch.setattr(SglangEngine, "_restart", lambda engine, progress: restarts.append(progress))
-    beat = lambda: None
-    stream = setup.engine.stream(beat)
+    beats: list[int] = []
+    stream = setup.engine.stream(lambda: beats.append(1))
     schedulers = [p for p in setup.processes() if "scheduler" in " ".join(p.cmdline())]
     for scheduler in schedulers:
         scheduler.suspend()
@@ -276,7 +276,9 @@ def test_a_stream_notices_a_server_that_makes_no_tokens_any_more(setup: Setup, m
     finally:
         for scheduler in schedulers:
             scheduler.resume()
-    assert not stream.busy and restarts == [beat], "it has no heartbeat while it is started again"
+    [progress] = restarts
+    progress()
+    assert not stream.busy and beats == [1], "it has no heartbeat while it is started again"
     setup.engine.client.abort()
 
 

@@ -184,7 +184,7 @@ class SglangEngine:
         except EngineRestarted:  # by `load`, called from `progress`
             raise
         except EngineError as error:
-            raise self.failed(error, functools.partial(_say, progress)) from error
+            raise self.failed(error, functools.partial(_say, progress, 0)) from error
         if self._requests.pictures:
             check_lengths(self.client, answers, contexts, samples_per_prompt)
         before = begun or [np.empty(0, np.int32)]
@@ -196,7 +196,7 @@ class SglangEngine:
     def stream(self, progress: Progress = lambda: None) -> SglangStream:
         self._leave_stream()
         most = MOST_REQUESTS * self._settings.servers
-        self._stream = SglangStream(self, self._requests, most, progress)
+        self._stream = SglangStream(self, self._requests, most, functools.partial(_say, progress))
         return self._stream
 
     def offload(self) -> None:
@@ -277,10 +277,10 @@ class SglangEngine:
             self._stream = None
 
 
-def _say(progress: Callable[[int], None]) -> None:
+def _say(progress: Callable[..., None], *said: int) -> None:
     """Call `progress` while nothing is generated, and ignore its Abort."""
     with contextlib.suppress(Abort):
-        progress(0)
+        progress(*said)
 
 
 def _own_heads(model: PreTrainedModel, tied: set[str]) -> dict[str, str]:
