@@ -99,10 +99,10 @@ class SlotCache(Cache):
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order; those that are already in their place are not touched."""
-        to = [place for place, row in enumerate(rows) if place != row]
-        from_ = [rows[place] for place in to]
-        if to:
+        index = torch.tensor(rows, device=self.lengths.device)
+        to = torch.tensor([place for place, row in enumerate(rows) if place != row], device=index.device)
+        if len(to):
             for layer in self.slots:
                 for own in (layer.keys, layer.values):
-                    own[to, :, : self.end] = own[from_, :, : self.end]
-        self.lengths = self.lengths[list(rows)]
+                    own[to, :, : self.end] = own[index[to], :, : self.end]
+        self.lengths = self.lengths[index]

@@ -81,11 +81,10 @@ class _State:
                 both = [pad(x, (0, max(self.tokens.shape[1], other.tokens.shape[1]) - x.shape[1])) for x in both]
             setattr(self, name, torch.cat(both))
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order."""
-        index = torch.tensor(rows, device=self.drawn.device)
         for name in (field.name for field in fields(self)):
-            setattr(self, name, getattr(self, name)[index])
+            setattr(self, name, getattr(self, name)[rows])
 
 
 def _begun(rows: Sequence[_Row], made: Prefilled) -> _State:
@@ -122,7 +121,7 @@ class TorchStream:
         self._state: _State | None = None
         self._cache: SlotCache | None = None
         self._steps = 0
-        self._draws: list[tuple[Sampling, list[int] | slice]] = []
+        self._draws: list[tuple[Sampling, Tensor | slice]] = []
         """The rows that draw with the same settings."""
 
     @property
@@ -200,7 +199,8 @@ class TorchStream:
             state.tokens[at] = state.drawn[rows] = drawn
             ended[rows] = self._model.ends[drawn]
             if stops := self._model.stop_strings(sampling.stop):
-                for i in at[0][stops.possible(drawn)].tolist():
+                numbers = at[0].tolist()
+                for i in (numbers[place] for place in stops.possible(drawn)):
                     ended[i] |= stops.complete(self._said(i, stops.window))
         going = ~state.over
         state.position += going
@@ -244,7 +244,7 @@ class TorchStream:
         if not rows or self._state is None or self._cache is None:
             self._state = self._cache = None
         else:
-            self._state.select(rows)
+            self._state.select(torch.tensor(rows, device=self._model.device))
             self._cache.select(rows)
         self._sort()
 
@@ -253,4 +253,5 @@ class TorchStream:
         alike: dict[Sampling, list[int]] = {}
         for i, row in enumerate(self._rows):
             alike.setdefault(replace(row.ask.sampling, max_new_tokens=0), []).append(i)
-        self._draws = [(how, rows if len(alike) > 1 else slice(None)) for how, rows in alike.items()]
+        numbers = (torch.tensor(rows, device=self._model.device) for rows in alike.values())
+        self._draws = [(how, rows if len(alike) > 1 else slice(None)) for how, rows in zip(alike, numbers, strict=True)]

@@ -109,7 +109,8 @@ TORCH: dict[str, dict[str, list[str]]] = {
         "engine, a stream": [
             "with «device→contextlib.nullcontext()»:",
             "uniform=torch.from_numpy(uniform)«.to(device)»",
-            "index = torch.tensor(rows«, device=self.drawn.device»)",
+            "numbers = (torch.tensor(rows«, device=self._model.device»)",
+            "self._state.select(torch.tensor(rows«, device=self._model.device»))",
             'tokens=tokens.to(«"cpu", »torch.int32).numpy()',
             "logprobs=logprobs«.cpu()».numpy()",
             "torch.arange(cache.end«, device=self._model.device»)",
@@ -120,6 +121,8 @@ TORCH: dict[str, dict[str, list[str]]] = {
         "engine, a stream": [
             "rows = torch.arange(len(at)«, device=at.device»)",
             "columns = torch.arange(width«, device=lengths.device»)",
+            "index = torch.tensor(rows«, device=self.lengths.device»)",
+            "enumerate(rows) if place != row]«, device=index.device»)",
         ]
     },
     "engines.kv_cache": {
