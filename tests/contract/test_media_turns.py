@@ -85,7 +85,7 @@ class Setup:
         self.recipe: Recipe = tiny.recipe(
             model={"context": 160, "heads": 2, "alphabet": "abcdefghijklmnopqrstuvwxyz ?", **towers},
             source=[{"prompts": str(folder / "p.jsonl"), "media": {"image": "image"}, "environment": f"{folder}/shows.py:Shows"}],
-            rollout={"max_turns": 3, "max_new_tokens": 5, "device": "cpu", "data_workers": 0, "groups_per_request": 1},
+            rollout={"max_turns": 3, "max_new_tokens": 5, "device": "cpu", "data_workers": 0, "groups_per_request": 1, "lockstep": True},  # draws are patched
             algorithm={"kl_coef": 0.1}, scorer={"scores": ["reference"]},
         )  # fmt: skip
         self.folder = tiny.folder(self.recipe, folder / "model")

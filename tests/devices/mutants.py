@@ -107,7 +107,7 @@ TORCH: dict[str, dict[str, list[str]]] = {
     },
     "engines.torch_stream": {
         "engine, a stream": [
-            "with «device→contextlib.nullcontext()»:",
+            "with «device→torch.no_grad()»:",
             "uniform=torch.from_numpy(uniform)«.to(device)»",
             "numbers = (torch.tensor(rows«, device=self._model.device»)",
             "self._state.select(torch.tensor(rows«, device=self._model.device»))",

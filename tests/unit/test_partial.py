@@ -21,6 +21,8 @@ from relax_hpc.recipe import dump_recipe, load_recipe
 from relax_hpc.records import Finish, Group, PartialRollout, Sample
 from relax_hpc.roles.common.process import RoleProcess, Stop
 from relax_hpc.roles.rollout import worker as worker_module
+from relax_hpc.roles.rollout.episode import Episode
+from relax_hpc.roles.rollout.streaming import Streaming
 from relax_hpc.roles.rollout.worker import RolloutWorker
 from relax_hpc.spool import partial_rollouts
 from relax_hpc.spool.queue import Claim, RequestQueue
@@ -213,7 +215,7 @@ def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_re
 def test_turns_and_environments_go_on_where_they_were(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut in the second of three turns, by when some samples have ended for good."""
     source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 3}}
-    setup = make({}, source=[source], rollout={"max_turns": 3, "max_new_tokens": 30})
+    setup = make({}, source=[source], rollout={"max_turns": 3, "max_new_tokens": 30, "lockstep": True})
     first = setup.worker()
     generate, turn = first.engine.generate, [0]
 
@@ -242,6 +244,34 @@ def test_turns_and_environments_go_on_where_they_were(make: Make, monkeypatch: p
             said = now.text(tokenizer)
             assert now.reward == len(said) and now.spans[-1][1] == 1
     assert {s.turns for g in groups for s in g.samples} >= {1, 3}
+
+
+def test_episodes_by_themselves_go_on_where_they_were(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut as soon as one sample begins its second turn; others are in their first, or have ended."""
+    source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 3}}
+    setup = make({}, source=[source], rollout={"max_turns": 3, "max_new_tokens": 30, "lockstep": False})
+    ask, published = Streaming._ask, list[int]()
+
+    def spoken(self: Streaming, number: int, episode: Episode) -> None:
+        ask(self, number, episode)
+        if len(episode.begins) == 2 and not published:
+            setup.publish(1)
+            published.append(number)
+
+    monkeypatch.setattr(Streaming, "_ask", spoken)
+    setup.generate(setup.worker())
+    partial = partial_rollouts.read(setup.run, ORDER, setup.queue.claim("rollout-0", 1).request_file)  # type: ignore[union-attr]
+    assert partial is not None and {1, 2} == {len(begins) for begins in partial.turns} and published[0] in partial.cut
+    setup.queue.give_back("rollout-0", lost=False)
+    setup.generate(setup.worker())
+    groups = setup.shard()
+    setup.check_logprobs(groups)
+    observation = AutoTokenizer.from_pretrained(setup.run.model).encode("go on", add_special_tokens=False)
+    for i, (was, now) in enumerate(zip(partial.samples, (s for g in groups for s in g.samples), strict=True)):
+        assert now.tokens[: len(was.tokens)].tolist() == was.tokens.tolist()
+        assert now.tokens[now.loss_mask == 0].tolist() == observation * (now.turns - 1)
+        assert len(now.tokens) > len(was.tokens) or i not in partial.cut
+    assert {version for g in groups for s in g.samples for _, version in s.spans} == {0, 1}
 
 
 def test_an_environment_that_answers_otherwise_the_second_time_begins_anew(make: Make) -> None:
