@@ -20,7 +20,7 @@ from relax_hpc.engines import Abort, Ask, Completion, EngineError, EngineRestart
 from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import Client, EngineRefused
-from relax_hpc.engines.sglang.outside import KEY_VARIABLE
+from relax_hpc.engines.sglang.outside.checks import KEY_VARIABLE
 from relax_hpc.files.errors import RunError
 from tests import tiny
 from tests.runs import wait_for

@@ -19,8 +19,8 @@ from relax_hpc.engines.model_folder import weights_of
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.sglang.client import EngineRefused
 from relax_hpc.engines.sglang.fleet import Fleet
-from relax_hpc.engines.sglang.outside import KEY_VARIABLE
-from relax_hpc.engines.sglang.pictures import Pictures
+from relax_hpc.engines.sglang.outside.checks import KEY_VARIABLE
+from relax_hpc.engines.sglang.outside.pictures import Pictures
 from relax_hpc.files.errors import RunError
 from relax_hpc.huggingface import from_config
 from relax_hpc.records import Media

@@ -27,8 +27,8 @@ from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.fleet import Fleet
 from relax_hpc.engines.sglang.group import UpdateGroup
 from relax_hpc.engines.sglang.media_files import MediaFiles
-from relax_hpc.engines.sglang.outside import KEY_VARIABLE, about_outside, check_lengths
-from relax_hpc.engines.sglang.pictures import Pictures
+from relax_hpc.engines.sglang.outside.checks import KEY_VARIABLE, about_outside, check_lengths
+from relax_hpc.engines.sglang.outside.pictures import Pictures
 from relax_hpc.engines.sglang.requests import Requests, seed_of
 from relax_hpc.engines.sglang.server import Server
 from relax_hpc.engines.sglang.stream import Pulse, SglangStream, end_all

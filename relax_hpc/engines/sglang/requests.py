@@ -11,7 +11,7 @@ import numpy as np
 
 from relax_hpc.engines.base import Completion, EngineError, Sampling, Tokens
 from relax_hpc.engines.sglang.experts import Experts
-from relax_hpc.engines.sglang.pictures import Pictures
+from relax_hpc.engines.sglang.outside.pictures import Pictures
 from relax_hpc.engines.stops import straddling
 from relax_hpc.records import Finish
 

@@ -22,7 +22,7 @@ from relax_hpc.engines.base import Ask, Completion, EngineError
 from relax_hpc.engines.model_folder import check_new, room_of
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.media_files import MediaFiles
-from relax_hpc.engines.sglang.outside import check_lengths
+from relax_hpc.engines.sglang.outside.checks import check_lengths
 from relax_hpc.engines.sglang.requests import Requests, seed_of
 from relax_hpc.records import Progress
 

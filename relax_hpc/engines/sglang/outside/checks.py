@@ -1,4 +1,4 @@
-"""A server that was there before the worker, at an address of the recipe."""
+"""Checks of a server that was there before the worker, at an address of the recipe."""
 
 from __future__ import annotations
 
