@@ -27,6 +27,8 @@ class Turn:
     """A reward of the environment's own, given with `done`; it takes the place of the source's reward function."""
     extra: dict[str, float] = field(default_factory=dict)
     """Numbers for columns of the shard, given with `done`."""
+    answer: str | None = None
+    """The final answer, which the source's reward scores, given with `done`; None: all that the model said in all turns."""
 
 
 class ToolError(Exception):

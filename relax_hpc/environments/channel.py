@@ -88,7 +88,7 @@ def to_worker(answer: tuple[Turn, ...] | Wrong | None) -> bytes:
     """Write down turns, an error, or None for "ready"."""
     if answer and isinstance(answer[0], str):
         return json.dumps(answer).encode()
-    turns = answer if answer is None else [[t.done, t.observation, t.reward, t.extra] for t in answer]
+    turns = answer if answer is None else [[t.done, t.observation, t.reward, t.extra, t.answer] for t in answer]
     return json.dumps(turns, default=lambda value: {_BYTES: base64.b64encode(value).decode()}).encode()
 
 
@@ -120,7 +120,9 @@ def checked(turn: object) -> Turn:
     if not isinstance(turn.extra, dict):
         raise WrongValue(f"returned {shown(turn.extra)} as Turn.extra, expected a dict of numbers")
     reward = None if turn.reward is None else finite_number("Turn.reward", turn.reward)
-    return Turn(turn.done, observation, reward, finite_numbers(turn.extra))
+    if turn.answer is not None and not isinstance(turn.answer, str):
+        raise WrongValue(f"returned {shown(turn.answer)} as Turn.answer, expected text or None")
+    return Turn(turn.done, observation, reward, finite_numbers(turn.extra), turn.answer)
 
 
 def _alike(items: Any, *keys: str) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 from relax_hpc.environments.base import Environment, Turn
 from relax_hpc.environments.channel import Channel, Wrong, from_child, to_child
 from relax_hpc.environments.child import START, Call
-from relax_hpc.environments.load import BUILT_IN, code_folders, make_environments
+from relax_hpc.environments.load import IN_PROCESS, code_folders, make_environments
 from relax_hpc.recipe.sandbox import Sandbox
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.source import AnyPrompts
@@ -143,7 +143,7 @@ class Environments:
             host.close()
 
     def _seat(self, group: int, prompt: Prompt) -> Seat:
-        if self._sources[prompt.source].environment not in BUILT_IN:
+        if self._sources[prompt.source].environment not in IN_PROCESS:
             return Seat(next(self._numbers), group, prompt)
         environment = self._make[prompt.source]()
         environment.reset(prompt)

@@ -9,11 +9,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc.environments.base import Environment
+from relax_hpc.environments.builtin.bash import Bash
+from relax_hpc.environments.builtin.calculator import Calculator
+from relax_hpc.environments.builtin.game import PREFIX, Game
+from relax_hpc.environments.builtin.image_tools import ImageTools
+from relax_hpc.environments.builtin.python import Python
+from relax_hpc.environments.builtin.search import Search
 from relax_hpc.environments.single_turn import SingleTurn
 from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.registry import RegistryError, check_call, resolve
 
-BUILT_IN = {"single_turn": SingleTurn}
+IN_PROCESS = {"single_turn": SingleTurn}
+"""Environments so quick that they live in the worker's own process."""
+BUILT_IN: dict[str, type[Environment]] = {
+    **IN_PROCESS, "bash": Bash, "calculator": Calculator, "game": Game, "image_tools": ImageTools, "python": Python,
+    "search": Search,
+}  # fmt: skip
 METHODS: dict[str, tuple[str, ...]] = {"reset": ("prompt",), "step": ("answer",), "close": ()}
 
 
@@ -35,6 +46,8 @@ def code_folders(sources: Sequence[AnyPrompts]) -> list[Path]:
 
 def _load(source: AnyPrompts) -> Callable[[], Environment]:
     name, options = source.environment, source.environment_options
+    if name.startswith(PREFIX):
+        name, options = "game", {"game": name.removeprefix(PREFIX), **options}
     made_by = resolve("environment", name, BUILT_IN)
     check_call("environment", name, made_by, **options)
     if isinstance(made_by, type):  # a function that returns environments is as good, but shows its methods too late

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,29 @@ CHAT_TEMPLATE = """\
 {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+TOOL_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }}({{ tool.function.parameters.properties | join(', ') }})
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response>
+{%- else %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Chat messages with tools as Qwen3 has them; a tool is declared by its name and arguments, since every character is a token."""
+TOOL_WORDS = (
+    "system\n", "user\n", "assistant\n", "<tool_call>\n", "\n</tool_call>", "<tool_response>\n", "\n</tool_response>",
+)  # fmt: skip
+"""Texts of the template that are one token each."""
 TIMES = {"qwen": "<0123456789. seconds>", "gemma4_unified": "0123456789: "}
 """Characters that processors write between the frames of a video."""
 MERGE, FRAMES_A_PATCH = 2, 2
@@ -52,23 +76,33 @@ GEMMA_IDS = {
 RATE_HZ, HOP, WINDOW, CHUNK_S = 16000, 160, 400, 300
 
 
-def character_tokenizer(alphabet: str, family: str | None = None) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with one token a character of `alphabet`, <unk> for all others. Decoding is the exact inverse.
+def character_tokenizer(
+    alphabet: str, family: str | None = None, words: Sequence[str] = (), chat: bool = False
+) -> PreTrainedTokenizerFast:
+    """Make a tokenizer with one token a character of `alphabet` and a word of `words`, <unk> for all others. Decoding is
+    the exact inverse.
 
     family: with this family's tokens for media, those of chat messages, and the characters that its processor writes.
+    chat: with a chat template that knows tools.
     """
     gemma = family == "gemma4_unified"
     marks = {**(GEMMA_MARKS if gemma else MARKS), "begin_token": BEGIN, "end_token": END} if family else {}
     if family:
         alphabet += "".join(sorted({*TIMES["gemma4_unified" if gemma else "qwen"]} - {*alphabet}))
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, *marks.values(), *alphabet])}
+    if chat:
+        marks, words = {"begin_token": BEGIN}, [*words, *TOOL_WORDS]
+    end = END if chat else EOS
+    vocabulary = {token: i for i, token in enumerate([PAD, end, UNK, *marks.values(), *words, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")  # "." would leave newlines out
+    pieces = [*map(re.escape, sorted(words, key=len, reverse=True)), r"[\s\S]"]  # "." would leave newlines out
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join(pieces)), "isolated")
     tokenizer.decoder = decoders.Fuse()
     made = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer, pad_token=PAD, eos_token=end, unk_token=UNK, clean_up_tokenization_spaces=False,
         **({"extra_special_tokens": marks} if marks else {}),
     )  # fmt: skip
+    if chat:
+        made.chat_template = TOOL_TEMPLATE
     if family:
         made.chat_template = _chat_template(Gemma4Unified.marks if gemma else Qwen3Omni.marks)
     return made
@@ -98,7 +132,7 @@ def config_of(model: TinyModel) -> PreTrainedConfig:
 
 
 def _tokenizer(model: TinyModel) -> PreTrainedTokenizerFast:
-    return character_tokenizer(model.alphabet, model.family if model.shows else None)
+    return character_tokenizer(model.alphabet, model.family if model.shows else None, model.words, model.chat)
 
 
 def _kind(model: TinyModel) -> Any:

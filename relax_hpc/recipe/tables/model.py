@@ -80,6 +80,12 @@ class TinyModel(Table):
     alphabet: str = Key(
         "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n", "The characters that are tokens; others become <unk>."
     )
+    words: list[str] = Key([], "Longer strings that are one token each, such as the beginning of a tool call.")
+    chat: bool = Key(
+        False,
+        "Give it a chat template with tools, whose calls and answers look as Qwen3's do; a turn ends with <|im_end|>. A model that sees "
+        "has one without tools.",
+    )
     vision: TinyVision | None = Key(None, "Make it see images and video.")
     audio: TinyAudio | None = Key(None, "Make it hear, and see.")
 
@@ -108,6 +114,14 @@ class TinyModel(Table):
             )
         if len(set(self.alphabet)) != len(self.alphabet):
             raise conflict("model.alphabet names a character twice")
+        if short := [word for word in self.words if len(word) < 2]:
+            raise conflict(
+                f"model.words = {short}: a word has two characters or more; put single ones into model.alphabet"
+            )
+        if self.shows and (self.chat or self.words):
+            raise conflict(
+                "model.chat and model.words are for models of text: leave them out, or [model.vision] and [model.audio]"
+            )
         return self
 
     @property

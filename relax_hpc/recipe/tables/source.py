@@ -38,7 +38,10 @@ class Prompts(Table):
     """The recipe's list of tables in which this one stands."""
 
     environment: str = Key(
-        "single_turn", "`single_turn`, or MODULE:CLASS or FILE.py:CLASS of your own.", looked_up=True
+        "single_turn",
+        "`single_turn`, `calculator`, `python`, `bash`, `search`, `image_tools`, `gymnasium:ID` of a game, or MODULE:CLASS or FILE.py:CLASS of "
+        "your own.",
+        looked_up=True,
     )
     environment_options: dict[str, Any] = Key({}, "Keyword arguments for the environment.")
     sandbox: AnySandbox = Key(

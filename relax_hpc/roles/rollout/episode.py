@@ -99,6 +99,11 @@ class Episode:
         self.finish, self.routed_experts = turn.finish, turn.routed_experts
         self.seconds += turn.seconds
 
+    def answer(self, sample: Sample, tokenizer: Any) -> str:
+        """Return the text that the source's reward scores: the final answer, or all that the model said."""
+        final = self.last.answer if self.last else None
+        return sample.text(tokenizer) if final is None else final
+
     def sample(self, version: int, failed: bool) -> Sample:
         """Return the sample. failed: its group failed, so it counts as generated only if it had come to its end."""
         turn, failed = self.last or Turn(done=True), self.seat.failure is not None or (failed and not self.done)

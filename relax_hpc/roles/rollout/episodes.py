@@ -69,7 +69,7 @@ class Episodes:
             if episode.last is None or episode.last.reward is None
         ]
         verdicts = self._setup.rewards.score(
-            [(episode.prompt, sample.text(self._setup.tokenizer)) for episode, sample in unscored],
+            [(episode.prompt, episode.answer(sample, self._setup.tokenizer)) for episode, sample in unscored],
             lambda: self._progress("scoring"),
             [episode.group for episode, _ in unscored],
         )
