@@ -54,7 +54,7 @@ def test_a_users_environment_is_made_once_a_sample_with_its_options() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (source("twin_turn"), r"unknown environment 'twin_turn'.*\['single_turn'\]"),
+        (source("twin_turn"), r"unknown environment 'twin_turn'.*'single_turn'"),
         (source(turns=2), "turns=2"),
         (source(f"{USER}:NoClose"), "no method 'close'; it needs reset, step, close"),
         (source(f"{USER}:OddStep"), r"OddStep.step\(self, answer.*cannot be called as \(self, answer\).*state"),

@@ -31,7 +31,7 @@ class Game:
             raise RunError(f"environment '{PREFIX}{game}' needs gymnasium: pip install 'relax-hpc[agents]'") from None
         self._show, self._moves = show, [*moves]
         modes = {"ansi": "ansi", "pixels": "rgb_array"}
-        self._game = gymnasium.make(game, render_mode=modes.get(show), **(options or {}))
+        self._game: Any = gymnasium.make(game, render_mode=modes.get(show), **(options or {}))
         if not isinstance(self._game.action_space, gymnasium.spaces.Discrete):
             raise RunError(
                 f"environment '{PREFIX}{game}': its moves are {self._game.action_space}, and only Discrete ones can be said"
