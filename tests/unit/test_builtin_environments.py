@@ -15,7 +15,7 @@ from PIL import Image
 
 from relax_hpc.environments import Environment, ToolError, Turn
 from relax_hpc.environments.builtin.calculator import calculate
-from relax_hpc.environments.channel import checked
+from relax_hpc.environments.channel import from_child, to_worker
 from relax_hpc.environments.load import make_environments
 from relax_hpc.environments.tool_calls import Call, tool_calls
 from relax_hpc.recipe.tables.source import FileSource
@@ -45,6 +45,13 @@ def begin(request: pytest.FixtureRequest) -> Iterator[Any]:
     yield begin
     for one in made:
         one.close()
+
+
+def checked(turn: Turn) -> Turn:
+    """The turn as it reaches the worker."""
+    sent = from_child(to_worker((turn,)))
+    assert sent and isinstance(sent[0], Turn), sent
+    return sent[0]
 
 
 def said(turn: Turn) -> str:
