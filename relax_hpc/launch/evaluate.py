@@ -27,7 +27,7 @@ import relax_hpc
 from relax_hpc.data import PromptSources
 from relax_hpc.engines import EngineError, EngineRestarted
 from relax_hpc.engines.model_folder import context_of
-from relax_hpc.environments.tools import with_tools
+from relax_hpc.environments.tools.schemas import with_tools
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.permissions import keep_private, make_private
 from relax_hpc.files.publish import publish, read_json, to_json, write_file

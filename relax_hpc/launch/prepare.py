@@ -20,7 +20,7 @@ from relax_hpc.algorithms.base import TEACHER
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.data import PromptSources
 from relax_hpc.engines.model_folder import context_of
-from relax_hpc.environments.tools import with_tools
+from relax_hpc.environments.tools.schemas import with_tools
 from relax_hpc.files.errors import RunError, explain_os
 from relax_hpc.files.publish import to_json, write_file
 from relax_hpc.files.run_dir import RunDir

@@ -17,7 +17,6 @@ from relax_hpc.environments import Environment, ToolError, Turn
 from relax_hpc.environments.builtin.calculator import calculate
 from relax_hpc.environments.channel import from_child, to_worker
 from relax_hpc.environments.load import make_environments
-from relax_hpc.environments.tool_calls import Call, tool_calls
 from relax_hpc.recipe.tables.source import FileSource
 from relax_hpc.records import Prompt
 from relax_hpc.registry import WrongValue
@@ -60,15 +59,6 @@ def said(turn: Turn) -> str:
     (message,) = turn.observation
     assert isinstance(message, dict) and message["role"] == "tool"
     return str(message["content"])
-
-
-def test_calls_are_read_in_their_order_and_what_is_wrong_with_one_is_said() -> None:
-    text = "first " + call("a", x=1) + "\n" + '<tool_call>{"name": "b"}'
-    assert tool_calls(text) == [Call("a", {"x": 1}), Call("b", {})]
-    assert tool_calls("the answer is 42") == []
-    for wrong, why in (("{", "not JSON"), ("[]", '"name"'), ('{"name": "a", "arguments": 3}', '"arguments"')):
-        with pytest.raises(ToolError, match=why):
-            tool_calls(f"<tool_call>{wrong}</tool_call>")
 
 
 @pytest.mark.parametrize(

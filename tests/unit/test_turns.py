@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from relax_hpc.data.render import ContentError, NextTurn, after_dummy, rendered_turn
-from relax_hpc.environments.tools import Call, CallError, parse_calls, schemas_of
+from relax_hpc.environments.tools import Call, CallError, parse_calls
+from relax_hpc.environments.tools.schemas import schemas_of
 from relax_hpc.registry import RegistryError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from relax_hpc.environments.base import Message, Part, ToolError, Turn
-from relax_hpc.environments.tool_calls import Call, tool_calls
+from relax_hpc.environments.tools.calls import Call, CallError, parse_calls
 from relax_hpc.records import Prompt
 
 Schema = dict[str, Any]
@@ -38,10 +38,10 @@ class WithTools:
 
     def step(self, answer: str) -> Turn:
         try:
-            calls = tool_calls(answer)
-        except ToolError as error:
+            calls = parse_calls(answer)
+        except CallError as error:
             self.wrong += 1
-            return Turn(False, [{"role": "tool", "content": f"error: {error}"}])
+            return Turn(False, ToolError(str(error)).observation())
         if not calls:
             return self.ended(answer)
         return Turn(False, [self._answered(call) for call in calls])

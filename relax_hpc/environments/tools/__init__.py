@@ -1,6 +1,5 @@
-"""Tools of environments: their schemas, which the chat template shows the model, and the calls in what it says."""
+"""Tools of environments: the calls in what the model says; schemas.py has what the chat template shows the model."""
 
 from relax_hpc.environments.tools.calls import Call, CallError, parse_calls
-from relax_hpc.environments.tools.schemas import schemas_of, with_tools
 
-__all__ = ["Call", "CallError", "parse_calls", "schemas_of", "with_tools"]
+__all__ = ["Call", "CallError", "parse_calls"]

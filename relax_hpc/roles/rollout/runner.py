@@ -17,7 +17,7 @@ from relax_hpc.data import PromptSources
 from relax_hpc.data.ahead import PromptLoader, Unusable
 from relax_hpc.engines import EngineError, Sampling, Streams, make_engine
 from relax_hpc.environments import Environments
-from relax_hpc.environments.tools import with_tools
+from relax_hpc.environments.tools.schemas import with_tools
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
 from relax_hpc.media.process import Processor

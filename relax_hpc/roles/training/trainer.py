@@ -22,7 +22,7 @@ from relax_hpc.algorithms.base import REFERENCE
 from relax_hpc.data import PromptSources
 from relax_hpc.data.examples import ExampleLoader
 from relax_hpc.engines.model_folder import context_of
-from relax_hpc.environments.tools import with_tools
+from relax_hpc.environments.tools.schemas import with_tools
 from relax_hpc.files.errors import RunError
 from relax_hpc.records import Rollouts
 from relax_hpc.roles.common.load_batch import Batch, load, load_batch
