@@ -52,7 +52,7 @@ class Hunter(Monkey):
             return super()._pid(role)
         while (worker := super()._pid("rollout-0")) is not None:
             if children := children_of(psutil.Process(worker)):
-                return children[0].pid
+                return int(children[0].pid)
         return None
 
 
