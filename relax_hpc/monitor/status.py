@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.slurm.overview import Overview
 from relax_hpc.supervise.lease import holder
 from relax_hpc.supervise.supervisor import ENDED, is_final, outcome_of
-from relax_hpc.telemetry import read_heartbeat, read_metrics
+from relax_hpc.telemetry import iter_metrics, read_heartbeat
 
 RECENT = 20
 """Steps and requests over which rates are averaged."""
@@ -72,19 +73,25 @@ class Status:
             if record["kind"] == "step":
                 self.steps = [*self.steps, record][-RECENT:]
                 # by step, so that a replayed step counts once
-                self.failures[record["step"]] = record.get("failures", {})
+                self.failures.pop(record["step"], None)
+                if found := record.get("failures"):
+                    self.failures[record["step"]] = found
             elif record["kind"] == "eval":
                 self.evals[record["version"]] = record
             elif record["kind"] == "eval_failed":
                 self.given_up[record["version"]] = record["reason"]
         workers = self._in_turn()
         for name in workers:
-            self.requests[name] = [*self.requests.get(name, []), *self._new(name)][-RECENT:]
+            self.requests.setdefault(name, [])
+            for record in self._new(name):
+                self.requests[name] = [*self.requests[name], record][-RECENT:]
         for name in ("supervisor", *self._names("node-agent-*")):
-            self.restarts += sum(record["kind"] == "lost" for record in self._new(name))
+            for record in self._new(name):
+                self.restarts += record["kind"] == "lost"
         for name in self._sidecars():
-            new = [record for record in self._new(name) if record["kind"] == "column"]
-            self.columns[name] = [*self.columns.get(name, []), *new][-RECENT:]
+            for record in self._new(name):
+                if record["kind"] == "column":
+                    self.columns[name] = [*self.columns.get(name, []), record][-RECENT:]
         for name in (*self._trainers(), *self._sidecars(), *workers):
             heartbeat = read_heartbeat(self.run, name)
             if heartbeat is not None:
@@ -183,6 +190,11 @@ class Status:
         waited = sum(o["wait_s"] for o in requests)
         return min(trainer, 1.0), waited / max(busy + waited, 1e-9)
 
-    def _new(self, name: str) -> list[dict[str, Any]]:
-        records, self._offsets[name] = read_metrics(self.run.metrics / f"{name}.jsonl", self._offsets.get(name, 0))
-        return records
+    def _new(self, name: str) -> Iterator[dict[str, Any]]:
+        """New records one by one: the metrics of a long run are larger than what is kept of them.
+
+        A record counts as read once it is given out, so that a call that fails behind it loses and repeats none.
+        """
+        for record, behind in iter_metrics(self.run.metrics / f"{name}.jsonl", self._offsets.get(name, 0)):
+            self._offsets[name] = behind
+            yield record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,20 @@ def test_status_says_which_prompts_of_an_evaluation_failed_and_which_evaluations
     assert f"evaluation of version 4: 2 prompts failed: {RAISED}" in text
     assert f"evaluation of version 4: 1 prompts failed: {SLOW}" in text
     assert "the evaluation of version 2 was given up: its weights are gone" in text
+
+
+def test_status_keeps_little_of_the_metrics_of_a_long_run(run: RunDir) -> None:
+    telemetry, request = Telemetry(run, "rollout-0", 0), {f"value_{i}": float(i) for i in range(100)}
+    for number in range(3000):
+        telemetry.metrics("request", number=number, **request)
+    assert (size := (run.metrics / "rollout-0.jsonl").stat().st_size) > 5e6
+    status = Status(run, tiny.recipe())
+    tracemalloc.start()
+    status.refresh()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [record["number"] for record in status.requests["rollout-0"]] == [*range(2980, 3000)]
+    assert peak < size / 5, "all records were in memory at once"
+    telemetry.metrics("request", number=3000)
+    status.refresh()
+    assert [record["number"] for record in status.requests["rollout-0"]] == [*range(2981, 3001)]

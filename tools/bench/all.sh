@@ -29,6 +29,7 @@ runs=(
     "omni_trainer"
     "memory"
     "trl --rounds 3 --steps 60"
+    "trl-vl --sizes vl --rounds 3 --steps 20"
     "trl_accuracy --seeds 3"
     "slurm_chaos --faults 100 --requeues 5 --stalls 5"
     "slurm_chaos-large --parts faults --faults 8 --kinds preempted 'supervisor killed' --gap 3 --set model.hidden_size=1024 --set model.intermediate_size=4096 --set model.layers=8 --set model.heads=8 --set model.kv_heads=4 --set trainer.prompts_per_step=2 --set rollout.groups_per_request=1"

@@ -10,6 +10,7 @@ import json
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ def make(folder: Path) -> int:
     """Write the model; its parameters."""
     make_tiny(TinyModel.model_validate(MODEL), folder, 0)
     processor = transformers.AutoProcessor.from_pretrained(folder)
-    model = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    model: Any = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     embedded = model.get_input_embeddings().weight
     model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
     model.lm_head.weight = torch.nn.Parameter(embedded.detach().clone())
