@@ -133,6 +133,9 @@ class Sample:
     """Seconds that the engine took for the sample's turns; not kept in the shard."""
     media: Media | None = None
     """All that the sample shows, its prompt's media first, where its environment showed more than the prompt; else None."""
+    rollout: int | None = None
+    """Number of the attempt at the prompt, for an agent's: one that rewrites or forks its history makes several samples,
+    which share its reward. None: an attempt of its own."""
 
     def text(self, tokenizer: Any) -> str:
         """Decode the model's own tokens; observations are left out."""
@@ -250,6 +253,8 @@ class Rollouts:
     """[N] 1 where an environment showed media after the prompt: placeholders stand in the sample's own tokens too."""
     too_old: NDArray[np.uint8] | None = None
     """[T] 1 on tokens that the model generated and that are kept out of the loss for their age alone."""
+    rollout: NDArray[np.int32] | None = None
+    """[N] which attempt of its group a sample is of, where an attempt may have several; else None: each has one."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -296,6 +301,7 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         routed_experts=np.concatenate(routed) if routed else None,
         columns={n: joined([r.columns[n] for r in rollouts], np.float32) for n in columns},
         shown_later=_shown_later(rollouts),
+        rollout=_attempts(rollouts),
         media=tuple(m for r in rollouts for m in r.media or [None] * len(r)) if any(r.media for r in rollouts) else (),
         **flat,
     )
@@ -305,6 +311,12 @@ def _shown_later(rollouts: Sequence[Rollouts]) -> NDArray[np.uint8] | None:
     if all(r.shown_later is None for r in rollouts):
         return None
     return joined([np.zeros(len(r), np.uint8) if r.shown_later is None else r.shown_later for r in rollouts], np.uint8)
+
+
+def _attempts(rollouts: Sequence[Rollouts]) -> NDArray[np.int32] | None:
+    if all(r.rollout is None for r in rollouts):
+        return None
+    return joined([np.arange(len(r)) if r.rollout is None else r.rollout for r in rollouts], np.int32)
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

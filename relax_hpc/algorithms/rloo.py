@@ -18,8 +18,8 @@ class RlooAlgorithm(PolicyAlgorithm):
         return -inputs.advantages * inputs.logprobs, {}
 
 
-def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
-    """[N] r - mean of the others of its group = n / (n - 1)·(r - mean of its group). A group of
-    one gets 0."""
-    centred, count, member = center_groups(rewards, group)
+def leave_one_out(rewards: Tensor, group: Tensor, rollout: Tensor | None = None) -> Tensor:
+    """[N] r - mean of the other rollouts of its group = n / (n - 1)·(r - mean of its group). A group of
+    one gets 0. rollout: as for `center_groups`."""
+    centred, count, member, _ = center_groups(rewards, group, rollout)
     return (centred * (count / (count - 1).clamp(min=1))[member]).to(rewards.dtype)

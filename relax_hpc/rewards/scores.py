@@ -67,7 +67,7 @@ def answers(shards: Iterable[Shard]) -> list[Answers]:
     found = []
     for shard in shards:
         of_group, lengths = shard.samples["group"], np.diff(shard.offsets)
-        generated = shard.samples["finish"] != Finish.FAILED
+        generated = (shard.samples["finish"] != Finish.FAILED) & shard.attempts()
         for group, about in enumerate(shard.groups):
             mine, failed = np.flatnonzero((of_group == group) & generated), bool(about["failed"])
             # A group, or a sample, that could not be judged counts as not solved: leaving it out would flatter the score.

@@ -25,6 +25,9 @@ EXTRA_FOLDER = "extra/"
 ROUTED = "routed_experts"
 """An optional column: unsigned integers, [rows, layers, k] flattened; sample i has one row a token of its prompt and answer, less one."""
 ROUTED_TYPES = (np.dtype("u1"), np.dtype("<u2"))
+ROLLOUT = "rollout"
+"""An optional column, [N]: which attempt of its group a sample is of, where an attempt may have several samples."""
+ROLLOUT_TYPE = np.dtype("<i4")
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
 """Columns of length T: worth compressing, and read by slices."""
 SCORE_BYTES = 4

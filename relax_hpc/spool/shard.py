@@ -34,6 +34,8 @@ from relax_hpc.spool.layout import (
     EXTRA,
     EXTRA_FOLDER,
     FORMAT,
+    ROLLOUT,
+    ROLLOUT_TYPE,
     ROUTED,
     ROUTED_TYPES,
     SCHEMA,
@@ -138,7 +140,8 @@ class Shard:
         """Return the types that a column may have."""
         if column.startswith(FOLDER):
             return (self.media_index.columns()[column][0],)
-        return (COLUMNS[column],) if column in COLUMNS else ROUTED_TYPES if column == ROUTED else (EXTRA,)
+        known = {ROUTED: ROUTED_TYPES, ROLLOUT: (ROLLOUT_TYPE,)}
+        return (COLUMNS[column],) if column in COLUMNS else known.get(column, (EXTRA,))
 
     def _small(self, column: str) -> NDArray[Any]:
         """Read a column that is small beside the token columns; it is kept after the first read."""
@@ -268,13 +271,23 @@ class Shard:
             columns={name: gather(functools.partial(_piece, values)) for name, values in columns.items()},
             media=self.media_index.of_samples(picked.tolist(), of_group.tolist(), self.media) if media else (),
             shown_later=self._shown_later(picked),
+            rollout=self._small(ROLLOUT)[picked] if ROLLOUT in self else None,
             **flat,
         )
 
+    def attempts(self) -> NDArray[np.bool_]:
+        """[N] True on one sample of each attempt at a prompt: the first, since all of them have its reward."""
+        if ROLLOUT not in self:
+            return np.ones(len(self.samples), np.bool_)
+        pairs = np.stack([self.samples["group"], self._small(ROLLOUT)])
+        first = np.zeros(len(self.samples), np.bool_)
+        first[np.unique(pairs, axis=1, return_index=True)[1]] = True
+        return first
+
     def raw_rewards(self) -> list[NDArray[np.float32]]:
-        """Return the raw rewards of each group that did not fail, [samples that did not] each."""
+        """Return the raw rewards of each group that did not fail, [attempts that did not] each."""
         of_group, rewards = self.samples["group"], self.samples["raw_reward"]
-        generated = self.samples["finish"] != Finish.FAILED
+        generated = (self.samples["finish"] != Finish.FAILED) & self.attempts()
         return [rewards[(of_group == g) & generated] for g in np.flatnonzero(self.groups["failed"] == 0)]
 
     def _routed(self, picked: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]] | None:
@@ -332,7 +345,7 @@ class Shard:
                 Sample(
                     tokens.tokens[x:y], tokens.loss_mask[x:y], tokens.logprobs[x:y], spans, Finish(int(row["finish"])),
                     float(row["reward"]), float(row["raw_reward"]), int(row["turns"]), numbers, self.routed_experts(int(which[k])),
-                    media=later,
+                    media=later, rollout=None if tokens.rollout is None else int(tokens.rollout[k]),
                 )
             )  # fmt: skip
         return Group(prompt, samples, *self.failure(index))

@@ -25,6 +25,8 @@ from relax_hpc.spool.layout import (
     EXTRA_FOLDER,
     FORMAT,
     GROUP,
+    ROLLOUT,
+    ROLLOUT_TYPE,
     ROUTED,
     SAMPLE,
     SCHEMA,
@@ -64,6 +66,9 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
     routed = [s.routed_experts for s in samples if s.routed_experts is not None]
     if routed and len(routed) == len(samples):
         flat[ROUTED] = hdf5.Column([part.reshape(-1) for part in routed], routed[0].dtype)
+    if any(s.rollout is not None for s in samples):
+        numbers = [i if s.rollout is None else s.rollout for i, s in enumerate(samples)]
+        flat[ROLLOUT] = hdf5.Column([np.array(numbers)], ROLLOUT_TYPE)
     for name in dict.fromkeys(key for s in samples for key in s.extra):
         flat[EXTRA_FOLDER + name] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], EXTRA)
     return flat

@@ -12,26 +12,37 @@ STD_EPS = 1e-6
 """Added to a standard deviation; in the reward's unit."""
 
 
-def group_relative(rewards: Tensor, group: Tensor, *, normalize_std: bool, eps: float = STD_EPS) -> Tensor:
+def group_relative(
+    rewards: Tensor, group: Tensor, rollout: Tensor | None = None, *, normalize_std: bool, eps: float = STD_EPS
+) -> Tensor:
     """[N] (r - mean of its group) / (std of its group + eps), GRPO (arXiv 2402.03300, section 4.1.2).
 
-    rewards: [N]; group: [N] int64, any numbers. The standard deviation is the sample's (n - 1). Without it, as in
+    rewards: [N]; group: [N] int64, any numbers; rollout: as for `center_groups`. The standard deviation is the sample's (n - 1). Without it, as in
     Dr. GRPO (arXiv 2503.20783), the advantage keeps the reward's unit. A group of one gets 0.
     """
-    centred, count, member = center_groups(rewards, group)
+    centred, count, member, share = center_groups(rewards, group, rollout)
     if normalize_std:
-        variance = torch.zeros_like(count).index_add_(0, member, centred.square()) / (count - 1).clamp(min=1)
+        variance = torch.zeros_like(count).index_add_(0, member, share * centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)[member]
     return centred.to(rewards.dtype)
 
 
-def center_groups(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Subtract group means: ([N] r - mean of its group, [G] group sizes, [N] index of each one's group), float64."""
-    _, member = torch.unique(group, return_inverse=True)
-    values = rewards.double()
-    count = torch.bincount(member).double()
-    mean = torch.zeros_like(count).index_add_(0, member, values) / count
-    return values - mean[member], count, member
+def center_groups(
+    rewards: Tensor, group: Tensor, rollout: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Subtract group means: ([N] r - mean of its group, [G] rollouts of a group, [N] index of each one's group, [N] share
+    of its rollout), float64.
+
+    rollout: [N] which attempt of its group a sample is of; one with several samples counts once. None: each has one.
+    """
+    groups, member = torch.unique(group, return_inverse=True)
+    values, share = rewards.double(), torch.ones(len(rewards), dtype=torch.float64)
+    if rollout is not None:
+        _, attempt, size = torch.unique(torch.stack([member, rollout]), dim=1, return_inverse=True, return_counts=True)
+        share = 1 / size.double()[attempt]
+    count = torch.zeros(len(groups), dtype=torch.float64).index_add_(0, member, share)
+    mean = torch.zeros_like(count).index_add_(0, member, share * values) / count
+    return values - mean[member], count, member, share
 
 
 def token_rewards(rewards: Tensor, penalties: Tensor, rollouts: Rollouts) -> Tensor:

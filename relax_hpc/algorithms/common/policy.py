@@ -75,9 +75,11 @@ class PolicyAlgorithm(ABC):
         return clipped_surrogate(inputs.logprobs - old, inputs.advantages, *bounds)
 
     def per_sample(self, rollouts: Rollouts, estimate: Callable[..., Tensor], **options: bool) -> Tensor:
-        """[T] a sample's advantage at each of its tokens: `estimate`(rewards less all penalties [N], groups [N])."""
+        """[T] a sample's advantage at each of its tokens: `estimate`(rewards less all penalties [N], groups [N]), and
+        with `rollout` [N] where an attempt may have several samples."""
         rewards = self._rewards(rollouts) - sample_sums(self._penalties(rollouts), rollouts)
-        return over_tokens(estimate(rewards, torch.from_numpy(rollouts.group), **options), rollouts)
+        attempts = {} if rollouts.rollout is None else {"rollout": torch.from_numpy(rollouts.rollout)}
+        return over_tokens(estimate(rewards, torch.from_numpy(rollouts.group), **attempts, **options), rollouts)
 
     def token_rewards(self, rollouts: Rollouts) -> Tensor:
         """[T] float64 rewards of single tokens, less their penalties."""
