@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from relax_hpc.engines import Completion, Sampling
+from relax_hpc.environments.tools import Call as ToolCall
 from relax_hpc.gateway.messages import Message, fingerprints, for_template
 from relax_hpc.gateway.refusals import Refusal
 from relax_hpc.gateway.rendering import Renderer
@@ -144,9 +145,12 @@ class Desk:
         messages = for_template(call.messages)
         history = [*fingerprints(messages, _about(call))]
         parent, known = session.tree.find(history)
-        if parent is None:
-            return messages, None, self.renderer.whole(messages, call.tools, call.options)
-        return messages, parent, self.renderer.after(parent.said.tokens, messages[known:], call.tools, call.options)
+        if parent is not None:
+            before, new = messages[:known], messages[known:]
+            told = self.renderer.after(parent.said.tokens, before, new, call.tools, call.options)
+            if told is not None:
+                return messages, parent, told
+        return messages, None, self.renderer.whole(messages, call.tools, call.options)
 
     async def answer(self, ready: Prepared, gone: Callable[[], Any]) -> Turn:
         """Generate the answer and keep it; one that nobody waits for any more (`gone`) is not kept. Raises Refusal."""
@@ -168,13 +172,16 @@ class Desk:
         return turn
 
     def _turn(self, ready: Prepared, said: Completion) -> Turn:
-        text, found = self.renderer.text(said.tokens, ready.sampling.stop), list[tuple[str, dict[str, Any]]]()
+        text, found = self.renderer.text(said.tokens, ready.sampling.stop), list[ToolCall]()
         if ready.call.tools:
-            text, found = self.renderer.calls(text)
+            text, found = self.renderer.calls(said.tokens, text)
         calls = tuple(
-            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": {"name": name, "arguments": given}}
-            for name, given in found
-        )
+            {
+                "id": f"call_{secrets.token_hex(12)}", "type": "function",
+                "function": {"name": one.name, "arguments": one.arguments},
+            }
+            for one in found
+        )  # fmt: skip
         return Turn(secrets.token_hex(12), text, calls, said, len(ready.context), int(time.time()))
 
     def refuse(self, session: Session, refusal: Refusal) -> None:

@@ -8,8 +8,7 @@ import stat
 import subprocess
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from relax_hpc.engines import Ask, Completion, Engine, Sampling, Stream, make_engine
+from relax_hpc.engines import Completion, Sampling, Streams, make_engine
 from relax_hpc.gateway import Gateway, Session
 from relax_hpc.gateway.app import MAX_BODY_BYTES
 from relax_hpc.gateway.openai import MODEL
 from relax_hpc.gateway.relay import Relay
 from relax_hpc.gateway.tree import samples
-from relax_hpc.records import Finish, Progress
+from relax_hpc.records import Finish
 from relax_hpc.trainers import make_trainer
 from tests import tiny
 
@@ -43,31 +42,6 @@ TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"typ
 SAMPLING = Sampling(max_new_tokens=6)
 
 
-class OneByOne:
-    """A stream over an engine's `generate`, an answer after the other."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._asks = engine, deque[Ask]()
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._asks)
-
-    def stream(self, progress: Progress = lambda: None) -> Stream:
-        return self
-
-    def ask(self, asks: Sequence[Ask]) -> None:
-        self._asks.extend(asks)
-
-    def advance(self, wait_s: float) -> list[tuple[int, Completion]]:
-        ask = self._asks.popleft()
-        begun = [ask.begun] if len(ask.begun) else []
-        return [(ask.key, self._engine.generate([ask.context], 1, ask.sampling, ask.seed, begun=begun)[0])]
-
-    def abort(self) -> list[tuple[int, Completion]]:
-        return []
-
-
 class Place:
     """A gateway over a tiny model, whose engine runs in a thread; it notes all that the engine sampled."""
 
@@ -77,12 +51,13 @@ class Place:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.tokenizer.chat_template = TEMPLATE
         self.engine = make_engine(recipe, folder)
+        assert isinstance(self.engine, Streams)
         self.engine.load(3, dict(make_trainer(recipe, folder, 0, 1).export()).items())
         self.script: list[str] = []
         self.paused = threading.Lock()
         """Held by a test, it keeps the engine from working."""
         self.gateway, self.sampled = Gateway(self.tokenizer, self.engine.context), list[Completion]()
-        self.relay, self.stop = Relay(self.gateway, OneByOne(self.engine)), threading.Event()
+        self.relay, self.stop = Relay(self.gateway, self.engine), threading.Event()
         answer = self.gateway.answer
 
         def noted(key: int, completion: Completion) -> None:
@@ -158,12 +133,17 @@ def test_an_openai_client_goes_on_from_the_tokens_that_were_sampled(place: Place
     [sample], [told] = samples(session.tree, 2)
     assert drift(place, session) == 0 and sample.turns == 3 and sample.rollout == 2
     assert place.tokenizer.decode(told.tolist()) == "user: 1+1=<eos>assistant: "
-    first, *_ = place.sampled
-    ended = first.tokens[-1] == place.tokenizer.eos_token_id
-    after = sample.tokens[len(told) + len(first.tokens) :]
-    assert place.tokenizer.decode(after.tolist()).startswith(
-        "user: 2<eos>" if ended else "<eos>user: 2<eos>assistant: "
-    )
+    at = len(told)
+    for said, question in zip(place.sampled, ("2", "3", None), strict=True):
+        assert sample.tokens[at : at + len(said.tokens)].tolist() == said.tokens.tolist()
+        at += len(said.tokens)
+        if question is None:
+            break
+        end = "" if said.tokens[-1] == place.tokenizer.eos_token_id else "<eos>"
+        between = place.tokenizer.encode(f"{end}user: {question}<eos>assistant: ", add_special_tokens=False)
+        assert sample.tokens[at : at + len(between)].tolist() == between
+        at += len(between)
+    assert at == len(sample.tokens)
     assert sample.spans == [(0, 3)]
 
 
