@@ -134,6 +134,7 @@ class Recipe(Table):
         self._algorithm_fits()
         self._trainer_fits()
         self._sources_fit()
+        self._agents_fit()
         self._roles_fit()
         names = [tracking.name for tracking in self.tracking]
         if len(set(names)) < len(names):
@@ -232,6 +233,18 @@ class Recipe(Table):
             raise conflict(
                 "[curriculum] shifts prompts between sources, but there is one [[source]]: split it by difficulty into "
                 "several, or remove the table"
+            )
+
+    def _agents_fit(self) -> None:
+        played = [source.agent is not None for source in self.sources]
+        if any(played) and not all(played):
+            number = played.index(False)
+            raise conflict(
+                f"source {number} has no `agent`, but others do: give one to all sources, those of evaluation too, or to none"
+            )
+        if any(played) and self.async_.partial:
+            raise conflict(
+                "[async.partial] gives requests back partly generated, but a running `agent` cannot go to another worker: leave the table out"
             )
 
     def _roles_fit(self) -> None:

@@ -182,9 +182,10 @@ def test_a_tool_call_and_a_stream_are_told_as_openai_tells_them(place: Place) ->
 def test_forks_and_rewritten_histories_are_samples_whose_shared_turns_are_trained_once(place: Place) -> None:
     session = place.session()
     client = place.openai(session)
-    say = lambda messages: (
-        client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.model_dump()
-    )
+
+    def say(messages: Any) -> dict[str, Any]:
+        return client.chat.completions.create(model=MODEL, messages=messages).choices[0].message.model_dump()
+
     first = [*ASKED, say(ASKED)]
     for question in ("left", "right"):
         say([*first, {"role": "user", "content": question}])
@@ -201,10 +202,15 @@ def test_forks_and_rewritten_histories_are_samples_whose_shared_turns_are_traine
 
 def test_tokens_in_tokens_out_go_on_where_they_are_known(place: Place) -> None:
     session = place.session()
-    ask = lambda tokens, **more: httpx.post(
-        f"{place.gateway.url}/inference/v1/generate", headers={"authorization": f"Bearer {session.key}"},
-        json={"model": MODEL, "token_ids": tokens, "sampling_params": {"max_tokens": 4, "logprobs": 1, "stop_token_ids": [1]}, **more},
-    )  # fmt: skip
+
+    def ask(tokens: list[int]) -> httpx.Response:
+        sampled = {"max_tokens": 4, "logprobs": 1, "stop_token_ids": [1]}
+        return httpx.post(
+            f"{place.gateway.url}/inference/v1/generate",
+            headers={"authorization": f"Bearer {session.key}"},
+            json={"model": MODEL, "token_ids": tokens, "sampling_params": sampled},
+        )
+
     first = ask([5, 6, 7]).json()["choices"][0]
     assert [e["token"] for e in first["logprobs"]["content"]] == [f"token_id:{t}" for t in first["token_ids"]]
     ask([5, 6, 7, *first["token_ids"], 8, 9])

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import PositiveFloat, PositiveInt, Tag, model_validator
 
+from relax_hpc.recipe.agent import Agent
 from relax_hpc.recipe.sandbox import AnySandbox, Sandbox
 from relax_hpc.recipe.tables.table import Key, Table, conflict, named
 
@@ -47,6 +48,9 @@ class Prompts(Table):
     sandbox: AnySandbox = Key(
         Sandbox(), "Sandbox in which the processes of this source's environment run: a kind, or a table."
     )
+    agent: Agent | None = Key(
+        None, "A program that plays each sample by itself, in place of an environment and a reward."
+    )
     rewards: list[RewardPart] = Key(
         [], "Several rewards, added with their weights, in place of `reward`; each becomes a column of its own."
     )
@@ -67,6 +71,18 @@ class Prompts(Table):
                 raise conflict(f"rewards has '{name}' twice for the same rows: give each part a `name` of its own")
         if bool(self.reward_column) != any(part.kind is not None for part in self.rewards):
             raise conflict("reward_column and the `kind` of a part of `rewards` go together: give both or neither")
+        return self
+
+    @model_validator(mode="after")
+    def _agent_plays_alone(self) -> Prompts:
+        if self.agent is not None and self.environment != "single_turn":
+            raise conflict(
+                f"`agent` and environment = '{self.environment}' are both given: an agent takes an environment's place, leave one out"
+            )
+        if self.agent is not None and self.shows:
+            raise conflict(
+                "a source with an `agent` shows media, but the gateway takes text only: leave `media` or `agent` out"
+            )
         return self
 
     tools: list[dict[str, Any] | str] = Key(

@@ -25,6 +25,7 @@ from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Failure, Group, PartialRollout, Prompt, failed_group
 from relax_hpc.rewards import RewardRunner
 from relax_hpc.roles.common import gpus
+from relax_hpc.roles.rollout.agents import Agents
 from relax_hpc.roles.rollout.episodes import Asked, Episodes, RolloutAborted, RolloutSetup
 from relax_hpc.roles.rollout.observations import Observations
 from relax_hpc.spool.request import Request, request_seed
@@ -54,6 +55,7 @@ class RolloutRunner:
             self.engine, tokenizer, environments, rewards, r.max_turns, observations, placeholders, lockstep, r.max_episode_tokens,
             r.on_failed_sample,
         )  # fmt: skip
+        self._agents = Agents(self._setup, recipe) if any(source.agent for source in recipe.sources) else None
         self._training = Sampling(r.temperature, r.top_p, r.top_k, r.max_new_tokens, tuple(r.stop))
         self._unusable: dict[int, Failure] = {}
         """Prompts of the request at hand, by their place in it, that have media which cannot be used."""
@@ -92,6 +94,8 @@ class RolloutRunner:
         sampling = self._evaluation if request.evaluates else self._training
         asked = Asked(prompts, request.samples_per_prompt, seed, sampling, self._unusable)
         try:
+            if self._agents is not None:
+                return self._agents.groups(asked, progress)
             return Episodes(self._setup, asked, progress).generate(partial)
         except (EngineError, RunError, RolloutAborted):
             raise
@@ -113,6 +117,8 @@ class RolloutRunner:
     def close(self) -> None:
         """End the engine and the processes of rewards and environments."""
         self.loader.close()
+        if self._agents is not None:
+            self._agents.close()
         self._setup.rewards.close()
         self._setup.environments.close()
         self.engine.close()
