@@ -134,13 +134,14 @@ def test_an_openai_client_goes_on_from_the_tokens_that_were_sampled(place: Place
     assert drift(place, session) == 0 and sample.turns == 3 and sample.rollout == 2
     assert place.tokenizer.decode(told.tolist()) == "user: 1+1=<eos>assistant: "
     at = len(told)
-    for said, question in zip(place.sampled, ("2", "3", None), strict=True):
+    questions = ("2", "3", None)
+    for said, asked in zip(place.sampled, questions, strict=True):
         assert sample.tokens[at : at + len(said.tokens)].tolist() == said.tokens.tolist()
         at += len(said.tokens)
-        if question is None:
+        if asked is None:
             break
         end = "" if said.tokens[-1] == place.tokenizer.eos_token_id else "<eos>"
-        between = place.tokenizer.encode(f"{end}user: {question}<eos>assistant: ", add_special_tokens=False)
+        between = place.tokenizer.encode(f"{end}user: {asked}<eos>assistant: ", add_special_tokens=False)
         assert sample.tokens[at : at + len(between)].tolist() == between
         at += len(between)
     assert at == len(sample.tokens)
@@ -156,8 +157,8 @@ def test_a_tool_call_and_a_stream_are_told_as_openai_tells_them(place: Place) ->
     assert choice.finish_reason == "tool_calls" and choice.message.content == "so" and choice.message.tool_calls
     [call] = choice.message.tool_calls
     assert call.type == "function" and (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
-    told = {"role": "tool", "tool_call_id": call.id, "content": "2"}
-    renamed = {**choice.message.model_dump(), "content": " so\n"}  # as harnesses do
+    told: Any = {"role": "tool", "tool_call_id": call.id, "content": "2"}
+    renamed: Any = {**choice.message.model_dump(), "content": " so\n"}  # as harnesses do
     renamed["tool_calls"][0] |= {"id": "x"}
     chunks = [
         *client.chat.completions.create(
