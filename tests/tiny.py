@@ -82,6 +82,21 @@ def random_rollouts(samples: int, group_size: int = 4, seed: int = 0, masked: fl
     return rollouts(asked, answers, group_size, seed, masked)
 
 
+def branching_rollouts(groups: int, each: int = 5, seed: int = 0, masked: float = 0.2) -> Rollouts:
+    """Samples that go on from some place in an earlier one of their group, one in five excepted. Some are equal."""
+    rng = np.random.default_rng(seed)
+    answers: list[NDArray[np.int32]] = []
+    for sample in range(groups * each):
+        others, begun = answers[sample - sample % each :], np.zeros(0, np.int32)
+        if others and rng.random() < 0.8:
+            other = others[rng.integers(len(others))]
+            begun = other[: rng.integers(len(other) + 1)]
+        more = rng.integers(3, 50, rng.integers(0 if len(begun) else 1, 9)).astype(np.int32)
+        answers.append(np.concatenate([begun, more]))
+    asked = [p for p in prompts(rng.integers(2, 9, groups).tolist(), seed) for _ in range(each)]
+    return rollouts(asked, answers, each, seed, masked)
+
+
 def routed(made: Rollouts, layers: int, experts: int, chosen: int, seed: int = 0) -> Rollouts:
     """The same samples with recorded experts, at random: no router would choose them."""
     tokens = int((made.lengths() - 1).sum())

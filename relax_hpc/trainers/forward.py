@@ -6,9 +6,12 @@ base model, with media ──hidden [R*L, H]──► the M positions that predi
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -17,6 +20,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.huggingface import as_arguments, hidden_states
 from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
 from relax_hpc.trainers.packing import MicroBatch
+from relax_hpc.trainers.trees.attention import TreeAttention, attending, understood
 
 
 def token_logprobs(
@@ -32,16 +36,14 @@ def token_logprobs(
     targets: [M] int64, the token ids at batch.predictors. Where more than one chunk is needed, a chunk's logits are
     computed again in the backward pass.
     """
-    chosen = predicting_states(cast(PreTrainedModel, model.base_model), batch, targets.device)
-    head = Head.of(model)
-    tokens_per_chunk = max(1, logits_per_chunk // head.tokens)
-    if len(chosen) <= tokens_per_chunk:
-        return _head_logprobs(head, chosen, targets, temperature, entropy_gradient)
-    parts = [
-        checkpoint(_head_logprobs, head, rows, wanted, temperature, entropy_gradient, use_reentrant=False)
-        for rows, wanted in zip(chosen.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
-    ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    body, head = cast(PreTrainedModel, model.base_model), Head.of(model)
+    if batch.shared is not None:  # a token that several samples drew at one place is predicted once
+        asked, of = (torch.from_numpy(index).to(targets.device) for index in (batch.shared.asked, batch.shared.of))
+        chosen = predicting_states(body, batch, targets.device, batch.predictors[batch.shared.asked])
+        logprobs, entropies = _in_chunks(head, chosen, targets[asked], temperature, logits_per_chunk, entropy_gradient)
+        return logprobs[of], entropies[of]
+    chosen = predicting_states(body, batch, targets.device)
+    return _in_chunks(head, chosen, targets, temperature, logits_per_chunk, entropy_gradient)
 
 
 class Head(NamedTuple):
@@ -83,18 +85,37 @@ def token_values(critic: Critic, batch: MicroBatch, device: torch.device) -> Ten
     return values
 
 
-def predicting_states(body: PreTrainedModel, batch: MicroBatch, device: torch.device) -> Tensor:
-    """[M, H] hidden states at batch.predictors."""
+def predicting_states(
+    body: PreTrainedModel, batch: MicroBatch, device: torch.device, predictors: NDArray[np.int64] | None = None
+) -> Tensor:
+    """[M, H] hidden states at batch.predictors, or at others."""
+    tree = TreeAttention(batch.shared.blocks) if batch.shared is not None and understood(body) else None
     # the samples' own keys need a mask only where a row has more than one; else attention takes its faster causal path
-    mask = None if batch.one_sample_a_row else torch.from_numpy(batch.attention_mask()).to(device)
-    hidden = hidden_states(
-        body,
-        input_ids=torch.from_numpy(batch.tokens).to(device),
-        position_ids=torch.from_numpy(batch.positions).to(device),
-        attention_mask=mask,
-        **as_arguments(batch.media, body),
-    )
-    return hidden.flatten(0, 1)[torch.from_numpy(batch.predictors).to(device)]
+    plain = tree is not None or batch.one_sample_a_row
+    mask = None if plain else torch.from_numpy(batch.attention_mask()).to(device)
+    with attending(body, tree) if tree is not None else contextlib.nullcontext():
+        hidden = hidden_states(
+            body,
+            input_ids=torch.from_numpy(batch.tokens).to(device),
+            position_ids=torch.from_numpy(batch.positions).to(device),
+            attention_mask=mask,
+            **as_arguments(batch.media, body),
+        )
+    at = batch.predictors if predictors is None else predictors
+    return hidden.flatten(0, 1)[torch.from_numpy(at).to(device)]
+
+
+def _in_chunks(
+    head: Head, chosen: Tensor, targets: Tensor, temperature: float, logits_per_chunk: int, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    tokens_per_chunk = max(1, logits_per_chunk // head.tokens)
+    if len(chosen) <= tokens_per_chunk:
+        return _head_logprobs(head, chosen, targets, temperature, entropy_gradient)
+    parts = [
+        checkpoint(_head_logprobs, head, rows, wanted, temperature, entropy_gradient, use_reentrant=False)
+        for rows, wanted in zip(chosen.split(tokens_per_chunk), targets.split(tokens_per_chunk), strict=True)
+    ]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
 
 def _head_logprobs(

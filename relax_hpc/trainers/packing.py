@@ -5,8 +5,9 @@ padding.
     media of each tree's prompt ──compared with their digest──► one after the other, in the order of rows, once a tree
 
 A tree is a prompt followed by several answers to it that are trained on behind one copy of it: where prompts are longer
-than answers, that saves most of the work. The whole plan depends on the samples alone: every process computes it and
-takes its own share. An answer goes in without its last token, which predicts nothing.
+than answers, that saves most of the work. Where answers of a group begin alike (turns of one rollout before it branches),
+what they share is there once too (trees/segments.py). The whole plan depends on the samples alone: every process computes
+it and takes its own share. An answer goes in without its last token, which predicts nothing.
 """
 
 from __future__ import annotations
@@ -21,15 +22,25 @@ from numpy.typing import NDArray
 
 from relax_hpc.media.families import TEXT, Family
 from relax_hpc.records import Media, Rollouts
+from relax_hpc.trainers.trees.layout import Shared, blocks_of, ends_of, places, shared_of, starts_of
+from relax_hpc.trainers.trees.segments import (
+    Tree,
+    Trie,
+    grow,
+    inputs_of,
+    media_of,
+    prompt_of,
+    shows_later,
+    split,
+    tries,
+)
 
-Tree = tuple[int, ...]
-"""Samples behind one copy of their prompt, by index; most often one."""
 Rows = list[list[Tree]]
 """A micro-batch: rows of trees."""
 
 LONGEST_SHARED = 2048
-"""The most tokens of a tree with several answers: attention costs the square of a row's length, and separate answers
-have shorter rows."""
+"""The most tokens of a prompt with several answers that share nothing else: with a mask, attention costs the square of a
+row's length, and separate answers have shorter rows."""
 
 PADDING = -1
 """The segment of tokens that only fill a row."""
@@ -43,11 +54,14 @@ class MicroBatch:
     positions: NDArray[Any]  # [R, L] each tree begins again at 0, each answer behind the prompt; padding counts on
     """[3, R, L] float32 for a model whose positions have three axes."""
     segments: NDArray[np.int64]  # [R, L] which tree of the row, PADDING after the last
-    branches: NDArray[np.int64]  # [R, L] which answer of the tree, from 1; 0 is the prompt
+    branches: NDArray[np.int64]  # [R, L] which segment of the tree, depth first; 0 is the root, the prompt most often
+    until: NDArray[np.int64]  # [R, L] where in the row what sees the token ends
     predictors: NDArray[np.int64]  # [M] where, in the flattened [R * L], the model predicts the token
     targets: NDArray[np.int64]  # [M] the token itself, by its index in rollouts.tokens
     media: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Arguments of the forward by name: what the prompts show."""
+    shared: Shared | None = None
+    """How to compute only what differs; None where a causal row, or a mask, is the way."""
 
     @property
     def one_sample_a_row(self) -> bool:
@@ -56,18 +70,15 @@ class MicroBatch:
         return bool((self.segments < 1).all() and (self.branches < 2).all())
 
     def attention_mask(self) -> NDArray[np.bool_]:
-        """[R, 1, L, L] True where a query (second last axis) may look: its own prompt and answer, not after itself."""
-        same = self.segments[:, None, :, None] == self.segments[:, None, None, :]
-        mask: NDArray[np.bool_] = same & np.tri(self.segments.shape[1], dtype=np.bool_)
-        if (self.branches > 1).any():
-            queries, keys = self.branches[:, None, :, None], self.branches[:, None, None, :]
-            mask &= (keys == queries) | (keys == 0)
+        """[R, 1, L, L] True where a query (second last axis) may look: at its ancestors in its tree, and itself."""
+        places = np.arange(self.tokens.shape[1])
+        mask: NDArray[np.bool_] = (places[:, None] >= places) & (places[:, None] < self.until[:, None, None, :])
         return mask
 
 
 def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
-    """Join the samples `used` to trees: a group shares its prompt where that saves at least as many tokens as its
-    answers have. One whose environment showed more than its prompt stands alone."""
+    """Join the samples `used` to trees: those of a group that have turns in common, or else where the prompt alone saves
+    enough. One whose environment showed more than its prompt stands alone."""
     groups: dict[int, list[int]] = {}
     trees: list[Tree] = []
     for sample in used.tolist():
@@ -76,17 +87,19 @@ def join(rollouts: Rollouts, used: NDArray[np.int64]) -> list[Tree]:
         else:
             groups.setdefault(int(rollouts.group[sample]), []).append(sample)
     for samples in groups.values():
-        prompts = [rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[s : s + 2])] for s in samples]
-        shown = {media.digest if (media := media_of(rollouts, s)) else "" for s in samples}
-        answers = sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in samples)
-        saved = len(prompts[0]) * (len(samples) - 1)
-        short = len(prompts[0]) + answers <= LONGEST_SHARED
-        alike = len(shown) == 1 and all(np.array_equal(p, prompts[0]) for p in prompts)
-        if saved >= max(answers, 1) and short and alike:
-            trees.append(tuple(samples))
-        else:
-            trees += [(sample,) for sample in samples]
+        trees += tries(rollouts, samples) or _behind_prompt(rollouts, samples)
     return trees
+
+
+def _behind_prompt(rollouts: Rollouts, samples: list[int]) -> list[Tree]:
+    """Share a group's prompt where that saves at least as many tokens as its answers have."""
+    prompts = [prompt_of(rollouts, s) for s in samples]
+    shown = {media.digest if (media := media_of(rollouts, s)) else "" for s in samples}
+    answers = sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in samples)
+    saved = len(prompts[0]) * (len(samples) - 1)
+    short = len(prompts[0]) + answers <= LONGEST_SHARED
+    alike = len(shown) == 1 and all(np.array_equal(p, prompts[0]) for p in prompts)
+    return [tuple(samples)] if saved >= max(answers, 1) and short and alike else [(sample,) for sample in samples]
 
 
 def balance(costs: NDArray[Any], ranks: int) -> list[list[int]]:
@@ -139,16 +152,32 @@ def cut(share: list[int], lengths: NDArray[np.int64], media: NDArray[np.float64]
 
 
 def plan(
-    rollouts: Rollouts, ranks: int, budget: int, family: Family = TEXT, costs: Mapping[str, float] | None = None
+    rollouts: Rollouts,
+    ranks: int,
+    budget: int,
+    family: Family = TEXT,
+    costs: Mapping[str, float] | None = None,
+    share: bool = True,
 ) -> list[list[Rows]]:
-    """Plan the micro-batches of each rank, of the samples in the loss. costs: what a position of each encoder costs."""
-    trees = join(rollouts, in_loss(rollouts))
+    """Plan the micro-batches of each rank, of the samples in the loss. costs: what a position of each encoder costs;
+    share: compute what samples of a group have in common once."""
+    rollouts, used = (
+        replace(rollouts, routed_experts=None),
+        in_loss(rollouts),
+    )  # transformers' routers choose themselves
+    trees = within(rollouts, join(rollouts, used), ranks, budget) if share else [(s,) for s in used.tolist()]
     lengths = np.array([tree_length(rollouts, tree) for tree in trees], np.int64)
     media = np.array([media_cost(family, media_of(rollouts, tree[0]), costs or {}) for tree in trees])
     shares = balance(lengths + media, ranks)
     return [
         [[[trees[i] for i in row] for row in rows] for rows in cut(share, lengths, media, budget)] for share in shares
     ]
+
+
+def within(rollouts: Rollouts, trees: list[Tree], ranks: int, budget: int) -> list[Tree]:
+    """Split trees that would not fit into a micro-batch, or would keep other ranks waiting."""
+    total = sum(tree_length(rollouts, tree) for tree in trees)
+    return [part for tree in trees for part in split(rollouts, tree, min(budget, -(-total // ranks)))]
 
 
 def in_loss(rollouts: Rollouts) -> NDArray[np.int64]:
@@ -167,29 +196,26 @@ def rounded(tokens: int, unit: int) -> int:
 
 def tree_length(rollouts: Rollouts, tree: Tree) -> int:
     """Tokens that a tree takes in a row."""
-    prompt = int(rollouts.prompt_offsets[tree[0] + 1] - rollouts.prompt_offsets[tree[0]])
-    return prompt + sum(int(rollouts.offsets[s + 1] - rollouts.offsets[s]) - 1 for s in tree)
+    if len(tree) > 1:
+        return grow(rollouts, tree).tokens
+    return int(rollouts.offsets[tree[0] + 1] - rollouts.offsets[tree[0]]) - 1 + len(prompt_of(rollouts, tree[0]))
 
 
-def media_of(rollouts: Rollouts, sample: int) -> Media | None:
-    """Return what a sample's prompt shows beside its text."""
-    return rollouts.media[sample] if rollouts.media else None
-
-
-def shows_later(rollouts: Rollouts, sample: int) -> bool:
-    """Return True if a sample's environment showed more than its prompt."""
-    return rollouts.shown_later is not None and bool(rollouts.shown_later[sample])
-
-
-def tree_positions(rollouts: Rollouts, tree: Tree, family: Family, config: Any) -> NDArray[Any]:
-    """[T] or [axes, T] positions of a tree's tokens: each answer goes on behind the prompt."""
-    prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[tree[0] : tree[0] + 2])]
-    answers = [rollouts.tokens[int(rollouts.offsets[s]) : int(rollouts.offsets[s + 1]) - 1] for s in tree]
-    media = media_of(rollouts, tree[0])
-    if shows_later(rollouts, tree[0]):
-        return family.positions_onward(config, np.concatenate([prompt, *answers]), media)[..., :-1]
-    placed = family.positions_onward(config, prompt, media)
-    return np.concatenate([placed[..., :-1], *(placed[..., -1:] + np.arange(len(answer)) for answer in answers)], -1)
+def tree_positions(rollouts: Rollouts, tree: Tree, trie: Trie, family: Family, config: Any) -> NDArray[Any]:
+    """[T] or [axes, T] positions of a tree's tokens: each answer goes on behind its prompt."""
+    prompts: dict[bytes, NDArray[Any]] = {}
+    found = []
+    for sample, first, last, _ in trie.segments:
+        media, key = media_of(rollouts, sample), prompt_of(rollouts, sample).tobytes()
+        if shows_later(rollouts, sample):
+            found.append(family.positions_onward(config, inputs_of(rollouts, sample), media)[..., first:last])
+            continue
+        if key not in prompts:
+            prompts[key] = family.positions_onward(config, prompt_of(rollouts, sample), media)
+        asked = prompts[key]
+        onward = asked[..., -1:] + np.arange(max(0, last + 1 - asked.shape[-1]))
+        found.append(np.concatenate([asked[..., :-1], onward], -1)[..., first:last])
+    return np.concatenate(found, -1)
 
 
 def media_cost(family: Family, media: Media | None, costs: Mapping[str, float]) -> float:
@@ -210,13 +236,15 @@ def shown_by(rollouts: Rollouts, rows: Rows, family: Family) -> dict[str, NDArra
 
 def pack(rollouts: Rollouts, rows: Rows, family: Family = TEXT, config: Any = None) -> MicroBatch:
     """Make the arrays of one micro-batch with its media. config: the model's, which a family with media reads."""
+    rollouts = replace(rollouts, routed_experts=None)
     return replace(place(rollouts, rows, 1, 1, family, config), media=shown_by(rollouts, rows, family))
 
 
 def place(rollouts: Rollouts, rows: Rows, unit: int, row_unit: int, family: Family, config: Any) -> MicroBatch:
     """Make the arrays of one micro-batch, without media; without trees, of a few tokens that enter no loss. unit,
     row_unit: each tree, and each row, is padded to a multiple of so many tokens."""
-    lengths = [[rounded(tree_length(rollouts, tree), unit) for tree in row] for row in rows]
+    grown = [[grow(rollouts, tree) for tree in row] for row in rows]
+    lengths = [[rounded(trie.tokens, unit) for trie in row] for row in grown]
     width = rounded(max(1, *map(sum, lengths)), row_unit)
     tokens = np.zeros((len(rows), width), np.int64)
     positions = np.tile(np.arange(width), (len(rows), 1))
@@ -224,26 +252,28 @@ def place(rollouts: Rollouts, rows: Rows, unit: int, row_unit: int, family: Fami
         positions = np.tile(positions.astype(np.float32), (family.axes, 1, 1))
     segments = np.full((len(rows), width), PADDING, np.int64)
     branches = np.zeros((len(rows), width), np.int64)
-    predictors, targets = [], []
+    until = np.full((len(rows), width), width, np.int64)
+    predictors, targets, blocks = [], [], []
     for r, row in enumerate(rows):
-        at = 0
-        for segment, tree in enumerate(row):
-            prompt = rollouts.prompt_tokens[slice(*rollouts.prompt_offsets[tree[0] : tree[0] + 2])]
-            begin, filled, at = at, at + lengths[r][segment], at + len(prompt)
-            asked = at - 1  # where the prompt's last token predicts the first of every answer
-            tokens[r, begin:at], positions[..., r, begin:filled] = prompt, np.arange(filled - begin)
-            placed = tree_positions(rollouts, tree, family, config)
-            positions[..., r, begin : begin + placed.shape[-1]] = placed
-            for branch, sample in enumerate(tree, start=1):
-                first, last = int(rollouts.offsets[sample]), int(rollouts.offsets[sample + 1])
-                end = at + last - first - 1
-                tokens[r, at:end] = rollouts.tokens[first : last - 1]
-                branches[r, at:end] = branch
+        begin = 0
+        for number, (tree, trie) in enumerate(zip(row, grown[r], strict=True)):
+            starts, filled = starts_of(trie, begin), begin + lengths[r][number]
+            positions[..., r, begin:filled] = np.arange(filled - begin)
+            positions[..., r, begin : starts[-1]] = tree_positions(rollouts, tree, trie, family, config)
+            segments[r, begin : starts[-1]] = number
+            for branch, (segment, end) in enumerate(zip(trie.segments, ends_of(trie, starts), strict=True)):
+                here = slice(starts[branch], starts[branch + 1])
+                tokens[r, here] = inputs_of(rollouts, segment.sample)[segment.first : segment.last]
+                branches[r, here], until[r, here] = branch, end
+            for sample, leaf in zip(tree, trie.leaves, strict=True):
+                first, last = rollouts.offsets[sample : sample + 2]
                 chosen = np.flatnonzero(rollouts.loss_mask[first:last])
-                predictors.append(r * width + np.where(chosen == 0, asked, at - 1 + chosen))
+                before = len(prompt_of(rollouts, sample)) - 1  # where a sample's first token is predicted
+                predictors.append(r * width + places(trie, starts, leaf)[before + chosen])
                 targets.append(chosen + first)
-                at = end
-            segments[r, begin:at] = segment
-            at = filled
+            blocks += blocks_of(trie, r * width + starts)
+            begin = filled
     found, of = (np.concatenate([np.zeros(0, np.int64), *parts]) for parts in (predictors, targets))
-    return MicroBatch(tokens, positions, segments, branches, found, of)
+    turns = any(trie.deep or (len(trie.leaves) > 1 and trie.tokens > LONGEST_SHARED) for row in grown for trie in row)
+    shared = shared_of(blocks, found, rollouts.tokens[of]) if turns else None
+    return MicroBatch(tokens, positions, segments, branches, until, found, of, shared=shared)

@@ -64,7 +64,8 @@ class _Models:
     def _share(self, rollouts: Rollouts, model: PreTrainedModel) -> Iterator[MicroBatch]:
         """Pack this process's micro-batches for a model, or its body."""
         family = family_of(model.config)
-        for rows in plan(rollouts, self.world, self._budget, family, position_costs(model))[self.rank]:
+        costs, share = position_costs(model), self.recipe.trainer.share_prefixes
+        for rows in plan(rollouts, self.world, self._budget, family, costs, share)[self.rank]:
             yield pack(rollouts, rows, family=family, config=model.config)
 
     @torch.no_grad()

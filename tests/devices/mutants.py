@@ -48,7 +48,7 @@ TORCH: dict[str, dict[str, list[str]]] = {
         "grpo, recomputed": [
             "input_ids=torch.from_numpy(batch.tokens)«.to(device)»",
             "position_ids=torch.from_numpy(batch.positions)«.to(device)»",
-            "[torch.from_numpy(batch.predictors)«.to(device)»]",
+            "[torch.from_numpy(at)«.to(device)»]",
             "probe = torch.arange(4«, device=model.device»)[None]",
         ],
         "grpo, prompts shared": ["torch.from_numpy(batch.attention_mask())«.to(device)»"],

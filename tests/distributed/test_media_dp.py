@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from relax_hpc.algorithms import make_algorithm
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import make_trainer
-from relax_hpc.trainers.packing import media_of, plan
+from relax_hpc.trainers.packing import plan
+from relax_hpc.trainers.trees.segments import media_of
 from tests import omni, processes, tiny
 
 JOIN_S = 300

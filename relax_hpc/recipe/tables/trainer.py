@@ -177,6 +177,12 @@ class Trainer(Table):
         resume=True,
     )
 
+    share_prefixes: bool = Key(
+        True,
+        "Compute what samples of a group have in common once: a prompt that is long beside its answers, and turns before rollouts branch. The gradients are the same.",
+        resume=True,
+    )
+
     @model_validator(mode="after")
     def _spreads(self) -> Trainer:
         even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)

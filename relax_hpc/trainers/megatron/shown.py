@@ -17,7 +17,8 @@ from torch import Tensor
 from relax_hpc.huggingface import as_tensors
 from relax_hpc.media.families import Family
 from relax_hpc.records import Media, Rollouts
-from relax_hpc.trainers.packing import balance, media_of, shows_later
+from relax_hpc.trainers.packing import balance
+from relax_hpc.trainers.trees.segments import media_of, shows_later
 
 
 class Among(NamedTuple):
