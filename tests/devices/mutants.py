@@ -52,8 +52,10 @@ TORCH: dict[str, dict[str, list[str]]] = {
             "probe = torch.arange(4«, device=model.device»)[None]",
         ],
         "grpo, prompts shared": ["torch.from_numpy(batch.attention_mask())«.to(device)»"],
+        "grpo, turns shared": ["(torch.from_numpy(index)«.to(targets.device)» for index in"],
         "ppo, bfloat16": ['with torch.autocast(«device.type→"cpu"», enabled=False):'],
     },
+    "trainers.trees.attention": {"grpo, turns shared": ["-torch.inf, dtype=like.dtype«, device=like.device»)"]},
     "trainers.token_loss": {
         "grpo, recomputed": [
             "values[torch.from_numpy(targets)]«.to(self.device)»",

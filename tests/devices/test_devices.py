@@ -19,6 +19,7 @@ import relax_hpc
 import relax_hpc.engines.sampling as sampling
 import relax_hpc.engines.torch as torch_engine
 from relax_hpc.trainers import BACKENDS
+from relax_hpc.trainers.trees import attention
 from tests.devices import gpu
 from tests.devices.mutants import MUTANTS, Mutant, mutated, unlisted
 from tests.devices.work import MEGATRON, WORK, Place, models, same
@@ -46,11 +47,17 @@ def ending_groups() -> Iterator[None]:
 
 
 def on_cpu(name: str, place: Place) -> dict[str, Any]:
-    """Work on the CPU, with what the engine chooses otherwise on a GPU: how it draws, and when it looks who has ended."""
+    """Work on the CPU, with what is chosen otherwise on a GPU: how the engine draws, when it looks who has ended, and how a
+    tree attends."""
     drawn, shared = sampling._sample, lambda weights, random: torch.multinomial(weights, 1, generator=random)
     draw = lambda weights, random: (drawn if isinstance(random, torch.Tensor) else shared)(weights, random)
     looks = {"cpu": torch_engine.LOOK_EVERY["cuda"]}
-    with mock.patch.object(sampling, "_sample", draw), mock.patch.dict(torch_engine.LOOK_EVERY, looks), ending_groups():
+    with (
+        mock.patch.object(sampling, "_sample", draw),
+        mock.patch.dict(torch_engine.LOOK_EVERY, looks),
+        mock.patch.object(attention, "_fast", lambda *ignored: False),
+        ending_groups(),
+    ):
         return WORK[name](place)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from relax_hpc.files.run_dir import RunDir
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import Trainer, make_critic, make_scoring, make_trainer
+from relax_hpc.trainers.trees import segments
 from relax_hpc.weights import FilePublisher, FileReceiver
 from tests import omni, tiny
 
@@ -93,6 +95,16 @@ def steps(
         return {"said": said, "weights": weights(made)}
 
     return work
+
+
+def branching(place: Place) -> dict[str, Any]:
+    """A step on samples that have turns in common."""
+    recipe = place.recipe()
+    made, rule = place.trainer(recipe), make_algorithm(recipe.algorithm)
+    made.begin_training()
+    with mock.patch.object(segments, "SHORTEST_SHARED", 3):
+        said = made.step(tiny.branching_rollouts(2, seed=3), rule, 0)
+    return {"said": said, "weights": weights(made)}
 
 
 def warm_start(place: Place) -> dict[str, Any]:
@@ -257,6 +269,7 @@ WORK: dict[str, Work] = {
     "grpo": steps({"kl_coef": 0.1, "entropy_coef": 0.1}, count=2),
     "grpo, one micro-batch": steps({}, {"tokens_per_micro_batch": 10000, "clip_grad_norm": 0.01}),
     "grpo, prompts shared": steps({"kl_coef": 0.1, "kl_unbiased": True}, shared=True),
+    "grpo, turns shared": branching,
     "grpo, bfloat16": steps({"kl_coef": 0.1}, {"dtype": "bfloat16"}),
     "grpo, recomputed": steps({"old_logprobs": "recomputed", "aggregate": "sequence"}, {"updates_per_step": 2}),
     "grpo, corrected": steps({"old_logprobs": "recomputed", "correction": {"name": "mis"}, "opsm": 0.1}),

@@ -100,8 +100,11 @@ class Wide(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
-        wide = lambda value: torch.float64 if value is torch.float32 else value
         return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def wide(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
 
 
 def difference(folder: Path) -> float:
@@ -117,7 +120,7 @@ def difference(folder: Path) -> float:
             targets = torch.from_numpy(made.tokens[batch.targets].astype(np.int64))
             with Wide():
                 (token_logprobs(model, batch, targets, 1.0)[0] * weight[batch.targets]).sum().backward()
-        found.append([parameter.grad.clone() for parameter in model.parameters()])
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     return max(float((a - b).abs().max()) for a, b in zip(*found, strict=True))
 
 

@@ -108,7 +108,7 @@ class _Attend(torch.autograd.Function):
             else:
                 with torch.enable_grad():
                     given = [x.detach().requires_grad_() for x in (q, k, v)]
-                    found = torch.autograd.grad(_plain(*given, mask, ctx.scale), given, grad)
+                    found = torch.autograd.grad(_plain(given[0], given[1], given[2], mask, ctx.scale), given, grad)
             for_query[:, :, here] = found[0]
             at = 0
             for seen in (*block.before, here):
@@ -168,6 +168,6 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend as transformers' layers ask: [R, heads, L, D] -> [R, L, heads, D]."""
     rows, _, length, _ = query.shape
-    flat = (x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in (query, key, value))
-    out = _current.get()(*flat, scaling)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2) for x in (query, key, value))
+    out = _current.get()(q, k, v, scaling)
     return out.transpose(1, 2).unflatten(1, (rows, length))[0], None
