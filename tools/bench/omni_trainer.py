@@ -45,7 +45,8 @@ from relax_hpc.records import Media, Rollouts
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.build import materialise
 from relax_hpc.trainers.forward import token_logprobs
-from relax_hpc.trainers.packing import Rows, media_of, pack, plan
+from relax_hpc.trainers.packing import Rows, pack, plan
+from relax_hpc.trainers.trees.segments import media_of
 from relax_hpc.trainers.work import position_costs
 from tools.bench.common import finish, interleave, parse, parser, progress, ratio, show
 from tools.bench.trainers import TOKENS, padded, stepper, words
