@@ -71,7 +71,7 @@ def answers(shards: Iterable[Shard]) -> list[Answers]:
         for group, about in enumerate(shard.groups):
             mine, failed = np.flatnonzero((of_group == group) & generated), bool(about["failed"])
             # A group, or a sample, that could not be judged counts as not solved: leaving it out would flatter the score.
-            rewards = np.zeros(shard.meta["samples_per_prompt"], np.float32)
+            rewards = np.zeros(max(len(mine), shard.meta.get("samples_per_prompt", 1)), np.float32)
             if not failed:
                 rewards[: len(mine)] = shard.samples["raw_reward"][mine]
             cut = shard.samples["finish"][mine] == Finish.LENGTH

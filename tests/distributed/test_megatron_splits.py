@@ -343,4 +343,7 @@ def compare(
     exported = load_file(folder / f"{name}.safetensors")
     assert exported.keys() == weights.keys()
     for key, tensor in weights.items():
+        # Softmax takes no notice of a key's bias: its gradient is rounding, of which Adam makes whole steps.
+        if key.endswith("k_proj.bias"):
+            continue
         torch.testing.assert_close(exported[key], tensor, rtol=0, atol=1e-4, msg=f"{name}: {key}")

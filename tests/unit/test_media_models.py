@@ -119,7 +119,7 @@ def test_a_placeholder_that_is_drawn_ends_its_sample_and_its_shard_says_so(
     """An environment of three turns is left after the first, where the next would stand behind an image that lacks."""
     source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 3}}
     recipe = Recipe.model_validate(
-        omni.recipe(folder, rollout={"max_turns": 3, "max_new_tokens": 4}).model_dump(mode="json")
+        omni.recipe(folder, rollout={"max_turns": 3, "max_new_tokens": 4, "lockstep": True}).model_dump(mode="json")
         | {"source": [source]}
     )
     runner = RolloutRunner(recipe, folder)
