@@ -22,7 +22,7 @@ cd "$(dirname "$0")/.."
 tools/slurm-install.sh
 tools/fuse-install.sh
 tools/sandbox-install.sh
-tools/setup.sh "${setup[@]}" analysis,dev,docs,media,megatron,mpi,omni,sglang-cpu,tracking
+tools/setup.sh "${setup[@]}" agents,analysis,dev,docs,media,megatron,mpi,omni,sglang-cpu,tracking
 [ -n "$only" ] && exit 0
 # tests/conftest.py takes more settings of the machine away; these would decide how pytest itself starts.
 for name in $(compgen -e PYTHON); do unset "$name"; done

@@ -191,7 +191,8 @@ def test_the_trainer_computes_the_same_from_the_shard(setup: Setup, groups: list
 
 
 def test_megatron_finds_the_places_of_later_pictures(setup: Setup, groups: list[Group], tmp_path: Path) -> None:
-    shown = pytest.importorskip("relax_hpc.trainers.megatron.shown")
+    from relax_hpc.trainers.megatron import shown
+
     found, _ = read(groups, tmp_path / "s.h5")
     family, config = setup.runner.engine.family, setup.model.config  # type: ignore[attr-defined]
     rows = [[(sample,)] for sample in range(2 * EACH)]

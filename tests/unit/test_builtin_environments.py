@@ -129,7 +129,6 @@ def test_python_prints_and_raises_and_long_output_loses_its_middle(begin: Any) -
 
 
 def test_search_finds_the_passage_and_names_its_corpus_when_it_cannot(begin: Any, tmp_path: Path) -> None:
-    pytest.importorskip("bm25s")
     corpus = tmp_path / "corpus.jsonl"
     texts = ["Paris is the capital of France.", "Berlin is the capital of Germany.", "A cat sleeps."]
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -166,7 +165,6 @@ def test_image_tools_show_parts_and_reward_answers_that_looked(begin: Any, tmp_p
 
 
 def test_a_game_is_played_by_what_the_model_says(begin: Any) -> None:
-    pytest.importorskip("gymnasium")
     still = {"is_slippery": False}
     one = begin("gymnasium:FrozenLake-v1", show="ansi", moves=["left", "down", "right", "up"], options=still)
     refused = checked(one.step("I think about it")).observation[0]["content"]  # type: ignore[index, call-overload]
