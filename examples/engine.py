@@ -56,7 +56,7 @@ class PlainEngine:
     ) -> None:
         """Look at all of it first: a version of another model changes nothing."""
         own, given = weights_of(self.model), dict(tensors)
-        check_whole(version, shapes(given.items()), shapes(own.items()), aliases(self.model))
+        check_whole(f"version {version}", shapes(given.items()), shapes(own.items()), aliases(self.model))
         for name, tensor in given.items():
             own[name].copy_(tensor)
         self.version = version

@@ -141,12 +141,15 @@ def export(
         Optional[str],
         option(help="bfloat16, float16 or float32; by default the model's own, of its config.json."),
     ] = None,
+    adapter: Annotated[
+        bool, option("--adapter", help="The adapter of a run with \\[trainer.lora] alone, as a directory for PEFT.")
+    ] = False,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model directory that `from_pretrained` loads."""
-    from relax_hpc.trainers.export import export_checkpoint
+    """Write a checkpoint as a Hugging Face model directory that `from_pretrained` loads; an adapter's, merged."""
+    from relax_hpc.launch.export import export_checkpoint
 
     with friendly():
-        typer.echo(export_checkpoint(run, output, step, dtype))
+        typer.echo(export_checkpoint(run, output, step, dtype, adapter))
 
 
 def convert(

@@ -15,6 +15,7 @@ from relax_hpc.engines.base import (
     Sampling,
     Stream,
     Streams,
+    TakesAdapters,
 )
 from relax_hpc.engines.sglang import SglangEngine
 from relax_hpc.engines.torch import TorchEngine
@@ -22,7 +23,7 @@ from relax_hpc.recipe.schema import Recipe
 
 __all__ = [
     "ENGINES", "Abort", "Ask", "Completion", "Engine", "EngineError", "EngineRestarted", "Sampling", "Stream", "Streams",
-    "make_engine",
+    "TakesAdapters", "make_engine",
 ]  # fmt: skip
 
 ENGINES: dict[str, Callable[[Recipe, Path], Engine]] = {"sglang": SglangEngine, "torch": TorchEngine}

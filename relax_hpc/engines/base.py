@@ -166,6 +166,16 @@ class Stream(Protocol):
 
 
 @runtime_checkable
+class TakesAdapters(Protocol):
+    """An engine that can be given an adapter's base once, and then versions that hold the adapter alone."""
+
+    def load_base(self, tensors: Weights, progress: Progress = lambda: None) -> None:
+        """Load the base, verified by the caller, before the first version, and after `onload` or EngineRestarted. Raises
+        as `load` does."""
+        ...
+
+
+@runtime_checkable
 class Streams(Protocol):
     """An engine with streams. One without them generates batch by batch: every answer waits for the longest."""
 

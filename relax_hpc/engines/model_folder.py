@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from relax_hpc.engines.base import Ask
 from relax_hpc.files.tensor_files import differences
 from relax_hpc.huggingface import named_as_in_files
+from relax_hpc.huggingface.lora import of_base
 
 
 def context_of(config: PreTrainedConfig) -> int:
@@ -76,19 +77,19 @@ def end_tokens(model_dir: Path, config: object, tokenizer: object) -> list[int]:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's tensors by the names that its files use; changing one changes the model."""
-    return named_as_in_files(model.state_dict(), model.config)
+    """The model's tensors by the names that its files use, without adapters; changing one changes the model."""
+    return named_as_in_files(of_base(model.state_dict()), model.config)
 
 
 def aliases(model: PreTrainedModel) -> set[str]:
     """Names in the state that stand for another tensor, such as a tied output layer's: a version may hold them, or not."""
     real = dict(model.named_parameters()) | dict(model.named_buffers())
-    return weights_of(model).keys() - named_as_in_files(real, model.config).keys()
+    return weights_of(model).keys() - named_as_in_files(of_base(real), model.config).keys()
 
 
 def check_whole(
-    version: int, given: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], optional: set[str]
+    what: str, given: Mapping[str, Sequence[int]], expected: Mapping[str, Sequence[int]], optional: set[str]
 ) -> None:
     """Raise ValueError unless `given` has the names and shapes of `expected`; `optional` names may be missing."""
     if wrong := differences(given, expected, optional):
-        raise ValueError(f"version {version} is of another model: {wrong}")
+        raise ValueError(f"{what} is of another model: {wrong}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from relax_hpc.engines.sampling import draw
 from relax_hpc.engines.torch_model import LOOK_EVERY, Shown, TorchModel
 from relax_hpc.engines.torch_stream import TorchStream
 from relax_hpc.files.tensor_files import shapes
+from relax_hpc.huggingface.lora import adapt, adapter_of
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.records import Finish, Media, Progress
 
@@ -72,18 +73,33 @@ class TorchEngine(TorchModel):
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
         super().__init__(recipe, model_dir)
         self._stream: TorchStream | None = None
-        self._resting = [(tensor, tensor.untyped_storage().nbytes()) for tensor in weights_of(self.model).values()]
+        lora = recipe.trainer.lora
+        self._adapted = lora is not None and lora.sync == "adapter"
+        if lora is not None and self._adapted:
+            adapt(self.model, lora)
+            self.model.requires_grad_(False)
+        filled = [*weights_of(self.model).values(), *adapter_of(self.model).values()]
+        self._resting = [(tensor, tensor.untyped_storage().nbytes()) for tensor in filled]
         """Tensors that `load` fills, and the bytes that each takes."""
 
     def load(
         self, version: int, tensors: Weights, progress: Progress = lambda: None, files: Sequence[Path] = ()
     ) -> None:
-        own, given = weights_of(self.model), dict(tensors)
-        check_whole(version, shapes(given.items()), shapes(own.items()), aliases(self.model))
-        with torch.no_grad():
-            for name, tensor in given.items():
-                own[name].copy_(tensor)
+        if self._adapted:
+            self._fill(f"version {version}", adapter_of(self.model), tensors, set())
+        else:
+            self._fill(f"version {version}", weights_of(self.model), tensors, aliases(self.model))
         self.version = version
+
+    def load_base(self, tensors: Weights, progress: Progress = lambda: None) -> None:
+        self._fill("the adapter's base", weights_of(self.model), tensors, aliases(self.model))
+
+    @torch.no_grad()
+    def _fill(self, what: str, own: Mapping[str, Tensor], tensors: Weights, optional: set[str]) -> None:
+        given = dict(tensors)
+        check_whole(what, shapes(given.items()), shapes(own.items()), optional)
+        for name, tensor in given.items():
+            own[name].copy_(tensor)
 
     @torch.inference_mode()
     def generate(

@@ -32,6 +32,7 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.permissions import keep_private, make_private
 from relax_hpc.files.publish import publish, read_json, to_json, write_file
 from relax_hpc.files.run_dir import RunDir, drafted, open_existing
+from relax_hpc.launch import adapters
 from relax_hpc.recipe import dump_recipe, load_recipe, site_file
 from relax_hpc.recipe.describe import toml
 from relax_hpc.recipe.schema import Recipe
@@ -61,8 +62,8 @@ class Subject:
 
     @property
     def config(self) -> Path:
-        """The folder with config.json and the tokenizer."""
-        return self.run.model if self.run else self.weights
+        """The folder with config.json and the tokenizer: of an adapter, its base's."""
+        return self.run.model if self.run else adapters.base_folder(self.weights)
 
     def identity(self) -> dict[str, Any]:
         """Return what tells the subject from others: its path and step, and its files' names, sizes and times of
@@ -139,7 +140,7 @@ def find(target: Path, step: int | None) -> Subject:
         if chosen not in steps:
             raise RunError(f"'{target}' has no checkpoint of step {chosen}: it has {steps}")
         return Subject(target, run, chosen, run.checkpoint(chosen))
-    if not (target / "config.json").is_file():
+    if not (target / "config.json").is_file() and not adapters.is_adapter(target):
         raise RunError(
             f"'{target}' is neither a run (no run.json in it) nor a model (no config.json): give a run's directory, or a "
             "Hugging Face model's such as `relax-hpc export` makes"
@@ -160,6 +161,7 @@ def recipe_for(subject: Subject, path: Path | None, overrides: list[str], site: 
     else:
         profile = site_file(site)
     recipe = load_recipe(path, [*overrides, f"model={toml({'path': str(subject.config)})}"], profile)
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"lora": None})})  # it is merged
     if recipe.evaluation is None:
         raise RunError(
             f"'{path}' has no [evaluation] table, so there are no prompts to ask: add one with an [[evaluation.source]], "
@@ -230,11 +232,11 @@ def generate(
         runner = RolloutRunner(recipe, place.model)
         opened.callback(runner.close)
         folder = opened.enter_context(hugging_face(subject))
-        load(runner, folder, subject.step, recipe)
+        load(runner, folder, subject, recipe)
         own = place.read_id()
         for request in requests:
             began = time.perf_counter()
-            groups = groups_of(runner, request, lambda: load(runner, folder, subject.step, recipe))
+            groups = groups_of(runner, request, lambda: load(runner, folder, subject, recipe))
             meta = {
                 "run": own, "version": subject.step, "lineage": 0, "attempt": 0, "worker": "eval", "seed": request.seed,
                 "samples_per_prompt": request.samples_per_prompt, "created": time.time(), "generate_s": time.perf_counter() - began,
@@ -259,14 +261,14 @@ def groups_of(runner: RolloutRunner, request: Request, load_again: Callable[[], 
         ) from error
 
 
-def load(runner: RolloutRunner, folder: Path, version: int, recipe: Recipe) -> None:
+def load(runner: RolloutRunner, folder: Path, subject: Subject, recipe: Recipe) -> None:
     """Load the weights in `folder` into the engine. Raises RunError for weights of another model, or damaged ones."""
     dtype = getattr(torch, recipe.trainer.dtype)
     try:
         try:
-            runner.engine.load(version, tensors(folder, dtype))
+            runner.engine.load(subject.step, tensors(subject, folder, dtype))
         except EngineRestarted:
-            runner.engine.load(version, tensors(folder, dtype))
+            runner.engine.load(subject.step, tensors(subject, folder, dtype))
     except (ValueError, SafetensorError, FileNotFoundError) as error:
         raise RunError(f"the weights in '{folder}' do not fit its config.json, or are damaged: {error}") from error
     except EngineError as error:
@@ -275,8 +277,13 @@ def load(runner: RolloutRunner, folder: Path, version: int, recipe: Recipe) -> N
         ) from error
 
 
-def tensors(folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the folder's tensors in the type that a run would publish them in, one at a time."""
+def tensors(subject: Subject, folder: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in the subject's `folder` in the type that a run would publish them in, one at a time; an
+    adapter's merged with its base."""
+    if adapters.is_adapter(folder):
+        for key, tensor in adapters.merged_with_base(folder, subject.config, subject.run).items():
+            yield key, tensor.to(dtype) if tensor.is_floating_point() else tensor
+        return
     index = folder / INDEX
     files = sorted(set(read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
     for name in files:

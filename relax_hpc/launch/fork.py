@@ -23,6 +23,11 @@ def refuse_misfit(old: RunDir, new: RunDir, recipe: Recipe) -> None:
             f"--fork goes on where '{old.root}' is, but supervised fine-tuning and reinforcement do not count prompts alike: "
             f"`relax-hpc export {old.root} DIR`, and begin a new run with --set model.path=DIR"
         )
+    if before.trainer.lora != recipe.trainer.lora:
+        raise RunError(
+            f"--fork goes on with the adapter of '{old.root}', but [trainer.lora] differs: leave the table as it is there, or "
+            f"`relax-hpc export {old.root} DIR`, and begin a new run with --set model.path=DIR"
+        )
     if new.root.exists():
         raise RunError(f"'{new.root}' exists: choose another name for --fork")
     if before.trains_critic != recipe.trains_critic and (before.critic or recipe.critic):
@@ -42,7 +47,7 @@ def copy_state(old: RunDir, new: RunDir, recipe: Recipe) -> int:
     step."""
     before = load_recipe(old.recipe)
     step = _copied(old, new, old.checkpoint_steps()[::-1])
-    if "reference" in before.scored and "reference" in recipe.scored:
+    if ("reference" in before.scored and "reference" in recipe.scored) or before.trainer.lora:
         shutil.copytree(old.reference, new.reference)
     if before.critic and recipe.critic:
         _fork_critic(RunDir(old.critic), RunDir(new.critic), step)

@@ -23,7 +23,7 @@ from relax_hpc.recipe.tables.source import AnyPrompts, AnySource, Curriculum, Me
 from relax_hpc.recipe.tables.staleness import Async
 from relax_hpc.recipe.tables.table import Key, Table, conflict
 from relax_hpc.recipe.tables.tracking import AnyTracking, Notify
-from relax_hpc.recipe.tables.trainer import Trainer, misfit
+from relax_hpc.recipe.tables.trainer import Lora, Trainer, misfit
 from relax_hpc.recipe.tables.weights import AnyWeights, CollectiveWeights, FileWeights
 
 CRITIC_KEY, TEACHER_KEY = "algorithm.critic.model", "algorithm.teacher"
@@ -212,6 +212,24 @@ class Recipe(Table):
             )
         if wrong := misfit(self.trainer.parallel, self.trainer.processes, getattr(self.model, "sizes", None)):
             raise conflict(wrong)
+        if self.trainer.lora:
+            self._adapter_fits(self.trainer.lora)
+
+    def _adapter_fits(self, lora: Lora) -> None:
+        if every := getattr(self.algorithm, "reference_refresh_steps", None):
+            raise conflict(
+                f"algorithm.reference_refresh_steps = {every}, but with [trainer.lora] the reference is the base, which stays as it is: "
+                "leave one of them out"
+            )
+        whole = 'which takes whole models: set trainer.lora.sync = "merge"'
+        if lora.sync == "adapter" and self.rollout.engine != "torch" and self.generates:
+            raise conflict(
+                f"trainer.lora.sync = 'adapter' sends an adapter to rollout.engine = '{self.rollout.engine}', {whole}"
+            )
+        if lora.sync == "adapter" and "recomputed" in self.scored:
+            raise conflict(
+                f"trainer.lora.sync = 'adapter' sends an adapter to the [scorer] that scores 'recomputed', {whole}"
+            )
 
     def _sources_fit(self) -> None:
         parallel, sizes = self.trainer.parallel, getattr(self.model, "sizes", None)

@@ -86,6 +86,15 @@ class Trainer(Protocol):
         """
         ...
 
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
+        """The frozen base of an adapter ([trainer.lora]), as `export` gives the policy; the policy where there is none."""
+        ...
+
+    def load_base(self, tensors: Mapping[str, Tensor], where: Path) -> None:
+        """Load what `export_base` gave, before `load`: checkpoints hold the adapter alone. where: its place, for
+        errors."""
+        ...
+
     def save(self, folder: Path) -> Mapping[str, str]:
         """Write weights, optimizer and random state into `folder`, an empty one, and onto the disk.
 

@@ -1,7 +1,7 @@
 """A model with its AdamW. Gradients lie in flat buckets; the learning rate is a function of the step, and not saved.
 
 Parts of a model with media may have a learning rate of their own, or be frozen: then they have neither gradients nor
-moments.
+moments. Where a model has an adapter (LoRA), it alone learns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from relax_hpc.files.tensor_files import split
+from relax_hpc.huggingface.lora import FACTORS
 from relax_hpc.recipe.tables.trainer import ADAM_EPS, Trainer
 
 BUCKET_BYTES = 64 * 2**20
@@ -43,8 +44,11 @@ class Learning:
     ) -> None:
         """part_of: parameter's name -> the part of the model, by which freeze and learning_rates name it."""
         self.model, self.config, self._part_of = model, config, part_of
+        adapted = any(name.endswith(FACTORS) for name, _ in model.named_parameters())
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(part_of(name) not in config.freeze)
+            learns = part_of(name) not in config.freeze and not (adapted and not name.endswith(FACTORS))
+            parameter.requires_grad_(learns)
+            parameter.grad = None  # of what learned before its adapter
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.gradients = FlatGradients(list(self.parameters.values()))
         self.begin()

@@ -2,6 +2,7 @@
 
 model.safetensors        float32 master weights, tied ones once
 optimizer-N.safetensors  "exp_avg/NAME", "exp_avg_sq/NAME", "step/NAME" of AdamW, in a few files; empty before its first step
+adapter_model.safetensors  in place of model.safetensors where an adapter learns; with adapter_config.json, PEFT reads it
 reference.safetensors    the reference weights, where they are held
 critic.safetensors       and critic_optimizer-N.safetensors: weights and optimizer of a critic, where there is one
 rng.safetensors          "RANK/cpu" and "RANK/cuda": random states, uint8
@@ -27,6 +28,7 @@ from relax_hpc.files.run_dir import OPTIMIZERS
 from relax_hpc.files.tensor_files import differences, shapes
 
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
 PARTS = 4
 """Files of an optimizer, and threads that read and write them: to touch memory for the first time is what costs."""
@@ -50,8 +52,12 @@ def write(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> dict[str, 
 
 def cast(path: Path, dtype: str) -> dict[str, Tensor]:
     """Load the tensors of the file `path`, floating-point ones converted to torch's type `dtype`."""
-    kept = load_file(path)
-    return {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in kept.items()}
+    return in_dtype(load_file(path), dtype)
+
+
+def in_dtype(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Convert tensors of floating-point numbers to torch's type `dtype`."""
+    return {name: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 def in_parts(stem: str, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:

@@ -25,12 +25,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
+import relax_hpc.huggingface.lora as adapters
 import relax_hpc.trainers.state_files as state_files
-from relax_hpc.algorithms.base import TEACHER, VALUES
+from relax_hpc.algorithms.base import RECOMPUTED, TEACHER, VALUES
 from relax_hpc.files.errors import RunError
-from relax_hpc.huggingface import named_as_in_files, unfilled
+from relax_hpc.files.publish import to_json, write_file
+from relax_hpc.huggingface import name_in_files, named_as_in_files, unfilled
 from relax_hpc.media.families import family_of
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
+from relax_hpc.recipe.tables.trainer import Lora
 from relax_hpc.records import Progress, Rollouts
 from relax_hpc.trainers.base import Saved
 from relax_hpc.trainers.build import check_beside, weights_folder
@@ -161,37 +164,79 @@ class TorchTrainer(_Learners, PolicyUpdating):
     def __init__(self, recipe: Recipe, model_dir: Path, rank: int, world: int) -> None:
         super().__init__(recipe, rank, world, device_of(recipe.trainer.device, "trainer"))
         check_beside(recipe, model_dir)
+        self._model_dir = model_dir
         self.model = load_model(weights_folder(recipe.model, model_dir), self.device)
-        held = needs_reference(recipe)
+        self.lora = recipe.trainer.lora
+        held = needs_reference(recipe) and self.lora is None  # an adapter's base is there already
         self.reference = copy.deepcopy(self.model).requires_grad_(False) if held else None
         self.teacher: PreTrainedModel | None = None
         if TEACHER_KEY in recipe.models_held:
             self.teacher = load_model(recipe.models_held[TEACHER_KEY], self.device).requires_grad_(False)
-        part_of = family_of(self.model.config).part
-        self.learning = {"policy": Learning(self.model, recipe.trainer, part_of)}
+        if self.lora and not recipe.sft_warm_start:  # which is the whole model's
+            self._adapt(self.lora)
+        self.learning = {"policy": self._policy_learning()}
         if recipe.trains_critic:
             self.learning["critic"] = Learning(self._new_critic(), recipe.trainer)
         self.host = HostCopies()
 
     def begin_training(self) -> None:
+        if self.lora and not adapters.layers(self.model):
+            self._adapt(self.lora)
+            self.learning["policy"] = self._policy_learning()
         for learning in self.learning.values():
             learning.begin()
         self._refer()
         if "critic" in self.learning and CRITIC_KEY not in self.recipe.models_held:
-            self._critic.body.load_state_dict(self.model.base_model.state_dict())
+            self._critic.body.load_state_dict(adapters.of_base(self.model.base_model.state_dict()))
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
+        if self.lora is None or self.lora.sync == "merge":
+            layers = adapters.layers(self.model) if self.lora else {}
+            merged = {name_in_files(f"{name}.weight", family_of(self.model.config)): layers[name] for name in layers}
+            for name, tensor in tensors_of(self.model).items():
+                yield name, self._published(merged[name].merged() if name in merged else tensor)
+        else:
+            for name, tensor in adapters.adapter_of(self.model).items():
+                yield name, self._published(tensor)
+
+    def export_base(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors_of(self.model).items():
-            # a copy even where type and device are right: the next step changes the weights in place
-            yield name, tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            yield name, self._published(tensor)
+
+    def load_base(self, tensors: Mapping[str, Tensor], where: Path) -> None:
+        state_files.fill(tensors_of(self.model), tensors, where)
+
+    def _published(self, tensor: Tensor) -> Tensor:
+        # a copy even where type and device are right: the next step changes the weights in place
+        return tensor.detach().to("cpu", self.dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    @torch.no_grad()
+    def _adapt(self, lora: Lora) -> None:
+        """Freeze the model as the base that is published, and let an adapter learn."""
+        for parameter in self.model.parameters():
+            parameter.copy_(parameter.to(self.dtype))
+        adapters.adapt(self.model, lora, self.recipe.run.seed)
+
+    def _policy_learning(self) -> Learning:
+        return Learning(self.model, self.recipe.trainer, family_of(self.model.config).part)
+
+    def save(self, folder: Path) -> Mapping[str, str]:
+        if self.rank == 0 and self.lora is not None:
+            about = adapters.peft_config(self.model, self.lora, weights_folder(self.recipe.model, self._model_dir))
+            write_file(folder / state_files.ADAPTER_CONFIG, to_json(about))
+        return super().save(folder)
 
     def begin_save(self, folder: Path) -> Saved:
         return Saved(self.save(folder))
 
     def load(self, folder: Path) -> None:
-        model = folder / state_files.MODEL
-        state_files.fill(tensors_of(self.model), state_files.read(model), model)
+        if self.lora is None:
+            model = folder / state_files.MODEL
+            state_files.fill(tensors_of(self.model), state_files.read(model), model)
         self.begin_training()  # so begin reference and critic where the checkpoint is of a run that had none
+        if self.lora is not None:
+            adapter = folder / state_files.ADAPTER
+            state_files.fill(adapters.adapter_of(self.model), state_files.read(adapter), adapter)
         for path, tensors in ((folder / file, tensors) for file, tensors in self._models().items()):
             if path.exists():
                 state_files.fill(tensors, state_files.read(path), path)
@@ -207,6 +252,8 @@ class TorchTrainer(_Learners, PolicyUpdating):
 
     def _models(self) -> dict[str, dict[str, Tensor]]:
         models = {state_files.MODEL: tensors_of(self.model)}
+        if self.lora is not None:
+            models = {state_files.ADAPTER: adapters.adapter_of(self.model)}
         if self.reference is not None:
             models[state_files.REFERENCE] = tensors_of(self.reference)
         return models | super()._models()
@@ -214,7 +261,10 @@ class TorchTrainer(_Learners, PolicyUpdating):
     def _column(self, name: str, rollouts: Rollouts, temperature: float, progress: Progress) -> NDArray[np.float32]:
         if name == VALUES:
             return self._said(self._values, rollouts, self._critic.body, progress)
-        model = {"recomputed": self.model, "reference": self.reference, TEACHER: self.teacher}[name]
+        if name == "reference" and self.lora is not None:
+            with adapters.base_alone(self.model):
+                return self._column(RECOMPUTED, rollouts, temperature, progress)
+        model = {RECOMPUTED: self.model, "reference": self.reference, TEACHER: self.teacher}[name]
         if model is None:
             raise RunError(f"the algorithm of this step needs a {name}, the recipe's does not: none is held")
         return self._said(
@@ -229,6 +279,7 @@ class TorchTrainer(_Learners, PolicyUpdating):
         """Make a critic with the body of its own model, where the recipe has one, or else of the policy."""
         own = self.recipe.models_held.get(CRITIC_KEY)
         body = copy.deepcopy(self.model.base_model) if own is None else load_model(own, self.device).base_model
+        adapters.strip(body)
         return Critic(cast(PreTrainedModel, body)).to(self.device).eval()
 
 
@@ -278,10 +329,11 @@ class TorchScoring(_Models):
 
 
 def tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters (tied ones once) and the buffers that belong to the state, by the names of Hugging Face's files."""
+    """Parameters (tied ones once) and the buffers that belong to the state, by the names of Hugging Face's files; no
+    adapters."""
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     buffers = {name: value for name, value in model.state_dict().items() if name not in every}
-    return named_as_in_files(dict(model.named_parameters()) | buffers, model.config)
+    return named_as_in_files(adapters.of_base(dict(model.named_parameters()) | buffers), model.config)
 
 
 def device_of(choice: str, role: str) -> torch.device:

@@ -89,14 +89,11 @@ def sequences(rollouts: Rollouts) -> list[tuple[Tensor, Tensor, slice]]:
 
 
 def oracle_steps(
-    recipe: Recipe, folder: Path, batches: list[Rollouts], kl_coef: float, entropy_coef: float
+    recipe: Recipe, model: Any, frozen: Any, batches: list[Rollouts], kl_coef: float, entropy_coef: float
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """GRPO written out sample by sample."""
-    model, frozen = (AutoModelForCausalLM.from_pretrained(folder).eval() for _ in range(2))
-    config = recipe.trainer
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=config.betas, eps=ADAM_EPS, weight_decay=0.0
-    )
+    """GRPO written out sample by sample; what does not want gradients does not learn."""
+    config, learning = recipe.trainer, [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=config.learning_rate, betas=config.betas, eps=ADAM_EPS, weight_decay=0.0)
     said = []
     for rollouts in batches:
         optimizer.zero_grad()
@@ -119,7 +116,7 @@ def oracle_steps(
             terms = -surrogate + kl_coef * penalty - entropy_coef * entropy
             loss = loss + (terms * torch.tensor(rollouts.loss_mask[where])).sum() / total
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(learning, config.clip_grad_norm)
         optimizer.step()
         said.append({"loss": loss.item(), "grad_norm": norm.item(), "tokens": total})
     return said, dict(model.named_parameters())
@@ -139,7 +136,8 @@ def test_steps_are_those_of_the_plain_formula(
     )
     trainer, algorithm = trainer_of(recipe, tmp_path), make_algorithm(recipe.algorithm)
     batches = [tiny.random_rollouts(12, seed=s) for s in range(3)]
-    expected, final = oracle_steps(recipe, tmp_path, batches, kl_coef, entropy_coef)
+    policy, frozen = (AutoModelForCausalLM.from_pretrained(tmp_path).eval() for _ in range(2))
+    expected, final = oracle_steps(recipe, policy, frozen, batches, kl_coef, entropy_coef)
     for step, (rollouts, said) in enumerate(zip(batches, expected, strict=True)):
         metrics = trainer.step(rollouts, algorithm, step)
         for name, value in said.items():

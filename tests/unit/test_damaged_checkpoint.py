@@ -12,9 +12,9 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import read_json, to_json
 from relax_hpc.files.run_dir import RunDir
 from relax_hpc.launch.evaluate import find, hugging_face
+from relax_hpc.launch.export import export_checkpoint
 from relax_hpc.launch.fork import copy_state
 from relax_hpc.recipe import dump_recipe
-from relax_hpc.trainers.export import export_checkpoint
 from tests import tiny
 
 RECIPE = tiny.recipe(algorithm={"name": "ppo"}, critic={})

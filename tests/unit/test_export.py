@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, Qwen3OmniMoeForConditionalGenerat
 from relax_hpc import checkpoint
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.run_dir import RunDir
+from relax_hpc.launch.export import export_checkpoint
 from relax_hpc.recipe import dump_recipe
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.build import copy_small_files, materialise, tensors_in
-from relax_hpc.trainers.export import export_checkpoint
 from relax_hpc.trainers.torch import load_model, tensors_of
 from tests import omni, tiny
 

@@ -14,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
-from relax_hpc.trainers.export import export_checkpoint
+from relax_hpc.launch.export import export_checkpoint
 from tools.bench.common import BENCH, console, finish, parse, parser, progress
 from tools.bench.runs import QUICKSTART, run
 

@@ -12,7 +12,7 @@ runs=(
     "algorithms --seeds 3 --steps 120"
     "staleness --seeds 3 --steps 300"
     "modes-drawn --parts drawn --drawn-seeds 2 --drawn-steps 24"
-    "modes-media --parts drawn --media --rollout 5 --unit 1.6 --train 2 --drawn-seeds 2 --drawn-steps 16"
+    "modes-media --parts drawn --media --rollout 4 --unit 1.6 --train 2 --drawn-seeds 2 --drawn-steps 16"
     "modes-real --parts real --seeds 8 --steps 60"
     "endurance --steps 2000 --faults 12"
     "endurance-video --video --steps 2000 --faults 24"

@@ -32,8 +32,8 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from relax_hpc.engines import Engine, Sampling, make_engine
+from relax_hpc.launch.export import export_checkpoint
 from relax_hpc.recipe import load_recipe
-from relax_hpc.trainers.export import export_checkpoint
 from tools.bench.common import BENCH, SIDES, finish, parse, parser, peer_environment, progress, ratio, show
 from tools.bench.runs import run
 

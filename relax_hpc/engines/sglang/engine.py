@@ -100,7 +100,7 @@ class SglangEngine:
             own = files and self._server and not self._heads and self._aliases.isdisjoint(name for name, _ in given)
             if not (own and served.link(files, given)):
                 served.write(self._with_heads(given), leave_out=self._left_out)
-            check_whole(version, served.shapes, self._expected, self._aliases)
+            check_whole(f"version {version}", served.shapes, self._expected, self._aliases)
             self.version = -1
             try:
                 self._take(str(served.folder), version)
@@ -111,7 +111,7 @@ class SglangEngine:
     def _send(self, version: int, tensors: Weights) -> None:
         """Broadcast a version to an outside server that shares no folder with us."""
         given = dict(self._with_heads(tensors))
-        check_whole(version, shapes(given.items()), self._expected, self._aliases)
+        check_whole(f"version {version}", shapes(given.items()), self._expected, self._aliases)
         self.version = -1
         try:
             if self._group is None:

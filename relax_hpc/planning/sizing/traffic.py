@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relax_hpc.planning.sizing.model import Shape, parameters
-from relax_hpc.planning.sizing.trainer import ELEMENT, Step
+from relax_hpc.planning.sizing.trainer import ELEMENT, Step, adapter_parameters
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.weights import CollectiveWeights, FileWeights
 from relax_hpc.spool.layout import COLUMNS, SCORE_BYTES, TOKEN_COLUMNS
@@ -64,7 +64,10 @@ def traffic(recipe: Recipe, shape: Shape, prompt: int, answer: int, bandwidth: f
     routed = _routed_bytes(shape, prompt, answer) * in_request * size if recipe.rollout.routed_experts else 0
     media = in_request * prompt_media_bytes(recipe, prompt)
     a_request += media
-    weights = parameters(shape).all * ELEMENT[recipe.trainer.dtype]
+    lora, sent = recipe.trainer.lora, parameters(shape).all
+    if lora and lora.sync == "adapter":
+        sent = adapter_parameters(lora, shape)
+    weights = sent * ELEMENT[recipe.trainer.dtype]
     copies = _copies(recipe)
     steps = recipe.run.steps
     if recipe.spool.keep == "needed":  # steps that the oldest checkpoint replays, and those in progress

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from relax_hpc.planning.sizing.model import Count, Shape, parameters, shape_in, stage_layers, stage_parameters
 from relax_hpc.recipe.schema import CRITIC_KEY, TEACHER_KEY, Recipe
-from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK
+from relax_hpc.recipe.tables.trainer import LOGITS_PER_CHUNK, Lora
 
 FLOAT = 4
 ELEMENT = {"float32": 4, "bfloat16": 2}
@@ -145,8 +145,25 @@ def scorer_weights(recipe: Recipe, shape: Shape) -> float:
     return ELEMENT[recipe.trainer.dtype] * max(of_stages)
 
 
+def adapter_parameters(lora: Lora, shape: Shape) -> int:
+    """Parameters of an adapter on the language model's linear layers that `lora` names, without experts."""
+    queries, pairs = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = {"q_proj": queries, "k_proj": pairs, "v_proj": pairs, "o_proj": queries}
+    mlp = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), shape.intermediate)
+    named = {target.rpartition(".")[2] for target in lora.targets} or {*attention, *mlp}
+    sides = [
+        shape.hidden + width
+        for sparse in shape.sparse
+        for name, width in (attention if sparse else attention | mlp).items()
+        if name in named
+    ]
+    return lora.rank * sum(sides)
+
+
 def learned(recipe: Recipe, shape: Shape, count: Count, first: bool) -> Count:
     """The learning ones of a process's parameters `count`; first: it holds the encoders."""
+    if recipe.trainer.lora:
+        return Count(adapter_parameters(recipe.trainer.lora, shape), 0)
     freeze = recipe.trainer.freeze
     encoders = shape.encoders.all * first
     frozen = sum(shape.encoders.parameters.get(part, 0) for part in freeze) * first
@@ -158,8 +175,10 @@ def checkpoint_bytes(recipe: Recipe, shape: Shape) -> float:
     weights.
     """
     count, critic = parameters(shape).all, _critic(recipe, shape)
-    learning = count + (parameters(critic, critic=True).all if critic else 0)
     frozen = count * recipe.holds_reference(recipe.algorithm.needs)
+    if recipe.trainer.lora:  # the base is kept once, not with each checkpoint
+        count, frozen = adapter_parameters(recipe.trainer.lora, shape), 0
+    learning = count + (parameters(critic, critic=True).all if critic else 0)
     if recipe.trainer.backend == "torch":
         return FLOAT * (3 * learning + frozen)
     return FLOAT * 3 * learning + ELEMENT[recipe.trainer.dtype] * (learning + frozen)
@@ -195,14 +214,14 @@ def _torch(recipe: Recipe, shape: Shape, step: Step) -> TrainerMemory:
     layers = sum(_layer_bytes(shape, kept, recipe, layer) for layer in range(shape.layers))
     cast = count * ELEMENT[dtype] if dtype == "bfloat16" else 0
     trained = learning - count + learned(recipe, shape, parameters(shape), True).all
+    holds_reference = recipe.holds_reference(recipe.algorithm.needs) and not recipe.trainer.lora
     return TrainerMemory(
         stage=0,
         parameters=count,
         weights=learning * FLOAT + cast,
         gradients=trained * FLOAT,
         optimizer=trained * FLOAT * 2,
-        frozen=(count * recipe.holds_reference(recipe.algorithm.needs) + (parameters(teacher).all if teacher else 0))
-        * FLOAT,
+        frozen=(count * holds_reference + (parameters(teacher).all if teacher else 0)) * FLOAT,
         activations=tokens * (layers + kept.ends * shape.hidden + step.shown * _encoder_bytes(recipe, shape)),
         head=_head_bytes(shape, tokens, 1),
     )

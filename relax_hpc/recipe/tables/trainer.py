@@ -1,4 +1,4 @@
-"""[trainer] and [trainer.parallel]: the backend, its processes, how a model is split over them, and how it learns."""
+"""[trainer], [trainer.parallel], [trainer.lora]: the backend, its processes, how a model is split over them, and how it learns."""
 
 from __future__ import annotations
 
@@ -119,6 +119,22 @@ def _misfit_of_model(plan: Parallel, model: Sizes) -> str | None:
     return None
 
 
+class Lora(Table):
+    """A low-rank adapter (LoRA) learns, and the model's own weights stay as they are. Its format in files is PEFT's."""
+
+    rank: PositiveInt = Key(16, "Rank of the adapter's matrices: the smaller side of both.")
+    alpha: PositiveFloat = Key(32.0, "What the adapter adds is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Key(
+        (),
+        "Ends of the names of the linear layers that get an adapter, such as `q_proj`; none: all of the language model's, without its output layer.",
+    )
+    dropout: float = Key(0.0, "Share of an adapter's inputs that is dropped while it learns.", ge=0, lt=1)
+    sync: Literal["adapter", "merge"] = Key(
+        "adapter",
+        "What a version holds: `adapter`: the adapter alone, which the engine adds to a base that it read once; `merge`: the whole model, with the adapter added to its weights.",
+    )
+
+
 class Trainer(Table):
     """The trainer role: its backend, its processes, its optimizer."""
 
@@ -130,6 +146,7 @@ class Trainer(Table):
         1, "Processes, over all nodes: data parallel, except for the factors of [trainer.parallel].", resume=True
     )
     parallel: Parallel = Parallel()
+    lora: Lora | None = None
     nodes: PositiveInt = Key(1, "Nodes that share the processes evenly (on a cluster).", resume=True)
     threads: PositiveInt = Key(1, "CPU threads of each process.", resume=True)
     device: Literal["auto", "cpu", "cuda"] = Key("auto", "Device of the model; `auto` takes a GPU where there is one.")
@@ -188,6 +205,8 @@ class Trainer(Table):
         even_share("trainer.processes", self.processes, "trainer.nodes", self.nodes)
         if self.backend == "torch" and self.parallel != Parallel():
             raise conflict('[trainer.parallel] is for trainer.backend = "megatron": set that, or remove the table')
+        if self.lora and self.backend != "torch":
+            raise conflict('[trainer.lora] is for trainer.backend = "torch": set that, or remove the table')
         if both := sorted({*self.freeze} & {*self.learning_rates}):
             raise conflict(f"trainer.freeze and trainer.learning_rates both name {both}: leave them out of one")
         if wrong := misfit(self.parallel, self.processes, None):

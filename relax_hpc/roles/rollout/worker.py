@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
-from relax_hpc.engines import Abort, EngineRestarted
+from relax_hpc.engines import Abort, EngineRestarted, TakesAdapters
 from relax_hpc.files.errors import RunError
 from relax_hpc.files.node_cache import NodeCache
 from relax_hpc.files.watch import SHARED_PAUSE_S, backoff
@@ -33,7 +33,7 @@ from relax_hpc.spool.publisher import ShardPublisher
 from relax_hpc.spool.queue import Claim, RequestQueue, end_claim
 from relax_hpc.spool.request import Request, evaluated_version
 from relax_hpc.spool.shard_writer import encode
-from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver, named
+from relax_hpc.weights import DamagedWeights, Version, WeightsError, make_receiver, named, reference
 
 T = TypeVar("T")
 GONE_S = 120.0
@@ -212,6 +212,8 @@ class RolloutWorker:
             return version is not None
         began = time.perf_counter()
         try:
+            if self.held is None:
+                self.load_base()
             with self.receiver.fetch(version, lambda: self.progress("syncing")) as tensors:
                 heartbeat = functools.partial(self.process.telemetry.heartbeat, "syncing")
                 self.engine.load(version.number, tensors, heartbeat, tensors.files)
@@ -227,6 +229,21 @@ class RolloutWorker:
             return False
         finally:
             self.fetch_s += time.perf_counter() - began
+
+    def load_base(self) -> None:
+        """Give an engine without weights the base, where versions hold the adapter alone. Raises WeightsError where it
+        is not there yet."""
+        lora = self.recipe.trainer.lora
+        if lora is None or lora.sync == "merge":
+            return
+        assert isinstance(self.engine, TakesAdapters)
+        try:
+            _, tensors = reference.read(self.process.run, lambda: self.progress("syncing"))
+        except DamagedWeights as error:
+            raise RunError(
+                f"{error}; put the adapter's base back from a copy of the run, or begin a new run"
+            ) from error
+        self.engine.load_base(tensors.items(), lambda: self.progress("syncing"))
 
     def generate(self, claim: Claim, waited_s: float) -> None:
         """Generate the claimed request and publish its shard, or give it back partly generated."""

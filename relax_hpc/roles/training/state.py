@@ -44,8 +44,9 @@ class TrainerState(GroupRole):
         self.columns = () if self.debug == "rollout-only" else recipe.columns
         """Names of the columns that other roles make."""
         begins_elsewhere = "values" in self.columns and CRITIC_KEY not in recipe.models_beside
-        self.keeps_reference = REFERENCE in self.columns or begins_elsewhere
-        """True if the weights of before step 0 are kept: scorers hold them, or a critic begins as them."""
+        self.keeps_reference = REFERENCE in self.columns or begins_elsewhere or recipe.trainer.lora is not None
+        """True if the weights of before step 0 are kept: scorers hold them, a critic begins as them, or an adapter has
+        them as its base."""
         # With weights that never change, or shards of another run, ages say nothing: they are bounded by the run's length.
         self.bound = recipe.run.steps if self.debug else recipe.async_.max_staleness
         torch.set_num_threads(recipe.trainer.threads)

@@ -37,7 +37,7 @@ from relax_hpc.roles.training.step_metrics import Clock
 from relax_hpc.spool.ledger import Entry
 from relax_hpc.trainers import make_trainer
 from relax_hpc.trainers.base import Saving
-from relax_hpc.weights import reference
+from relax_hpc.weights import WeightsError, reference
 
 
 def body(process: RoleProcess) -> Exit:
@@ -144,7 +144,7 @@ class TrainerRole(TrainerState):
             )
         if fresh or held is None:
             alive = lambda: self.heartbeat("publishing")
-            keep = lambda: reference.keep(self.run, self.commit_dir, self._export, alive)
+            keep = lambda: reference.keep(self.run, self.commit_dir, partial(self._export, base=True), alive)
             self.process.when_room(keep, "the reference")
 
     def _exported(self, use: Callable[[Controller], object]) -> None:
@@ -152,8 +152,8 @@ class TrainerRole(TrainerState):
         if self.controller:
             use(self.controller)
             told("published", self.world)
-        while not self.controller and told("", self.world) == "export":
-            for _ in self.trainer.export():
+        while not self.controller and (asked := told("", self.world)) != "published":
+            for _ in self._tensors(asked == "export base"):
                 pass
 
     def publish_alone(self) -> None:
@@ -163,11 +163,14 @@ class TrainerRole(TrainerState):
         if self.controller and self.recipe.generates:
             self.process.telemetry.metrics(kind="publish", version=self.version, seconds=clock.lap("publish_s"))
 
-    def _export(self) -> Iterator[tuple[str, Tensor]]:
-        """Export the weights once more, on every rank (rank 0 asks); to the end even if the reader gives up, for the
-        others do so too."""
-        told("export", self.world)
-        tensors = self.trainer.export()
+    def _tensors(self, base: bool) -> Iterator[tuple[str, Tensor]]:
+        return self.trainer.export_base() if base else self.trainer.export()
+
+    def _export(self, base: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Export the weights, or the base of an adapter, once more, on every rank (rank 0 asks); to the end even if the
+        reader gives up, for the others do so too."""
+        told("export base" if base else "export", self.world)
+        tensors = self._tensors(base)
         try:
             yield from tensors
         finally:
@@ -176,7 +179,7 @@ class TrainerRole(TrainerState):
 
     def begin(self) -> None:
         """Take back the newest checkpoint, or begin: warm up, save, publish version 0."""
-        state = self.restore(self.run, self.trainer.load)
+        state = self.restore(self.run, self.take_back)
         if state is not None:
             self.step = self.saved_step = state["step"]
             if self.recipe.supervised:
@@ -192,6 +195,18 @@ class TrainerRole(TrainerState):
         self.publish_alone()
         if state is None:
             self.save(keep=self.recipe.run.keep_checkpoints)
+
+    def take_back(self, folder: Path) -> None:
+        """Load a checkpoint, after the base where it holds an adapter."""
+        if self.recipe.trainer.lora is not None:
+            try:
+                _, tensors = reference.read(self.run, lambda: self.heartbeat("loading"))
+            except WeightsError as error:
+                raise RunError(
+                    f"{error}; it is the base of the adapter that is trained: put it back from a copy of the run"
+                ) from error
+            self.trainer.load_base(tensors, self.run.reference)
+        self.trainer.load(folder)
 
     def read_batch(self, entry: Entry) -> Batch:
         """Load the samples that `entry` lets into the loss, in the order of their ids; the bound is checked on every
