@@ -32,6 +32,7 @@ BENCHMARKS = (
     "modes",
     "trl_accuracy",
     "endurance",
+    "lora",
 )
 
 

@@ -28,6 +28,7 @@ runs=(
     "trainers --rounds 9"
     "omni_trainer"
     "memory"
+    "lora --rounds 9"
     "trl --rounds 3 --steps 60"
     "trl-vl --sizes vl --rounds 3 --steps 20"
     "trl_accuracy --seeds 3"
