@@ -40,15 +40,15 @@ def samples(seed: int) -> Rollouts:
     """Random tokens."""
     random = np.random.default_rng(seed)
     offsets = np.arange(SAMPLES + 1) * LENGTH
-    draw = lambda: random.integers(3, 50, SAMPLES * LENGTH).astype(np.int32)
+    asked, drawn = random.integers(3, 50, (2, SAMPLES * LENGTH)).astype(np.int32)
     return Rollouts(
         ids=[f"o/{i}" for i in range(SAMPLES)],
         group=np.zeros(SAMPLES, np.int64),
         rewards=random.normal(size=SAMPLES).astype(np.float32),
         raw_rewards=np.zeros(SAMPLES, np.float32),
-        prompt_tokens=draw(),
+        prompt_tokens=asked,
         prompt_offsets=offsets,
-        tokens=draw(),
+        tokens=drawn,
         offsets=offsets,
         loss_mask=np.ones(SAMPLES * LENGTH, np.uint8),
         logprobs=np.full(SAMPLES * LENGTH, -4, np.float32),
