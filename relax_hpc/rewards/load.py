@@ -27,10 +27,11 @@ QUICK: dict[str, Reward] = {
 ELSEWHERE = {
     "math": "math:equivalent", "geo3k": "math:geo3k", "openr1mm": "math:openr1mm", "deepscaler": "math:deepscaler",
     "ifeval": "hub.instructions:ifeval", "format": "hub.form:of_format", "remote": "hub.remote:remote",
+    "code": "hub.code:code",
 }  # fmt: skip
 """Name -> MODULE:FUNCTION within relax_hpc.rewards. They may take long, or need a library that only they import."""
 BUILT_IN = (*QUICK, *ELSEWHERE, "reasoning_gym")
-NO_REFERENCE = frozenset({"ifeval", "format", "length", "remote"})
+NO_REFERENCE = frozenset({"ifeval", "format", "length", "remote", "code"})
 """Those that need no reference answer."""
 
 
