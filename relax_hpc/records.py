@@ -136,6 +136,9 @@ class Sample:
     rollout: int | None = None
     """Number of the attempt at the prompt, for an agent's: one that rewrites or forks its history makes several samples,
     which share its reward. None: an attempt of its own."""
+    turn_rewards: NDArray[np.float32] | None = None  # [T]
+    """Rewards given before the end, each at the last token of its turn, 0 elsewhere; they are part of `reward`. None: there
+    were none."""
 
     def text(self, tokenizer: Any) -> str:
         """Decode the model's own tokens; observations are left out."""
@@ -255,6 +258,8 @@ class Rollouts:
     """[T] 1 on tokens that the model generated and that are kept out of the loss for their age alone."""
     rollout: NDArray[np.int32] | None = None
     """[N] which attempt of its group a sample is of, where an attempt may have several; else None: each has one."""
+    turn_rewards: NDArray[np.float32] | None = None
+    """[T] rewards given before the end (see Sample.turn_rewards); None where there were none."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -302,6 +307,7 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         columns={n: joined([r.columns[n] for r in rollouts], np.float32) for n in columns},
         shown_later=_shown_later(rollouts),
         rollout=_attempts(rollouts),
+        turn_rewards=_turn_rewards(rollouts),
         media=tuple(m for r in rollouts for m in r.media or [None] * len(r)) if any(r.media for r in rollouts) else (),
         **flat,
     )
@@ -317,6 +323,13 @@ def _attempts(rollouts: Sequence[Rollouts]) -> NDArray[np.int32] | None:
     if all(r.rollout is None for r in rollouts):
         return None
     return joined([np.arange(len(r)) if r.rollout is None else r.rollout for r in rollouts], np.int32)
+
+
+def _turn_rewards(rollouts: Sequence[Rollouts]) -> NDArray[np.float32] | None:
+    if all(r.turn_rewards is None for r in rollouts):
+        return None
+    parts = [np.zeros(len(r.tokens)) if r.turn_rewards is None else r.turn_rewards for r in rollouts]
+    return joined(parts, np.float32)
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -24,11 +24,13 @@ class Turn:
     """Text that the model reads next as it is, or parts with images, video or sound; or chat messages, which the chat template
     renders. Its tokens get loss mask 0."""
     reward: float | None = None
-    """A reward of the environment's own, given with `done`; it takes the place of the source's reward function."""
+    """A reward of the environment's own for this turn; the sample's is the sum of its turns'. On the last turn it takes the
+    place of the source's reward function."""
     extra: dict[str, float] = field(default_factory=dict)
     """Numbers for columns of the shard, given with `done`."""
     answer: str | None = None
-    """The final answer, which the source's reward scores, given with `done`; None: all that the model said in all turns."""
+    """The answer that the source's reward scores where the sample ends here; None: the turn's text where the environment has
+    tools, else all that the model said in all turns."""
 
 
 class ToolError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import socket
@@ -65,7 +66,10 @@ def _do(
                 turn = here[call.seat].step(answer)
             except ToolError as error:
                 turn = Turn(done=False, observation=error.observation())
-            turns.append(checked(turn))
+            turn = checked(turn)
+            if turn.answer is None and hasattr(here[call.seat], "tools"):  # what it said to tools is no answer
+                turn = dataclasses.replace(turn, answer=answer)
+            turns.append(turn)
         doing = "close"
         if call.closes and call.seat in here:
             here.pop(call.seat).close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from relax_hpc.records import Media
 from relax_hpc.registry import WrongValue, finite_number, finite_numbers, shown
 
 BATCH = "batch"
@@ -13,10 +15,36 @@ Reward = Callable[..., Any]
 """reward(prompt, answer, **options) -> a number, or {"reward": …, other names: numbers} (they become `extra` columns).
 
 It may be `async def`. If its attribute `batch` is True it is called as (prompt, answers, **options), and returns a list
-of such values. `prompt`: relax_hpc.records.Prompt; `answer`: the model's text. `options` are the recipe's
+of such values. `prompt`: relax_hpc.records.Prompt; `answer`: a Trajectory, which is the model's text. `options` are the recipe's
 `reward_options`. It runs in a process of its own, with a time limit; it may raise: the group is then kept as failed,
 with the reason.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A turn of the model, and what its environment answered."""
+
+    said: str
+    calls: Sequence[Mapping[str, Any]]
+    """Tool calls in it, {"name": …, "arguments": {…}}; none where one of them is broken."""
+    observation: str | Sequence[Mapping[str, Any]]
+    reward: float | None
+
+
+class Trajectory(str):
+    """A sample's answer, as text; it knows all that led to it."""
+
+    turns: Sequence[Step] = ()
+    media: Media | None = None
+    """All that the sample shows, its prompt's media first."""
+
+    @classmethod
+    def of(cls, answer: str, turns: Sequence[Step], media: Media | None) -> Trajectory:
+        """Make one of an answer and what led to it."""
+        made = cls(answer)
+        made.turns, made.media = turns, media
+        return made
 
 
 def parts(value: object) -> tuple[float, dict[str, float]]:

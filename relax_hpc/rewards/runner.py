@@ -77,6 +77,10 @@ class RewardRunner:
         self.seconds += time.perf_counter() - began
         return batch.verdicts()
 
+    def is_quick(self, source: int) -> bool:
+        """Return True where a source's reward looks at the answer's text alone."""
+        return self._rewards[source].is_quick
+
     def warm_up(self, progress: Callable[[], None] = lambda: None) -> None:
         """Start the processes now, so that no request waits for their Python; for as long as one reward may take."""
         if all(reward.is_quick for reward in self._rewards):

@@ -63,7 +63,13 @@ class Index:
     def rows(self, routed: tuple[int, int] | None) -> Mapping[str, int]:
         """Return how many rows each other column must have. routed: (layers, k), where routed experts were kept."""
         tokens, prompt_tokens = int(self.offsets[-1]), int(self.prompt_offsets[-1])
-        rows = {"tokens": tokens, "loss_mask": tokens, "logprobs": tokens, "prompt_tokens": prompt_tokens}
+        rows = {
+            "tokens": tokens,
+            "loss_mask": tokens,
+            "logprobs": tokens,
+            "turn_rewards": tokens,
+            "prompt_tokens": prompt_tokens,
+        }
         if routed is not None:
             rows["routed_experts"] = int(self.routed_rows()[-1]) * routed[0] * routed[1]
         return rows

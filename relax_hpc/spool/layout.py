@@ -28,6 +28,8 @@ ROUTED_TYPES = (np.dtype("u1"), np.dtype("<u2"))
 ROLLOUT = "rollout"
 """An optional column, [N]: which attempt of its group a sample is of, where an attempt may have several samples."""
 ROLLOUT_TYPE = np.dtype("<i4")
+TURN_REWARDS = "turn_rewards"
+"""An optional column, [T]: rewards given before a sample's end, each at the last token of its turn."""
 TOKEN_COLUMNS = ("tokens", "loss_mask", "logprobs")
 """Columns of length T: worth compressing, and read by slices."""
 SCORE_BYTES = 4

@@ -40,6 +40,7 @@ from relax_hpc.spool.layout import (
     ROUTED_TYPES,
     SCHEMA,
     TOKEN_COLUMNS,
+    TURN_REWARDS,
     checked_meta,
 )
 from relax_hpc.spool.media import FOLDER, MediaIndex, Remake
@@ -272,6 +273,7 @@ class Shard:
             media=self.media_index.of_samples(picked.tolist(), of_group.tolist(), self.media) if media else (),
             shown_later=self._shown_later(picked),
             rollout=self._small(ROLLOUT)[picked] if ROLLOUT in self else None,
+            turn_rewards=self._pieces(TURN_REWARDS, pieces) if TURN_REWARDS in self else None,
             **flat,
         )
 
@@ -346,6 +348,7 @@ class Shard:
                     tokens.tokens[x:y], tokens.loss_mask[x:y], tokens.logprobs[x:y], spans, Finish(int(row["finish"])),
                     float(row["reward"]), float(row["raw_reward"]), int(row["turns"]), numbers, self.routed_experts(int(which[k])),
                     media=later, rollout=None if tokens.rollout is None else int(tokens.rollout[k]),
+                    turn_rewards=None if tokens.turn_rewards is None else tokens.turn_rewards[x:y],
                 )
             )  # fmt: skip
         return Group(prompt, samples, *self.failure(index))

@@ -31,6 +31,7 @@ from relax_hpc.spool.layout import (
     SAMPLE,
     SCHEMA,
     TOKEN_COLUMNS,
+    TURN_REWARDS,
 )
 
 Compression = Literal["none", "lz4", "zstd"]
@@ -69,6 +70,9 @@ def columns(groups: Sequence[Group]) -> dict[str, hdf5.Column]:
     if any(s.rollout is not None for s in samples):
         numbers = [i if s.rollout is None else s.rollout for i, s in enumerate(samples)]
         flat[ROLLOUT] = hdf5.Column([np.array(numbers)], ROLLOUT_TYPE)
+    if any(s.turn_rewards is not None for s in samples):
+        earned = [np.zeros(len(s.tokens)) if s.turn_rewards is None else s.turn_rewards for s in samples]
+        flat[TURN_REWARDS] = hdf5.Column(earned, EXTRA)
     for name in dict.fromkeys(key for s in samples for key in s.extra):
         flat[EXTRA_FOLDER + name] = hdf5.Column([np.array([s.extra.get(name, np.nan) for s in samples])], EXTRA)
     return flat

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_hpc.algorithms.common.turns import at_the_end
 from relax_hpc.records import Rollouts
 
 STD_EPS = 1e-6
@@ -46,16 +47,23 @@ def center_groups(
 
 
 def token_rewards(rewards: Tensor, penalties: Tensor, rollouts: Rollouts) -> Tensor:
-    """[T] float64 rewards of single tokens: minus the penalty at each token in the loss, plus the sample's reward at
-    its last one; 0 elsewhere.
+    """[T] float64 rewards of single tokens: minus the penalty at each token in the loss, plus a turn's reward at its
+    last one, and the rest of the sample's at the sample's last one; 0 elsewhere.
 
     rewards: [N]; penalties: [T] float64, 0 where the loss mask is 0.
     """
     earned = -penalties
     tokens = np.flatnonzero(rollouts.loss_mask)
-    samples = np.repeat(np.arange(len(rollouts)), np.diff(rollouts.offsets))[tokens]
+    of_token = np.repeat(np.arange(len(rollouts)), np.diff(rollouts.offsets))
+    samples = of_token[tokens]
     last = np.flatnonzero(np.diff(samples, append=-1))
-    earned[torch.from_numpy(tokens[last])] += rewards.double()[torch.from_numpy(samples[last])]
+    earned[torch.from_numpy(tokens[last])] += at_the_end(rewards, rollouts)[torch.from_numpy(samples[last])]
+    if rollouts.turn_rewards is not None:
+        given = np.flatnonzero(rollouts.turn_rewards)
+        before = np.searchsorted(tokens, given, side="right") - 1  # the last token in the loss up to there
+        mine = (before >= 0) & (of_token[tokens[before]] == of_token[given])
+        amounts = torch.from_numpy(rollouts.turn_rewards[given[mine]]).double()
+        earned.index_add_(0, torch.from_numpy(tokens[before[mine]]), amounts)
     return earned
 
 

@@ -20,7 +20,8 @@ from relax_hpc.algorithms.common.correction import importance_weights, sequence_
 from relax_hpc.algorithms.common.kl import ESTIMATORS, importance_weighted, k1
 from relax_hpc.algorithms.common.losses import clipped_surrogate
 from relax_hpc.algorithms.common.sequences import weights
-from relax_hpc.recipe.tables.algorithm_keys import Clipped, PolicyGradient, Ratio
+from relax_hpc.algorithms.common.turns import Turns, turn_returns
+from relax_hpc.recipe.tables.algorithm_keys import Clipped, Grouped, PolicyGradient, Ratio
 from relax_hpc.records import Rollouts
 
 
@@ -76,8 +77,20 @@ class PolicyAlgorithm(ABC):
 
     def per_sample(self, rollouts: Rollouts, estimate: Callable[..., Tensor], **options: bool) -> Tensor:
         """[T] a sample's advantage at each of its tokens: `estimate`(rewards less all penalties [N], groups [N]), and
-        with `rollout` [N] where an attempt may have several samples."""
-        rewards = self._rewards(rollouts) - sample_sums(self._penalties(rollouts), rollouts)
+        with `rollout` [N] where an attempt may have several samples. With credit = "turn" the same of turns [M], each
+        compared with those of its number."""
+        assert isinstance(self.config, Grouped)
+        rewards, penalties, discount = self._rewards(rollouts), self._penalties(rollouts), self.config.turn_discount
+        by_turn = self.config.credit == "turn"
+        if by_turn or discount != 1:
+            turns = Turns.of(rollouts)
+            returns = turn_returns(rewards, penalties, rollouts, turns, discount)
+        if by_turn:
+            cells = rollouts.group[turns.sample] * len(turns.number) + turns.number
+            return turns.spread(estimate(returns, torch.from_numpy(cells), **options), rollouts)
+        rewards = rewards - sample_sums(penalties, rollouts)
+        if discount != 1:
+            rewards = turns.whole(returns, rewards, rollouts)
         attempts = {} if rollouts.rollout is None else {"rollout": torch.from_numpy(rollouts.rollout)}
         return over_tokens(estimate(rewards, torch.from_numpy(rollouts.group), **attempts, **options), rollouts)
 

@@ -174,6 +174,18 @@ class PolicyGradient(Algorithm):
 class Grouped(PolicyGradient):
     """Keys of algorithms that compare the samples of one prompt."""
 
+    credit: Literal["trajectory", "turn"] = Key(
+        "trajectory",
+        "What is compared within a group. `trajectory`: all that a sample earned, the same for each of its tokens. `turn`: what it earned "
+        "from each turn on, with the same turn of the samples that came so far.",
+    )
+    turn_discount: float = Key(
+        1.0,
+        "Weight of a reward one turn later, and its square two turns later: discounts rewards, per turn.",
+        gt=0,
+        le=1,
+    )
+
     @model_validator(mode="after")
     def _group(self) -> Grouped:
         name = getattr(self, "name", "")

@@ -114,11 +114,26 @@ class Episode:
             logprobs=np.concatenate([empty.astype(np.float32), *self.logprobs]),
             spans=self.spans or [(0, version)],
             finish=Finish.FAILED if failed else self.finish or Finish.STOP,
-            reward=turn.reward or 0.0,
-            raw_reward=turn.reward or 0.0,
+            reward=self.earned,
+            raw_reward=self.earned,
             turns=self.turns,
             extra={**turn.extra, **({STOP_REASON: float(self.stopped)} if self.stopped else {})},
             routed_experts=self.routed_experts,
             seconds=self.seconds,
             media=self.later,
+            turn_rewards=self._turn_rewards(),
         )
+
+    @property
+    def earned(self) -> float:
+        """All that the environment gave for turns."""
+        return sum(turn.reward or 0.0 for turn in self.seat.turns)
+
+    def _turn_rewards(self) -> NDArray[np.float32] | None:
+        """[T] rewards of turns before the last, at the last token of each; None where there are none."""
+        earned = np.zeros(self.length, np.float32)
+        mask = np.concatenate([np.empty(0, np.uint8), *self.mask])
+        for turn, end in zip(self.seat.turns, self.begins[1:], strict=False):
+            said = np.flatnonzero(mask[:end])
+            earned[said[-1:]] += turn.reward or 0.0
+        return earned if earned.any() else None

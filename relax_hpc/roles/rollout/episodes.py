@@ -12,12 +12,17 @@ could be shown there. The sample has DREW_MEDIA among its numbers.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
-from relax_hpc.records import Failure, Group, PartialRollout
+from relax_hpc.environments.tools import CallError, parse_calls
+from relax_hpc.records import Failure, Group, PartialRollout, Sample
+from relax_hpc.rewards import Step, Trajectory
 from relax_hpc.roles.rollout import lockstep
 from relax_hpc.roles.rollout.cast import Cast
+from relax_hpc.roles.rollout.episode import Episode
 from relax_hpc.roles.rollout.restore import restore
 from relax_hpc.roles.rollout.setup import Asked, RolloutAborted, RolloutSetup
 from relax_hpc.roles.rollout.streaming import Streaming
@@ -69,7 +74,7 @@ class Episodes:
             if episode.last is None or episode.last.reward is None
         ]
         verdicts = self._setup.rewards.score(
-            [(episode.prompt, episode.answer(sample, self._setup.tokenizer)) for episode, sample in unscored],
+            [(episode.prompt, self._trajectory(cast, episode, sample)) for episode, sample in unscored],
             lambda: self._progress("scoring"),
             [episode.group for episode, _ in unscored],
         )
@@ -78,6 +83,25 @@ class Episodes:
                 group = groups[episode.group]
                 group.reason, group.detail = verdict.reason, verdict.detail
                 continue
-            sample.reward = sample.raw_reward = verdict.reward
+            sample.reward = sample.raw_reward = episode.earned + verdict.reward
             sample.extra |= verdict.extra
         return groups
+
+    def _trajectory(self, cast: Cast, episode: Episode, sample: Sample) -> str:
+        """Return what the source's reward scores."""
+        answer = episode.answer(sample, self._setup.tokenizer)
+        if self._setup.rewards.is_quick(episode.prompt.source):
+            return answer
+        texts = [cast.said(episode, n) for n in range(len(episode.seat.turns))]
+        turns = [
+            Step(text, _calls(text), turn.observation, turn.reward)
+            for text, turn in zip(texts, episode.seat.turns, strict=True)
+        ]
+        return Trajectory.of(answer, turns, episode.media)
+
+
+def _calls(text: str) -> list[dict[str, Any]]:
+    try:
+        return [dataclasses.asdict(call) for call in parse_calls(text)]
+    except CallError:
+        return []
