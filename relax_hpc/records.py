@@ -260,6 +260,9 @@ class Rollouts:
     """[N] which attempt of its group a sample is of, where an attempt may have several; else None: each has one."""
     turn_rewards: NDArray[np.float32] | None = None
     """[T] rewards given before the end (see Sample.turn_rewards); None where there were none."""
+    extra: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """[N] each: the numbers that rewards and environments added, by name, such as the parts of a reward that is a sum;
+    NaN where a sample has none."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -308,6 +311,10 @@ def concatenate(parts: Iterable[Rollouts]) -> Rollouts:
         shown_later=_shown_later(rollouts),
         rollout=_attempts(rollouts),
         turn_rewards=_turn_rewards(rollouts),
+        extra={
+            n: joined([_extra(r, n) for r in rollouts], np.float32)
+            for n in dict.fromkeys(n for r in rollouts for n in r.extra)
+        },
         media=tuple(m for r in rollouts for m in r.media or [None] * len(r)) if any(r.media for r in rollouts) else (),
         **flat,
     )
@@ -330,6 +337,10 @@ def _turn_rewards(rollouts: Sequence[Rollouts]) -> NDArray[np.float32] | None:
         return None
     parts = [np.zeros(len(r.tokens)) if r.turn_rewards is None else r.turn_rewards for r in rollouts]
     return joined(parts, np.float32)
+
+
+def _extra(rollouts: Rollouts, name: str) -> NDArray[np.float32]:
+    return rollouts.extra.get(name, np.full(len(rollouts), np.nan, np.float32))
 
 
 def offsets_of(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,7 +8,10 @@ from typing import Any
 from relax_hpc.algorithms.base import NEEDS, Algorithm, LossInputs, Totals
 from relax_hpc.algorithms.cispo import CispoAlgorithm
 from relax_hpc.algorithms.common.policy import PolicyAlgorithm
-from relax_hpc.algorithms.grpo import DrGrpoAlgorithm, GroupRelative, GrpoAlgorithm
+from relax_hpc.algorithms.dppo import DppoAlgorithm
+from relax_hpc.algorithms.gdpo import GdpoAlgorithm
+from relax_hpc.algorithms.gmpo import GmpoAlgorithm
+from relax_hpc.algorithms.grpo import GroupRelative, MaxRlAlgorithm
 from relax_hpc.algorithms.gspo import GspoAlgorithm
 from relax_hpc.algorithms.opd import OpdAlgorithm
 from relax_hpc.algorithms.own import Own
@@ -31,12 +34,16 @@ __all__ = [
 ]
 
 ALGORITHMS: dict[str, Callable[[Any], Algorithm]] = {
-    "grpo": GrpoAlgorithm,
-    "dr_grpo": DrGrpoAlgorithm,
+    "grpo": GroupRelative,
+    "dr_grpo": GroupRelative,
     "dapo": GroupRelative,
     "gspo": GspoAlgorithm,
     "sapo": SapoAlgorithm,
     "cispo": CispoAlgorithm,
+    "gmpo": GmpoAlgorithm,
+    "dppo": DppoAlgorithm,
+    "maxrl": MaxRlAlgorithm,
+    "gdpo": GdpoAlgorithm,
     "rloo": RlooAlgorithm,
     "reinforce_plus_plus": ReinforcePlusPlusAlgorithm,
     "reinforce_plus_plus_baseline": BaselineAlgorithm,

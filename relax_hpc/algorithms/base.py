@@ -8,7 +8,8 @@ A mean other than that over tokens is a weight on each of them, so that every sp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
@@ -32,6 +33,8 @@ class Totals:
     """Tokens in the loss: the sum of the losses is divided by this."""
     samples: int
     """Samples with a token in the loss."""
+    groups: int
+    """Groups with a token in the loss."""
     budget: int
     """The most tokens that the model may generate for a sample."""
 
@@ -48,8 +51,13 @@ class LossInputs:
     reference: Tensor | None  # [M] of the reference policy; there when the needs say "reference"
     recomputed: Tensor | None  # [M] of the policy before the step, or a scorer's; there when the needs say so
     lengths: Tensor  # [S] int64, tokens of each sample, at least 1
+    group: Tensor  # [S] int64, which group of the step a sample belongs to
+    group_tokens: Tensor  # [S] int64, tokens in the loss of all samples of its group
+    rewards: Tensor  # [S] float32, what the algorithm trains on
     totals: Totals
     teacher: Tensor | None = None  # [M] of the teacher; there when the needs say so
+    extra: Mapping[str, Tensor] = field(default_factory=dict)  # [S] each: as Rollouts.extra
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # [M] each: all of Rollouts.columns
 
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]

@@ -6,11 +6,13 @@ rewards - overlong, less KL token by token ──► rewards of tokens ─┬─
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_hpc.algorithms.base import VALUES, LossAndMetrics
-from relax_hpc.algorithms.common.advantages import STD_EPS, gae, whiten
+from relax_hpc.algorithms.common.advantages import STD_EPS, adaptive_smoothing, gae, whiten
 from relax_hpc.algorithms.common.policy import PolicyAlgorithm
 from relax_hpc.recipe.tables.algorithm import Ppo
 from relax_hpc.records import Rollouts
@@ -39,10 +41,12 @@ class ActorCritic(PolicyAlgorithm):
         return clipped_value(values, old, returns, self.config.critic.clip)
 
     def estimate(self, rollouts: Rollouts) -> Tensor:
-        advantages = self._gae(rollouts, self.config.gae_lambda)
+        alpha = self.config.gae_alpha
+        smoothing = self.config.gae_lambda if alpha is None else adaptive_smoothing(rollouts, alpha)
+        advantages = self._gae(rollouts, smoothing)
         return whiten(advantages, torch.from_numpy(rollouts.loss_mask)).float()
 
-    def _gae(self, rollouts: Rollouts, smoothing: float) -> Tensor:
+    def _gae(self, rollouts: Rollouts, smoothing: float | NDArray[np.float64]) -> Tensor:
         values = torch.from_numpy(rollouts.columns[VALUES])
         return gae(self.token_rewards(rollouts), values, rollouts, self.config.discount, smoothing)
 

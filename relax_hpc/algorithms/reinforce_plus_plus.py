@@ -26,5 +26,5 @@ class BaselineAlgorithm(PolicyAlgorithm):
     """Rewards less the group's mean."""
 
     def estimate(self, rollouts: Rollouts) -> Tensor:
-        centred = self.per_sample(rollouts, group_relative, normalize_std=False)
+        centred = self.per_sample(rollouts, group_relative, normalize="none")
         return whiten(centred, torch.from_numpy(rollouts.loss_mask))

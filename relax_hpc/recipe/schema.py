@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field, model_validator
 
-from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Grpo, Ppo, Rloo, Sft
+from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Gdpo, Grpo, Ppo, Rloo, Sft
 from relax_hpc.recipe.tables.algorithm_keys import DUAL_CLIP, Clipped, PolicyGradient, Ratio
 from relax_hpc.recipe.tables.evaluation import Evaluation, SftWarmStart
 from relax_hpc.recipe.tables.model import AnyModel, TinyModel
@@ -167,6 +167,13 @@ class Recipe(Table):
                 f"construction, so nothing accounts for tokens that are up to async.max_staleness = {self.async_.max_staleness} versions "
                 "old; add algorithm.correction = { name = \"tis\" }, or set old_logprobs = 'engine'"
             )
+        cut = {"top_p": self.rollout.top_p < 1, "top_k": self.rollout.top_k > 0}
+        for key in (key for key, on in cut.items() if on and not self.supervised):
+            found.append(
+                f"rollout.{key} = {getattr(self.rollout, key)}: tokens are drawn from the truncated distribution, but logprobs, in shards as in "
+                "training, are those of the whole one, so that importance ratios, KL and entropy are not of the policy that sampled; leave "
+                f"{key} out"
+            )
         return found
 
     def _batches_fit(self) -> None:
@@ -204,6 +211,22 @@ class Recipe(Table):
                 f"algorithm.critic.warmup_steps = {self.algorithm.critic.warmup_steps} leaves the policy none of run.steps = "
                 f"{self.run.steps}: lower the one or raise the other"
             )
+
+        if isinstance(self.algorithm, Gdpo):
+            self._parts_fit(self.algorithm)
+
+    def _parts_fit(self, algorithm: Gdpo) -> None:
+        """Raise a conflict for a part that no source has, where all say theirs."""
+        known = {part.name or part.reward for source in self.source for part in source.rewards}
+        for name in algorithm.parts:
+            own = "." in name or any(
+                not source.rewards or source.environment != "single_turn" for source in self.source
+            )
+            if name not in known and not own:
+                raise conflict(
+                    f"algorithm.parts has '{name}', but the `rewards` of the sources have {sorted(known)}: name one of those, or give a source "
+                    "such a part"
+                )
 
     def _trainer_fits(self) -> None:
         if self.run.async_checkpoints and self.trainer.backend == "torch":

@@ -274,6 +274,7 @@ class Shard:
             shown_later=self._shown_later(picked),
             rollout=self._small(ROLLOUT)[picked] if ROLLOUT in self else None,
             turn_rewards=self._pieces(TURN_REWARDS, pieces) if TURN_REWARDS in self else None,
+            extra={name: values[picked] for name, values in self._extra().items()},
             **flat,
         )
 
@@ -291,6 +292,11 @@ class Shard:
         of_group, rewards = self.samples["group"], self.samples["raw_reward"]
         generated = (self.samples["finish"] != Finish.FAILED) & self.attempts()
         return [rewards[(of_group == g) & generated] for g in np.flatnonzero(self.groups["failed"] == 0)]
+
+    def _extra(self) -> dict[str, NDArray[np.float32]]:
+        """Return the numbers that rewards and environments added, by name: [N] each."""
+        names = [name for name in self.column_names() if name.startswith(EXTRA_FOLDER)]
+        return {name.removeprefix(EXTRA_FOLDER): self._small(name) for name in names}
 
     def _routed(self, picked: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]] | None:
         """Return the routed experts of the samples, joined: [sum of P + T - 1, layers, k]."""
@@ -327,8 +333,7 @@ class Shard:
         """
         which = np.flatnonzero(self.samples["group"] == index)
         tokens = self.rollouts(which, media=False)
-        rows, about, names = self.groups[index], self.meta["prompts"][index], self.column_names()
-        extra = {n.removeprefix(EXTRA_FOLDER): self._small(n)[which] for n in names if n.startswith(EXTRA_FOLDER)}
+        rows, about = self.groups[index], self.meta["prompts"][index]
         begin, end = self.prompt_offsets[index : index + 2]
         read = self.media if media else self.media_index.reference
         shown = read(index)
@@ -342,7 +347,7 @@ class Shard:
             x, y = tokens.offsets[k : k + 2]
             changes = np.flatnonzero(np.diff(tokens.versions[x:y], prepend=-1))
             spans = [(int(c), int(tokens.versions[x + c])) for c in changes]
-            numbers = {n: float(a[k]) for n, a in extra.items() if not np.isnan(a[k])}
+            numbers = {n: float(a[k]) for n, a in tokens.extra.items() if not np.isnan(a[k])}
             samples.append(
                 Sample(
                     tokens.tokens[x:y], tokens.loss_mask[x:y], tokens.logprobs[x:y], spans, Finish(int(row["finish"])),

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, Supervised, Totals, make_algorithm
+from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, PolicyAlgorithm, Supervised, Totals, make_algorithm
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.algorithms.common.kl import k3
 from relax_hpc.algorithms.common.losses import exp_ratio
@@ -70,7 +70,11 @@ class PolicyLoss(TokenLoss):
         self.columns = {name: torch.from_numpy(values) for name, values in rollouts.columns.items()}
         self.sample_of = np.repeat(np.arange(len(rollouts)), np.diff(rollouts.offsets))
         chosen = self.sample_of[rollouts.loss_mask == 1]
-        self.totals = Totals(tokens=len(chosen), samples=len(np.unique(chosen)), budget=budget)
+        _, group, tokens = np.unique(rollouts.group[chosen], return_inverse=True, return_counts=True)
+        self.totals = Totals(len(chosen), samples=len(np.unique(chosen)), groups=len(tokens), budget=budget)
+        self.group_tokens = np.zeros(len(rollouts), np.int64)
+        self.group_tokens[chosen] = tokens[group]
+        self.rollouts = rollouts
         self.entropy_gradient = "entropy" in algorithm.needs
 
     def tokens(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -79,6 +83,9 @@ class PolicyLoss(TokenLoss):
         columns = {name: here(values) for name, values in self.columns.items()}
         samples = self.sample_of[targets]  # each one's tokens lie together
         begins = np.flatnonzero(np.diff(samples, prepend=-1))
+        of_samples: Callable[[NDArray[Any]], Tensor] = lambda values: torch.from_numpy(values[samples[begins]]).to(
+            self.device
+        )
         inputs = LossInputs(
             logprobs=logprobs,
             entropies=entropies,
@@ -88,8 +95,13 @@ class PolicyLoss(TokenLoss):
             # where no column was made, this is the step's first update: they are those of now
             recomputed=columns.get("recomputed", logprobs.detach()),
             lengths=torch.from_numpy(np.diff(begins, append=len(samples))).to(self.device),
+            group=of_samples(self.rollouts.group),
+            group_tokens=of_samples(self.group_tokens),
+            rewards=of_samples(self.rollouts.rewards),
             totals=self.totals,
             teacher=columns.get(TEACHER),
+            extra={name: of_samples(values) for name, values in self.rollouts.extra.items()},
+            columns=columns,
         )
         loss, metrics = self.algorithm.loss(inputs)
         if isinstance(self.algorithm, Supervised):
@@ -143,6 +155,8 @@ def updates(
             "one number a token is expected"
         )
     budget = recipe.rollout.max_new_tokens * recipe.rollout.max_turns
+    if isinstance(algorithm, PolicyAlgorithm):
+        rollouts, advantages = algorithm.selected(rollouts, advantages)
     return [
         (part, PolicyLoss(part, algorithm, advantages, budget, device))
         for part in shares(rollouts, recipe.trainer.updates_per_step)

@@ -55,6 +55,27 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opd": {"name": "opd", "group_size": 1, "teacher": "teacher", "aggregate": "sequence"},
     "dr_grpo, teacher": {"name": "dr_grpo", "teacher": "teacher", "teacher_coef": 0.3},
     "ppo, teacher": {"name": "ppo", "teacher": "teacher", "teacher_coef": 0.3},
+    "grpo, mean over prompts": {"name": "grpo", "aggregate": "prompt"},
+    "cispo, normalized over the step": {"name": "cispo", "clip": [0.3, 0.2], "normalize": "batch", "aggregate": "prompt"},
+    "gspo, not normalized": {"name": "gspo", "clip": [0.05, 0.1], "normalize": "none"},
+    "rloo, normalized over the step": {"name": "rloo", "normalize": "batch"},
+    "gmpo": {"name": "gmpo", "clip": [0.1, 0.2]},
+    "gmpo, dual clip": {"name": "gmpo", "clip": [0.2, 0.2], "dual_clip": 1.05, "aggregate": "token"},
+    "dppo": {"name": "dppo", "clip": [0.004, 0.002]},
+    "dppo, kl, truncated": {"name": "dppo", "divergence": "kl", "clip": [0.0005, 0.001], "truncate": 1.2},
+    "maxrl": {"name": "maxrl"},
+    "gdpo": {"name": "gdpo", "parts": {"right": 1.0, "form": -0.5}},
+    "grpo, truncated samples masked": {"name": "grpo", "mask_truncated": True, "aggregate": "prompt"},
+    "truncated weights, geometric rejection, veto": {
+        "name": "grpo",
+        "old_logprobs": "recomputed",
+        "correction": {"name": "tis", "high": 1.3},
+        "rejection": {"geometric": [0.95, 1.05], "product": [0.3, 3.0], "veto": 0.7},
+    },
+    "trust region masking": {"name": "dr_grpo", "rejection": {"mean_kl": 0.025, "max_kl": 0.08}},
+    "clip_cov": {"name": "grpo", "clip_cov": {"share": 1.0, "low": 0.05, "high": 0.3}},
+    "kl_cov": {"name": "grpo", "clip": [1.0, 1e6], "kl_cov": {"share": 0.2, "coef": 0.7}},
+    "ppo, adaptive": {"name": "ppo", "group_size": 1, "gae_alpha": 0.3},
 }  # fmt: skip
 BUDGET = 16
 """max_new_tokens of tests.tiny's recipes, one turn."""
@@ -72,7 +93,11 @@ def step_data(seed: int) -> tuple[Rollouts, dict[str, NDArray[np.float64]]]:
     entropies = rng.random(len(rollouts.tokens))
     columns["teacher"] = near(0.5)
     columns["values"] = rng.normal(size=len(rollouts.tokens)).astype(np.float32)
-    return replace(rollouts, columns=columns), {"now": now, "entropies": entropies}
+    parts = {name: rng.integers(0, 3, len(rollouts)).astype(np.float32) for name in ("right", "form")}
+    parts["form"][[1, 2]] = np.nan
+    finish = (rng.random(len(rollouts)) < 0.3).astype(np.uint8)
+    rollouts = replace(rollouts, columns=columns, extra=parts, finish=finish, rewards=rollouts.rewards.clip(-0.5) + 0.5)
+    return rollouts, {"now": now, "entropies": entropies}
 
 
 # -- the papers -------------------------------------------------------------------------------------------------------
@@ -127,19 +152,44 @@ def oracle_estimates(c: dict[str, Any], rollouts: Rollouts) -> dict[int, float]:
             advantages_of |= gae_oracle(c, ts, earned, rollouts.columns["values"].tolist(), c.get("gae_lambda", 0.95))
         return whitened(advantages_of)
     rewards = [r - sum(penalty[t] for t in tokens[i]) for i, r in enumerate(rewards)]
+    if c["name"] == "gdpo":
+        return {t: a for i, a in enumerate(gdpo_oracle(c["parts"], rollouts)) for t in tokens[i]}
     advantages = []
     for i, r in enumerate(rewards):
         group = [rewards[j] for j in range(len(rewards)) if rollouts.group[j] == rollouts.group[i]]
+        if c["name"] == "maxrl":
+            advantages.append((r - mean(group)) / mean(group))
+            continue
         others = [rewards[j] for j in range(len(rewards)) if rollouts.group[j] == rollouts.group[i] and j != i]
         if c["name"] == "rloo":
             advantages.append(r - mean(others) if others else 0.0)
             continue
         centred = r - mean(group)
-        if c["name"] not in ("dr_grpo", "reinforce_plus_plus_baseline"):
+        plain = c["name"] in ("dr_grpo", "reinforce_plus_plus_baseline")
+        if c.get("normalize", "none" if plain else "group") == "group":
             centred /= math.sqrt(sum((x - mean(group)) ** 2 for x in group) / (len(group) - 1)) + 1e-6
         advantages.append(centred)
+    if c.get("normalize") == "batch":
+        means = {g: mean([r for r, of in zip(rewards, rollouts.group, strict=True) if of == g]) for g in rollouts.group}
+        apart = [r - means[g] for r, g in zip(rewards, rollouts.group, strict=True)]
+        deviation = math.sqrt(sum(x * x for x in apart) / (len(apart) - 1))
+        advantages = [a / (deviation + 1e-6) for a in advantages]
     spread = {t: advantages[i] for i, ts in tokens.items() for t in ts}
     return whitened(spread) if c["name"] == "reinforce_plus_plus_baseline" else spread
+
+
+def gdpo_oracle(parts: dict[str, float], rollouts: Rollouts) -> list[float]:
+    """arXiv 2601.05242: each part normalized in its group, and their sum over the step."""
+    total = [0.0] * len(rollouts)
+    for name, weight in parts.items():
+        values = rollouts.extra[name].tolist()
+        for i, value in enumerate(values):
+            group = [v for v, g in zip(values, rollouts.group, strict=True) if g == rollouts.group[i] and v == v]
+            if value == value and len(group) > 1:
+                deviation = math.sqrt(sum((v - mean(group)) ** 2 for v in group) / (len(group) - 1))
+                total[i] += weight * (value - mean(group)) / (deviation + 1e-6)
+    deviation = math.sqrt(sum((a - mean(total)) ** 2 for a in total) / (len(total) - 1))
+    return [(a - mean(total)) / (deviation + 1e-6) for a in total]
 
 
 def gae_oracle(
@@ -150,6 +200,8 @@ def gae_oracle(
     if c["name"] == "reinforce_plus_plus":
         return {t: sum(gamma**k * earned[u] for k, u in enumerate(ts[i:])) for i, t in enumerate(ts)}
     after = {t: values[u] for t, u in zip(ts, ts[1:], strict=False)}
+    if "gae_alpha" in c:
+        smoothing = max(0.0, 1 - 1 / (c["gae_alpha"] * max(1, len(ts))))
     delta = [earned[t] + gamma * after.get(t, 0.0) - values[t] for t in ts]
     for i, t in enumerate(ts):
         found[t] = sum((gamma * smoothing) ** k * d for k, d in enumerate(delta[i:]))
@@ -180,9 +232,16 @@ def oracle(
     old = prox if c.get("old_logprobs") == "recomputed" else mu
     name = c["name"]
     low, high = c.get("clip", {"grpo": (0.2, 0.28), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2)))
-    how = c.get("aggregate", {"dr_grpo": "constant", "rloo": "constant", "gspo": "sequence", "sapo": "sequence"}.get(name, "token"))  # fmt: skip
+    of_paper = {"dr_grpo": "constant", "rloo": "constant", "gspo": "sequence", "sapo": "sequence", "gmpo": "sequence"}
+    how = c.get("aggregate", of_paper.get(name, "token"))
+    mean_a, mean_lp = (mean([x[t] for t in advantages]) for x in (advantages, mu))
+    covariance = {t: (a - mean_a) * (mu[t] - mean_lp) for t, a in advantages.items()}
+    highest = sorted(covariance, key=lambda t: -covariance[t])[: int(0.2 * len(covariance))]
     per_sample: list[list[float]] = []
+    groups: dict[int, list[float]] = {}
     for i in range(len(rollouts)):
+        if c.get("mask_truncated") and rollouts.finish[i] == 1:
+            continue
         ts = [t for t in range(rollouts.offsets[i], rollouts.offsets[i + 1]) if rollouts.loss_mask[t]]
         if not ts:
             continue
@@ -201,6 +260,16 @@ def oracle(
                 loss = -bounded(math.exp(fixed[t] - old[t]), 1 - low, 1 + high) * a * lp
             elif name == "rloo":
                 loss = -a * lp
+            elif name == "gmpo":
+                sign = 1 if a > 0 else -1
+                logs = [sign * min(sign * (now[u] - old[u]), sign * bounded(now[u] - old[u], -low, high)) for u in ts]
+                loss = min(-math.exp(mean(logs)) * a, c.get("dual_clip", 3.0) * abs(a))
+            elif name == "dppo":
+                p, q = math.exp(old[t]), math.exp(fixed[t])
+                kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+                apart = kl if c.get("divergence") == "kl" else abs(p - q)
+                away = (a > 0 and q > p and apart > high) or (a < 0 and q < p and apart > low)
+                loss = 0.0 if away else -min(q / p, c.get("truncate", 10.0)) * a * lp
             else:
                 loss = -min(ratio * a, bounded(ratio, 1 - low, 1 + high) * a)
                 if a < 0:  # 3: the default where tokens may be stale, which they may be in these recipes
@@ -215,6 +284,12 @@ def oracle(
                 logs = [prox[u] - mu[u] for u in ts]
                 w = math.exp(mean(logs) if correction.get("weight") == "geometric" else sum(logs))
                 loss *= w if correction.get("low", 0) <= w <= correction["high"] else 0.0
+            if "clip_cov" in c and 0.05 <= covariance[t] <= 0.3:
+                loss = 0.0
+            if "kl_cov" in c and t in highest:
+                loss += 0.7 * abs(lp - old[t])
+            if c.get("rejection") and rejects(c["rejection"], [math.exp(prox[u] - mu[u]) for u in ts]):
+                loss = 0.0
             if "opsm" in c and a < 0 and mean([mu[u] - fixed[u] for u in ts]) > c["opsm"]:
                 loss = 0.0
             if c.get("kl_coef") and c.get("kl_in", "reward" if name in TOKEN_REWARDS else "loss") == "loss":
@@ -223,9 +298,25 @@ def oracle(
                 loss += c["kl_coef"] * estimate(kind, lp, ref[t]) * unbiased
             losses.append(loss - c.get("entropy_coef", 0.0) * entropies[t])
         per_sample.append(losses)
+        groups.setdefault(int(rollouts.group[i]), []).extend(losses)
+    if how == "prompt":
+        return mean([mean(losses) for losses in groups.values()])
     if how == "token":
         return mean([x for losses in per_sample for x in losses])
     return mean([mean(losses) if how == "sequence" else sum(losses) / BUDGET for losses in per_sample])
+
+
+def rejects(bounds: dict[str, Any], w: list[float]) -> bool:
+    """Liu, Li et al. 2025 and arXiv 2512.23075."""
+    kl = [x - 1 - math.log(x) for x in w]
+    (low, high), (least, most) = bounds.get("geometric", (0, math.inf)), bounds.get("product", (0, math.inf))
+    return (
+        not low <= math.prod(w) ** (1 / len(w)) <= high
+        or not least <= math.prod(w) <= most
+        or min(w) < bounds.get("veto", 0)
+        or mean(kl) > bounds.get("mean_kl", math.inf)
+        or max(kl) > bounds.get("max_kl", math.inf)
+    )
 
 
 # -- ours -------------------------------------------------------------------------------------------------------------
@@ -252,7 +343,7 @@ def ours(loss: PolicyLoss, rollouts: Rollouts, data: dict[str, Any], cut: list[l
     for samples in cut:
         parts = [np.arange(rollouts.offsets[i], rollouts.offsets[i + 1]) for i in samples]
         targets = np.concatenate([np.zeros(0, np.int64), *parts])
-        targets = targets[rollouts.loss_mask[targets] == 1]
+        targets = targets[loss.rollouts.loss_mask[targets] == 1]
         losses, metrics = loss.tokens(targets, logprobs[targets], entropies[targets])
         assert all(value.shape == losses.shape and not value.requires_grad for value in metrics.values())
         total = total + losses.sum() / loss.totals.tokens
@@ -289,12 +380,13 @@ def test_where_the_policy_has_not_moved_the_gradient_is_that_of_reinforce(name: 
     data["now"] = rollouts.logprobs.astype(np.float64)
     loss = policy_loss(CONFIGS[name], rollouts)
     _, found = ours(loss, rollouts, data, splits(rollouts)["mixed"])
-    advantages, mask = loss.advantages.numpy(), rollouts.loss_mask == 1
+    advantages, mask = loss.advantages.numpy(), loss.rollouts.loss_mask == 1
     sample = np.repeat(np.arange(len(rollouts)), np.diff(rollouts.offsets))
     count = np.bincount(sample[mask], minlength=len(rollouts))
     used = (count > 0).sum()
     how = loss.algorithm.config.aggregate  # type: ignore[attr-defined]
     weight = {"token": np.full(len(mask), 1 / mask.sum()), "sequence": 1 / (used * np.maximum(count, 1)[sample]),
+              "prompt": 1 / (loss.totals.groups * np.maximum(np.bincount(rollouts.group[sample[mask]], minlength=3), 1)[rollouts.group[sample]]),
               "constant": np.full(len(mask), 1 / (used * BUDGET))}[how]  # fmt: skip
     np.testing.assert_allclose(found, -advantages * weight * mask, rtol=1e-5, atol=1e-9)
 

@@ -16,18 +16,24 @@ from hypothesis import strategies as st
 
 from relax_hpc.algorithms import LossInputs, Totals, make_algorithm
 from relax_hpc.algorithms.common.advantages import gae, group_relative, token_rewards
+from relax_hpc.algorithms.common.covariance import covariances, without_some
 from relax_hpc.algorithms.common.kl import k1, k2, k3
 from relax_hpc.algorithms.common.losses import clipped_surrogate
+from relax_hpc.algorithms.common.policy import KL_COV
 from relax_hpc.algorithms.filters import make_filters
 from relax_hpc.algorithms.grpo import GroupRelative
 from relax_hpc.algorithms.gspo import sequence_log_ratio
 from relax_hpc.algorithms.ppo import clipped_value, explained_variance
 from relax_hpc.files.errors import RunError
+from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.algorithm import (
     Dapo,
     DrGrpo,
+    Gdpo,
+    Gmpo,
     Grpo,
     Gspo,
+    MaxRl,
     Opd,
     OwnAlgorithm,
     Ppo,
@@ -39,6 +45,7 @@ from relax_hpc.recipe.tables.algorithm import (
 from relax_hpc.recipe.tables.algorithm_keys import Clipped, PolicyGradient
 from relax_hpc.records import Finish, Group, Prompt, Sample, mask_old
 from relax_hpc.registry import RegistryError, shown
+from relax_hpc.trainers.token_loss import updates
 from tests import tiny
 from tests.tiny import random_rollouts
 
@@ -78,19 +85,19 @@ def test_group_relative_matches_the_paper_in_any_order(
     got = group_relative(
         torch.tensor([s[1] for s in samples], dtype=torch.float64),
         torch.tensor([s[0] for s in samples]),
-        normalize_std=normalize,
+        normalize="group" if normalize else "none",
     )
     np.testing.assert_allclose(got.numpy(), [s[2] for s in samples], rtol=1e-6, atol=1e-7)
 
 
 def test_equal_rewards_and_a_lone_sample_get_no_advantage() -> None:
-    got = group_relative(torch.tensor([0.1, 0.1, 0.1, 3.0]), torch.tensor([4, 4, 4, 9]), normalize_std=True)
+    got = group_relative(torch.tensor([0.1, 0.1, 0.1, 3.0]), torch.tensor([4, 4, 4, 9]), normalize="group")
     assert got.abs().max() < 1e-6
 
 
 def test_advantages_lie_on_the_samples_own_tokens_and_nowhere_else() -> None:
     rollouts = random_rollouts(12, masked=0.3)
-    got = make_algorithm(Grpo(normalize_std=False)).advantages(rollouts).numpy()
+    got = make_algorithm(Grpo(normalize="none")).advantages(rollouts).numpy()
     for i in range(len(rollouts)):
         first, last = rollouts.offsets[i], rollouts.offsets[i + 1]
         group = [float(rollouts.rewards[j]) for j in range(12) if rollouts.group[j] == rollouts.group[i]]
@@ -132,7 +139,9 @@ def test_the_clip_stops_the_gradient_on_its_own_side_only(ratio: float, advantag
     assert logprobs.grad.item() == pytest.approx(0.0 if clipped else -ratio * advantage)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "reinforce_plus_plus", "ppo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "dapo", "gspo", "gmpo", "maxrl", "sapo", "cispo", "reinforce_plus_plus", "ppo"]
+)
 def test_no_token_far_away_has_more_than_a_few_times_its_share_of_the_gradient(name: str) -> None:
     """Where tokens may be stale, whatever its ratio and the sign of its advantage."""
     algorithm = make_algorithm(tiny.recipe(algorithm={"name": name}, **{"async": {"max_staleness": 1}}).algorithm)
@@ -166,8 +175,10 @@ def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -
     zeros = torch.zeros_like(logprobs.detach())
     names = ("entropies", "old_logprobs", "advantages", "reference", "recomputed", "teacher")
     values = {name: zeros for name in names} | others
-    totals = Totals(tokens=len(logprobs), samples=len(lengths), budget=9)
-    return LossInputs(logprobs=logprobs, lengths=torch.tensor(lengths), totals=totals, **values)
+    totals = Totals(tokens=len(logprobs), samples=len(lengths), groups=1, budget=9)
+    samples = {"group": torch.zeros(len(lengths)), "rewards": torch.zeros(len(lengths))}
+    samples |= {"lengths": torch.tensor(lengths), "group_tokens": torch.full((len(lengths),), len(logprobs))}
+    return LossInputs(logprobs=logprobs, totals=totals, columns={KL_COV: zeros + 1}, **samples, **values)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +189,9 @@ def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -
         DrGrpo(kl_coef=0.3, kl_unbiased=True, kl_estimator="k1"),
         Dapo(entropy_coef=0.1),
         Gspo(clip=(0.5, 0.5)),
+        Gmpo(clip=(0.02, 0.03), dual_clip=1.05),
+        MaxRl(kl_cov={"coef": 0.5}),
+        Gdpo(parts={"right": 1.0}, aggregate="prompt"),
         Sapo(),
         Rloo(),
         ReinforcePlusPlus(),
@@ -339,6 +353,77 @@ def test_what_is_taken_from_the_reward_is_said() -> None:
         rel=1e-4,
     )
     assert GroupRelative(Dapo(kl_coef=0.3)).reward_parts(rollouts) == {}
+
+
+def test_gdpo_and_maxrl_name_what_they_cannot_use() -> None:
+    rollouts = random_rollouts(8)
+    with pytest.raises(RunError, match=r"parts has 'right', which no sample of the step has; they have \['form'\]"):
+        numbers = {"form": np.ones(8, np.float32)}
+        make_algorithm(Gdpo(parts={"right": 1.0})).advantages(dataclasses.replace(rollouts, extra=numbers))
+    rollouts.rewards[:] = [0, 0, 1, 0, 0, -2, 0, 0]
+    with pytest.raises(RunError, match=r"sample o/5 has the reward -2.0, expected none below 0"):
+        make_algorithm(MaxRl()).advantages(rollouts)
+    rollouts.rewards[5] = 0
+    found = make_algorithm(MaxRl()).advantages(rollouts).numpy()
+    of_sample = [set(found[a:b].tolist()) for a, b in zip(rollouts.offsets, rollouts.offsets[1:], strict=False)]
+    assert of_sample[2] <= {3.0, 0.0} and of_sample[0] <= {-1.0, 0.0} and set().union(*of_sample[4:]) == {0.0}
+
+
+def test_parts_that_no_source_has_are_named_before_a_run() -> None:
+    source = {"prompts": "a.jsonl", "rewards": [{"reward": "exact"}, {"reward": "format", "name": "form"}]}
+    tables = {"model": tiny.SMALL, "rollout": {"max_new_tokens": 16}, "source": [source]}
+    for known in ("exact", "form", "form.detail"):
+        Recipe.model_validate({**tables, "algorithm": {"name": "gdpo", "parts": {known: 1.0}}})
+    with pytest.raises(
+        ValueError, match=r"algorithm.parts has 'format', .* `rewards` of the sources have \['exact', 'form'\]"
+    ):
+        Recipe.model_validate({**tables, "algorithm": {"name": "gdpo", "parts": {"format": 1.0}}})
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"), [({"top_p": 0.9}, "rollout.top_p = 0.9"), ({"top_k": 20}, "rollout.top_k = 20")]
+)
+def test_logprobs_before_truncation_are_warned_of(rollout: dict[str, object], said: str) -> None:
+    [warning] = tiny.recipe(rollout=rollout).warnings
+    assert said in warning and not tiny.recipe(rollout=rollout, algorithm={"name": "sft"}).warnings
+
+
+def test_clip_cov_draws_some_of_the_tokens_in_its_band_and_the_same_in_every_process() -> None:
+    rollouts = random_rollouts(40, masked=0.2)
+    advantages = torch.from_numpy(np.random.default_rng(0).normal(size=len(rollouts.tokens))).float()
+    found = covariances(advantages, rollouts)
+    assert np.isneginf(found[rollouts.loss_mask == 0]).all()
+    drawn = [np.flatnonzero(without_some(advantages, r, 0.05, 0.1, 0.5) == 0) for r in (rollouts, random_rollouts(40))]
+    other = without_some(advantages, dataclasses.replace(rollouts, ids=[f"p/{i}" for i in range(40)]), 0.05, 0.1, 0.5)
+    assert len(drawn[0]) == int(0.05 * rollouts.loss_mask.sum()) > 5
+    assert ((found[drawn[0]] >= 0.1) & (found[drawn[0]] <= 0.5)).all()
+    assert np.array_equal(*drawn) and not np.array_equal(drawn[0], np.flatnonzero(other == 0))
+
+
+def test_truncated_samples_count_in_their_group_and_not_in_the_loss() -> None:
+    rollouts = random_rollouts(8, masked=0.0)
+    cut = dataclasses.replace(rollouts, finish=np.array([1, 0, 0, 1, 0, 0, 0, 0], np.uint8))
+    recipe = tiny.recipe(algorithm={"name": "grpo", "mask_truncated": True})
+    [(part, loss)] = updates(cut, make_algorithm(recipe.algorithm), recipe, torch.device("cpu"))
+    lengths = np.diff(cut.offsets)
+    assert part.loss_mask.sum() == lengths.sum() - lengths[0] - lengths[3] == loss.totals.tokens
+    assert (loss.totals.samples, loss.totals.groups) == (6, 2)
+    assert torch.equal(loss.advantages, make_algorithm(Grpo()).advantages(rollouts))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wrong"),
+    [
+        ({"rejection": {}}, r"rejection is empty: give at least one of \['geometric', 'product', 'mean_kl', 'max_kl', 'veto'\]"),
+        ({"rejection": {"geometric": [1.1, 1.2]}}, r"rejection.geometric = \[1.1, 1.2\]: expected .*low below 1"),
+        ({"clip_cov": {"low": 6.0}}, r"clip_cov.low = 6.0 must be below algorithm.clip_cov.high = 5.0"),
+        ({"name": "gdpo", "parts": {"a": 1.0}, "overlong": [1, 2]}, r"overlong changes a reward, of which 'gdpo' has only the parts"),
+        ({"name": "maxrl", "kl_coef": 0.1, "kl_in": "reward"}, r"kl_in = 'reward' changes a reward, which 'maxrl' divides"),
+    ],
+)  # fmt: skip
+def test_keys_that_cannot_be_used_are_named(algorithm: dict[str, object], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        tiny.recipe(algorithm=algorithm)
 
 
 def test_metrics_say_what_a_correction_did() -> None:

@@ -27,10 +27,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gspo, token": {"name": "gspo", "clip": [0.2, 0.28], "level": "token"},
     "sapo": {"name": "sapo"},
     "cispo": {"name": "cispo"},
+    "prompts, batch": {"name": "grpo", "aggregate": "prompt", "normalize": "batch", "kl_cov": {"share": 0.01}},
+    "gmpo": {"name": "gmpo"},
+    "dppo": {"name": "dppo", "clip_cov": {"share": 0.01, "low": 0.1}},
+    "maxrl": {"name": "maxrl"},
+    "gdpo": {"name": "gdpo", "parts": {"begin": 1.0, "rest": 2.0}},
+    "rejection": {"name": "grpo", "rejection": {"mean_kl": 0.1, "max_kl": 0.5, "veto": 1e-4}},
     "rloo": {"name": "rloo"},
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
     "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.01},
     "ppo": {"name": "ppo", "group_size": 1, "value_lambda": 0.95, "kl_coef": 0.01},
+    "ppo, adaptive": {"name": "ppo", "group_size": 1, "gae_alpha": 2.0, "value_lambda": 0.95, "kl_coef": 0.01},
     "opd": {"name": "opd", "group_size": 1, "teacher": "teacher"},
 }
 
@@ -45,6 +52,10 @@ def generate(logits: torch.Tensor, rng: np.random.Generator) -> Rollouts:
     ]
     rollouts = tiny.rollouts([np.zeros(1, np.int32)] * len(answers), answers, COPIES)
     rollouts.rewards[:] = [np.mean(answer[:3] == WORD) for answer in answers]
+    parts = {"begin": slice(0, 1), "rest": slice(1, 3)}
+    rollouts.extra.update(
+        {name: np.array([np.mean(a[part] == WORD[part]) for a in answers], np.float32) for name, part in parts.items()}
+    )
     where = np.concatenate([np.arange(n) for n in lengths])
     rollouts.logprobs[:] = logits.detach().log_softmax(-1).numpy()[where, rollouts.tokens]
     known = np.full((4, LETTERS), np.log(0.1 / (LETTERS - 1)), np.float32)

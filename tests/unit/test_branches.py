@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from relax_hpc.algorithms.common.advantages import group_relative
-from relax_hpc.algorithms.rloo import leave_one_out
 from relax_hpc.records import Finish, Group, Prompt, Sample, concatenate
 from relax_hpc.rewards.scores import answers
 from relax_hpc.spool.shard import Shard
@@ -26,8 +25,8 @@ def test_a_group_baseline_counts_an_attempt_once(estimate: str) -> None:
     def advantages(rewards: torch.Tensor, rollout: torch.Tensor | None) -> torch.Tensor:
         group = torch.full((len(rewards),), 7)
         if estimate == "rloo":
-            return leave_one_out(rewards, group, rollout)
-        return group_relative(rewards, group, rollout, normalize_std=estimate == "grpo")
+            return group_relative(rewards, group, rollout, normalize="none", leave_out=True)
+        return group_relative(rewards, group, rollout, normalize="group" if estimate == "grpo" else "none")
 
     once = advantages(torch.tensor([1.0, 0.0, 2.0]), None)
     assert torch.equal(advantages(rewards, rollout), once[rollout])

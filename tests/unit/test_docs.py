@@ -35,7 +35,9 @@ KEY = re.compile(r"`([a-z_0-9]+(?:\.[a-z_0-9]+)+)(?: = [^`]*)?`")
 FILE = re.compile(r"(?<![\w/.-])((?:[\w.-]+/)+[\w.-]+\.(?:py|sh)|test_\w+\.py)\b")
 TEST = re.compile(r"(tests/[\w/]+\.py)(?:::(test_\w+))?")
 TOML = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
-FREE = re.compile(r"(options|config|environment|args|router|learning_rates)\.[\w.-]+$|^[a-z_]+$|\bsource\.media\.")
+FREE = re.compile(
+    r"(options|config|environment|args|router|learning_rates|parts)\.[\w.-]+$|^[a-z_]+$|\bsource\.media\."
+)
 """Keys of tables whose names are the user's or another program's; a key alone, shown without its table."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 

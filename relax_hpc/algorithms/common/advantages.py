@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from relax_hpc.algorithms.common.turns import at_the_end
@@ -14,18 +15,32 @@ STD_EPS = 1e-6
 
 
 def group_relative(
-    rewards: Tensor, group: Tensor, rollout: Tensor | None = None, *, normalize_std: bool, eps: float = STD_EPS
+    rewards: Tensor, group: Tensor, rollout: Tensor | None = None, *, normalize: str, leave_out: bool = False
 ) -> Tensor:
-    """[N] (r - mean of its group) / (std of its group + eps), GRPO (arXiv 2402.03300, section 4.1.2).
+    """[N] r - mean of its group, divided as `normalize` says. A group of one gets 0.
 
-    rewards: [N]; group: [N] int64, any numbers; rollout: as for `center_groups`. The standard deviation is the sample's (n - 1). Without it, as in
-    Dr. GRPO (arXiv 2503.20783), the advantage keeps the reward's unit. A group of one gets 0.
+    rewards: [N]; group: [N] int64, any numbers; rollout: as for `center_groups`. normalize: "group", the standard
+    deviation of the group, GRPO (arXiv 2402.03300, section 4.1.2); "batch", that of all these differences of the step
+    (Magistral, arXiv 2506.10910; ScaleRL, arXiv 2510.13786); "none", as in Dr. GRPO (arXiv 2503.20783): the advantage
+    keeps the reward's unit. Deviations are the sample's (n - 1). leave_out: less the mean of the others, which is
+    n / (n - 1)·(r - mean) (RLOO, arXiv 2402.14740).
     """
     centred, count, member, share = center_groups(rewards, group, rollout)
-    if normalize_std:
-        variance = torch.zeros_like(count).index_add_(0, member, share * centred.square()) / (count - 1).clamp(min=1)
-        centred = centred / (variance.sqrt() + eps)[member]
-    return centred.to(rewards.dtype)
+    found = centred * (count / (count - 1).clamp(min=1))[member] if leave_out else centred
+    if normalize == "none":
+        return found.to(rewards.dtype)
+    if normalize == "batch":
+        member, count = torch.zeros_like(member), count.sum()[None]
+    squares = torch.zeros_like(count).index_add_(0, member, share * centred.square())
+    return (found / ((squares / (count - 1).clamp(min=1)).sqrt() + STD_EPS)[member]).to(rewards.dtype)
+
+
+def mean_relative(rewards: Tensor, group: Tensor, rollout: Tensor | None = None) -> Tensor:
+    """[N] (r - mean of its group) / mean of its group, 0 where that is 0: MaxRL (arXiv 2602.02710). rewards: [N], none
+    below 0."""
+    centred = center_groups(rewards, group, rollout)[0]
+    mean = rewards.double() - centred
+    return (centred / mean.where(mean > STD_EPS, torch.inf)).to(rewards.dtype)
 
 
 def center_groups(
@@ -67,24 +82,27 @@ def token_rewards(rewards: Tensor, penalties: Tensor, rollouts: Rollouts) -> Ten
     return earned
 
 
-def gae(rewards: Tensor, values: Tensor, rollouts: Rollouts, discount: float, smoothing: float) -> Tensor:
+def gae(
+    rewards: Tensor, values: Tensor, rollouts: Rollouts, discount: float, smoothing: float | NDArray[np.float64]
+) -> Tensor:
     """[T] float64: generalized advantage estimation (arXiv 1506.02438, eq. 16), 0 where the loss mask is 0.
 
     A_t = δ_t + γλ·A_{t+1} with δ_t = r_t + γ·V_{t+1} - V_t, over a sample's tokens in the loss: those are the actions, and
     what lies between two of them (an observation) belongs to the state of the next. After the last, V and A are 0.
-    rewards, values: [T], V_t of what is before token t; discount: γ; smoothing: λ. λ = 1 gives returns less values.
+    rewards, values: [T], V_t of what is before token t; discount: γ; smoothing: λ, of all samples or [N] of
+    each. λ = 1 gives returns less values.
     """
     tokens = np.flatnonzero(rollouts.loss_mask)
     counted = np.concatenate([[0], np.cumsum(rollouts.loss_mask, dtype=np.int64)])
     first, last = counted[rollouts.offsets[:-1]], counted[rollouts.offsets[1:]]
     earned, valued = (x.double().numpy()[tokens] for x in (rewards, values))
-    found = np.zeros(len(tokens))
+    found, smoothed = np.zeros(len(tokens)), np.broadcast_to(smoothing, len(rollouts))
     value, advantage = np.zeros(len(rollouts)), np.zeros(len(rollouts))  # those of the token after, in each sample
     for back in range(1, int((last - first).max(initial=0)) + 1):
         here = np.flatnonzero(last - back >= first)
         at = last[here] - back
         delta = earned[at] + discount * value[here] - valued[at]
-        advantage[here] = found[at] = delta + discount * smoothing * advantage[here]
+        advantage[here] = found[at] = delta + discount * smoothed[here] * advantage[here]
         value[here] = valued[at]
     whole = np.zeros(len(rollouts.tokens))
     whole[tokens] = found
@@ -99,6 +117,12 @@ def whiten(advantages: Tensor, mask: Tensor, eps: float = STD_EPS) -> Tensor:
     centred = (values - values[chosen].mean()).where(chosen, 0.0)
     deviation = (centred.square().sum() / chosen.sum()).sqrt()
     return (centred / (deviation + eps)).to(advantages.dtype)
+
+
+def adaptive_smoothing(rollouts: Rollouts, alpha: float) -> NDArray[np.float64]:
+    """[N] λ = 1 - 1 / (alpha·l), at least 0, of an answer of l tokens: the sum of λ's powers is then in proportion to
+    its length (length-adaptive GAE; VAPO, arXiv 2504.05118)."""
+    return np.maximum(0.0, 1 - 1 / (alpha * np.maximum(rollouts.generated(), 1)))
 
 
 def overlong_penalty(rollouts: Rollouts, begin: int, end: int) -> Tensor:

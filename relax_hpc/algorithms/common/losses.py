@@ -31,9 +31,14 @@ def clipped_surrogate(
     loss = torch.maximum(free, bounded)
     metrics = {"clip_fraction": active, "clip_low": active & (advantages < 0), "clip_high": active & (advantages > 0)}
     if dual is not None:
-        most = -dual * advantages
-        capped = ((advantages < 0) & (loss > most)).detach()
-        loss = torch.where(capped, most, loss)
-        metrics["clip_dual"] = capped
-        metrics["clip_fraction"] = active | capped
+        loss, metrics["clip_dual"] = capped(loss, advantages, dual)
+        metrics["clip_fraction"] = active | metrics["clip_dual"]
     return loss, {name: where.float() for name, where in metrics.items()}
+
+
+def capped(loss: Tensor, advantages: Tensor, dual: float | None) -> tuple[Tensor, Tensor]:
+    """The loss held to at most -dual·A where A < 0, without a gradient there: ([M] loss, [M] where that is). None: no
+    bound."""
+    most = -(torch.inf if dual is None else dual) * advantages
+    over = ((advantages < 0) & (loss > most)).detach()
+    return torch.where(over, most, loss), over

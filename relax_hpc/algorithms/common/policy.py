@@ -3,26 +3,33 @@ terms that all of them may have.
 
 rewards - overlong - KL in the reward ──estimate──► advantages
                                   less the reverse KL to a teacher, where there is one
-log ρ, advantages ──surrogate──► × correction × opsm ──► + KL to the reference - entropy ──► × weight in the mean
+log ρ, advantages ──surrogate──► × correction × rejection × opsm ──► + KL to the reference - entropy ──► × weight in the mean
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from relax_hpc.algorithms.base import TEACHER, LossAndMetrics, LossInputs
 from relax_hpc.algorithms.common.advantages import over_tokens, overlong_penalty, sample_sums, token_rewards
-from relax_hpc.algorithms.common.correction import importance_weights, sequence_mask
+from relax_hpc.algorithms.common.correction import importance_weights, rejection_mask, sequence_mask
+from relax_hpc.algorithms.common.covariance import highest, without_some
 from relax_hpc.algorithms.common.kl import ESTIMATORS, importance_weighted, k1
 from relax_hpc.algorithms.common.losses import clipped_surrogate
 from relax_hpc.algorithms.common.sequences import weights
 from relax_hpc.algorithms.common.turns import Turns, turn_returns
 from relax_hpc.recipe.tables.algorithm_keys import Clipped, Grouped, PolicyGradient, Ratio
-from relax_hpc.records import Rollouts
+from relax_hpc.records import Finish, Rollouts
+
+KL_COV = "kl_cov"
+"""The column of marks on tokens that `kl_cov` holds where they are."""
 
 
 class PolicyAlgorithm(ABC):
@@ -37,12 +44,29 @@ class PolicyAlgorithm(ABC):
         estimate = self.estimate(rollouts)
         return estimate if self.config.teacher is None else estimate - self._distance(rollouts)
 
+    def selected(self, rollouts: Rollouts, advantages: Tensor) -> tuple[Rollouts, Tensor]:
+        """Choose among all tokens of the step: the samples with truncated ones masked and marks as a column, the advantages
+        with 0 at tokens that lose their gradient, where the recipe has these."""
+        config = self.config
+        if config.mask_truncated:
+            cut = np.repeat(rollouts.finish == Finish.LENGTH, np.diff(rollouts.offsets))
+            rollouts = replace(rollouts, loss_mask=rollouts.loss_mask * ~cut)
+        if isinstance(config, Ratio) and config.clip_cov is not None:
+            bounds = config.clip_cov.share, config.clip_cov.low, config.clip_cov.high
+            advantages = without_some(advantages, rollouts, *bounds)
+        if isinstance(config, Ratio) and config.kl_cov is not None:
+            marks = {KL_COV: highest(advantages, rollouts, config.kl_cov.share)}
+            rollouts = replace(rollouts, columns=rollouts.columns | marks)
+        return rollouts, advantages
+
     def loss(self, inputs: LossInputs) -> LossAndMetrics:
         missing = [name for name in self.needs & {"reference", "recomputed", TEACHER} if getattr(inputs, name) is None]
         if missing:
             raise ValueError(f"{self.config!r} needs the logprobs of {missing} and got none")
         old = inputs.recomputed if self.decoupled and inputs.recomputed is not None else inputs.old_logprobs
         loss, metrics = self.surrogate(inputs, old)
+        if isinstance(self.config, Ratio) and self.config.kl_cov is not None:
+            loss = loss + self.config.kl_cov.coef * inputs.columns[KL_COV] * (inputs.logprobs - old).abs()
         loss, said = self._corrected(loss, inputs)
         metrics |= said
         terms, said = self._terms(inputs)
@@ -75,7 +99,7 @@ class PolicyAlgorithm(ABC):
         bounds = *self.config.clip, self.config.dual_clip or None
         return clipped_surrogate(inputs.logprobs - old, inputs.advantages, *bounds)
 
-    def per_sample(self, rollouts: Rollouts, estimate: Callable[..., Tensor], **options: bool) -> Tensor:
+    def per_sample(self, rollouts: Rollouts, estimate: Callable[..., Tensor], **options: Any) -> Tensor:
         """[T] a sample's advantage at each of its tokens: `estimate`(rewards less all penalties [N], groups [N]), and
         with `rollout` [N] where an attempt may have several samples. With credit = "turn" the same of turns [M], each
         compared with those of its number."""
@@ -125,11 +149,14 @@ class PolicyAlgorithm(ABC):
         return kl.where(torch.from_numpy(rollouts.loss_mask).bool(), 0.0)
 
     def _corrected(self, loss: Tensor, inputs: LossInputs) -> LossAndMetrics:
-        """Weight `loss` by the off-policy correction and sequence mask, where the recipe has them."""
+        """Weight `loss` by the off-policy correction, rejection and sequence mask, where the recipe has them."""
         metrics: dict[str, Tensor] = {}
         if self.config.correction is not None:
             weight, metrics = importance_weights(self.config.correction, inputs)
             loss = loss * weight
+        if self.config.rejection is not None:
+            kept, said = rejection_mask(self.config.rejection, inputs)
+            loss, metrics = loss * kept, metrics | said
         if self.config.opsm is not None:
             kept = sequence_mask(self.config.opsm, inputs)
             loss, metrics = loss * kept, metrics | {"opsm_masked": 1 - kept}

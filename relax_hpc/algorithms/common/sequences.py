@@ -24,6 +24,11 @@ def means(values: Tensor, lengths: Tensor) -> Tensor:
     return sums(values, lengths) / lengths
 
 
+def highest(values: Tensor, lengths: Tensor) -> Tensor:
+    """[S] the greatest value among each sample's tokens."""
+    return torch.segment_reduce(values, "max", lengths=lengths) if len(lengths) else values
+
+
 def spread(values: Tensor, lengths: Tensor) -> Tensor:
     """[M] each sample's value at all of its tokens. values: [S]."""
     return values[torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)]
@@ -33,12 +38,14 @@ def weights(aggregate: str, inputs: LossInputs) -> Tensor | None:
     """[M] factors on the losses, with which their sum over the step's token count is the mean wanted; None for `token`,
     where they are 1.
 
-    `sequence`: the mean over samples of their means over tokens; `constant`: of their sums over the most tokens that
-    they may have.
+    `sequence`: the mean over samples of their means over tokens; `prompt`: the mean over groups of their means over
+    tokens; `constant`: the mean over samples of their sums over the most tokens that they may have.
     """
     totals = inputs.totals
     if aggregate == "token":
         return None
     if aggregate == "sequence":
         return spread(totals.tokens / (totals.samples * inputs.lengths.to(inputs.logprobs.dtype)), inputs.lengths)
+    if aggregate == "prompt":
+        return spread(totals.tokens / (totals.groups * inputs.group_tokens.to(inputs.logprobs.dtype)), inputs.lengths)
     return torch.full_like(inputs.advantages, totals.tokens / (totals.samples * totals.budget))

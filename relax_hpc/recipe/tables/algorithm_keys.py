@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from relax_hpc.recipe.tables.correction import AnyCorrection
+from relax_hpc.recipe.tables.correction import AnyCorrection, Rejection
 from relax_hpc.recipe.tables.table import Key, Table, conflict
 
 FILTERS = (
     "Filters that keep groups out of training: 'zero_std', where all rewards are the same ('zero_std:COLUMN': all values of raw_reward, or of a "
     "number that rewards or the environment added), or MODULE:FUNCTION or FILE.py:FUNCTION (group) -> reason or None."
 )
+Aggregate = Literal["token", "sequence", "prompt", "constant"]
 AGGREGATE = (
     "Normalization of the loss. `token`: the mean over all tokens of the step; `sequence`: the mean over samples of each one's mean; "
-    "`constant`: the mean over samples of each one's sum, divided by rollout.max_new_tokens · max_turns."
+    "`prompt`: the mean over prompts of the mean over all tokens of each one's samples (arXiv 2510.13786); `constant`: the mean over samples of each one's sum, divided by rollout.max_new_tokens · max_turns."
 )
 KL_IN = (
     "`loss`: added to each token's loss. `reward`: taken from the reward, as the behavior policy's KL (a sample's sum over its tokens; "
@@ -26,6 +27,10 @@ KL_IN = (
 KL_ESTIMATOR = (
     "How the KL is estimated at a token. Absent: k1 in the reward, where k1 alone has the KL's gradient; in the loss k3, or k2 for `ppo` "
     "and REINFORCE++."
+)
+NORMALIZE = (
+    "What a sample's distance from its group's mean is divided by. `group`: the standard deviation of the group's rewards; `batch`: that of "
+    "these distances over the whole step (arXiv 2506.10910, 2510.13786); `none`: nothing (arXiv 2503.20783)."
 )
 EXTRA = "Batches of further prompts that a step may ask for; after them it trains on the groups that it has."
 DUAL_CLIP = 3.0
@@ -91,11 +96,16 @@ class Algorithm(Table):
 class PolicyGradient(Algorithm):
     """Keys that the built-in algorithms share."""
 
-    aggregate: Literal["token", "sequence", "constant"] = Key("token", AGGREGATE)
+    aggregate: Aggregate = Key("token", AGGREGATE)
     overlong: tuple[int, PositiveInt] | None = Key(
         None,
         "[from, to] tokens that the model generates for an answer (observations do not count) over which a penalty on its reward rises from 0 to 1 (soft overlong punishment, "
         "arXiv 2503.14476); DAPO's is [max_new_tokens - 4096, max_new_tokens].",
+    )
+    mask_truncated: bool = Key(
+        False,
+        "Keep samples that were cut off (finish `length`) out of the loss; their rewards still count in their group's comparison "
+        "(overlong filtering, arXiv 2503.14476).",
     )
     kl_coef: float = Key(0.0, "Weight of the KL to the reference (version 0); 0 holds no reference.", ge=0)
     reference_refresh_steps: PositiveInt | None = Key(
@@ -123,6 +133,10 @@ class PolicyGradient(Algorithm):
     correction: AnyCorrection | None = Key(
         None, "Importance weights of the trainer's own logprobs against the engine's, on the policy's loss."
     )
+    rejection: Rejection | None = Key(
+        None,
+        "Bounds on how far the trainer's own logprobs may be from the engine's for a sample to be trained on; with or without a correction.",
+    )
     opsm: PositiveFloat | None = Key(
         None,
         "Off-policy sequence masking (arXiv 2512.02556): samples with a negative advantage whose mean of log behavior - "
@@ -133,7 +147,7 @@ class PolicyGradient(Algorithm):
     def needs(self) -> frozenset[str]:
         asked = {
             "reference": self.kl_coef > 0,
-            "recomputed": self.correction is not None,
+            "recomputed": self.correction is not None or self.rejection is not None,
             "entropy": self.entropy_coef > 0,
             "teacher": self.teacher is not None,
         }
@@ -196,6 +210,52 @@ class Grouped(PolicyGradient):
         return self
 
 
+class Normalized(Grouped):
+    """Keys of algorithms whose advantages are distances from the group's mean."""
+
+    normalize: Literal["group", "batch", "none"] = Key("group", NORMALIZE)
+
+
+class Unshaped(PolicyGradient):
+    """Algorithms whose rewards nothing may be taken from."""
+
+    because: ClassVar[str]
+    """The reason, and what to do instead."""
+
+    @model_validator(mode="after")
+    def _no_penalties(self) -> Unshaped:
+        if self.overlong is not None or (self.kl_coef > 0 and self.kl_in == "reward"):
+            key = "overlong" if self.overlong is not None else "kl_in = 'reward'"
+            raise conflict(f"algorithm.{key} changes a reward, {self.because}")
+        return self
+
+
+class ClipCov(Table):
+    """Clip-Cov (arXiv 2505.22617): tokens that would lower the entropy most lose their gradient, at random."""
+
+    share: float = Key(2e-4, "Share of the step's tokens, at least one.", gt=0, le=1)
+    low: float = Key(1.0, "The least covariance of advantage and logprob of the tokens to draw from.")
+    high: float = Key(5.0, "The greatest one.")
+
+    @model_validator(mode="after")
+    def _order(self) -> ClipCov:
+        if self.low >= self.high:
+            raise conflict(f"algorithm.clip_cov.low = {self.low} must be below algorithm.clip_cov.high = {self.high}")
+        return self
+
+
+class KlCov(Table):
+    """KL-Cov (arXiv 2505.22617): tokens that would lower the entropy most pay for moving."""
+
+    share: float = Key(
+        2e-4,
+        "Share of the step's tokens, at least one: those with the greatest covariance of advantage and logprob.",
+        gt=0,
+        le=1,
+    )
+    coef: PositiveFloat = Key(1.0, "Weight of |log ρ|, which is added to their loss.")
+
+
 class Ratio(PolicyGradient):
     """Keys of algorithms that weigh tokens by an importance ratio: how much likelier they have become."""
 
@@ -203,6 +263,14 @@ class Ratio(PolicyGradient):
         "engine",
         "The logprobs that the importance ratio is taken against: those the engine reported when it sampled, or those of "
         "the trainer before the step's first update, or a scorer's (the proximal policy of a decoupled objective, with a correction).",
+    )
+    clip_cov: ClipCov | None = Key(
+        None,
+        "Take the gradient from a few of the tokens whose advantage and logprob vary together: a table, {} has the paper's numbers.",
+    )
+    kl_cov: KlCov | None = Key(
+        None,
+        "Hold a few of the tokens whose advantage and logprob vary together where they are: a table, {} has the paper's numbers.",
     )
 
     @property
@@ -231,9 +299,9 @@ class Clipped(Ratio):
 
     @model_validator(mode="after")
     def _bounds(self) -> Clipped:
-        if not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
+        if not (0 <= self.clip[0] <= 1 and self.clip[1] >= 0):
             raise conflict(
-                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0"
+                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1], the high bound is at least 0"
             )
         if self.dual_clip and self.dual_clip <= 1:
             raise conflict(

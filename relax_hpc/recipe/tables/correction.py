@@ -70,6 +70,38 @@ class Mis(Correction, OfSample):
     )
 
 
+Bounds = tuple[PositiveFloat, PositiveFloat]
+
+
+class Rejection(Table):
+    """Bounds on a sample's distance of trainer from engine, with w = exp(recomputed - engine) of its tokens; one that breaks any of those
+    given stays out of the policy's loss. At least one is given."""
+
+    geometric: Bounds | None = Key(None, f"[low, high] of the geometric mean of w; veRL's band is {list(GEOMETRIC)}.")
+    product: Bounds | None = Key(None, "[low, high] of the product of w, such as [0.5, 2.0].")
+    mean_kl: PositiveFloat | None = Key(
+        None, "The most of the mean of w - 1 - log w (trust region masking, arXiv 2512.23075), such as 0.01."
+    )
+    max_kl: PositiveFloat | None = Key(
+        None, "The most of w - 1 - log w at any one token (the same paper), such as 0.05."
+    )
+    veto: float | None = Key(None, "The least w at any one token, such as 1e-4.", gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Rejection:
+        given = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        if not given:
+            raise conflict(
+                f"algorithm.rejection is empty: give at least one of {list(type(self).model_fields)}, or leave it out"
+            )
+        for name, value in given.items():
+            if isinstance(value, tuple) and not value[0] < 1 < value[1]:
+                raise conflict(
+                    f"algorithm.rejection.{name} = {list(value)}: expected [low, high] with low below 1 and high above it"
+                )
+        return self
+
+
 AnyCorrection = Annotated[
     Union[Annotated[Tis, Tag("tis")], Annotated[IcePop, Tag("icepop")], Annotated[Mis, Tag("mis")]],
     named(default=lambda v: "?"),
