@@ -74,7 +74,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "trust region masking": {"name": "dr_grpo", "rejection": {"mean_kl": 0.025, "max_kl": 0.08}},
     "clip_cov": {"name": "grpo", "clip_cov": {"share": 1.0, "low": 0.05, "high": 0.3}},
-    "kl_cov": {"name": "grpo", "clip": [1.0, 1e6], "kl_cov": {"share": 0.2, "coef": 0.7}},
+    "kl_cov": {"name": "grpo", "clip": [0.99, 1e6], "kl_cov": {"share": 0.2, "coef": 0.7}},
     "ppo, adaptive": {"name": "ppo", "group_size": 1, "gae_alpha": 0.3},
 }  # fmt: skip
 BUDGET = 16

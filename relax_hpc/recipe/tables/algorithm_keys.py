@@ -299,9 +299,9 @@ class Clipped(Ratio):
 
     @model_validator(mode="after")
     def _bounds(self) -> Clipped:
-        if not (0 <= self.clip[0] <= 1 and self.clip[1] >= 0):
+        if not (0 <= self.clip[0] < 1 and self.clip[1] >= 0):
             raise conflict(
-                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1], the high bound is at least 0"
+                f"algorithm.clip = {list(self.clip)}: the low bound lies in [0, 1), the high bound is at least 0"
             )
         if self.dual_clip and self.dual_clip <= 1:
             raise conflict(
