@@ -83,9 +83,8 @@ class PolicyLoss(TokenLoss):
         columns = {name: here(values) for name, values in self.columns.items()}
         samples = self.sample_of[targets]  # each one's tokens lie together
         begins = np.flatnonzero(np.diff(samples, prepend=-1))
-        of_samples: Callable[[NDArray[Any]], Tensor] = lambda values: torch.from_numpy(values[samples[begins]]).to(
-            self.device
-        )
+        first = samples[begins]
+        each: Callable[[NDArray[Any]], Tensor] = lambda values: torch.from_numpy(values[first]).to(self.device)
         inputs = LossInputs(
             logprobs=logprobs,
             entropies=entropies,
@@ -95,12 +94,12 @@ class PolicyLoss(TokenLoss):
             # where no column was made, this is the step's first update: they are those of now
             recomputed=columns.get("recomputed", logprobs.detach()),
             lengths=torch.from_numpy(np.diff(begins, append=len(samples))).to(self.device),
-            group=of_samples(self.rollouts.group),
-            group_tokens=of_samples(self.group_tokens),
-            rewards=of_samples(self.rollouts.rewards),
+            group=each(self.rollouts.group),
+            group_tokens=each(self.group_tokens),
+            rewards=each(self.rollouts.rewards),
             totals=self.totals,
             teacher=columns.get(TEACHER),
-            extra={name: of_samples(values) for name, values in self.rollouts.extra.items()},
+            extra={name: each(values) for name, values in self.rollouts.extra.items()},
             columns=columns,
         )
         loss, metrics = self.algorithm.loss(inputs)

@@ -63,6 +63,7 @@ TORCH: dict[str, dict[str, list[str]]] = {
             "peak = torch.tensor([name.endswith(PEAK) for name in values]«, device=table.device»)",
         ],
         "ppo": ["(column[torch.from_numpy(targets)]«.to(self.device)» for column in"],
+        "gmpo": ["torch.from_numpy(values[first])«.to(self.device)»"],
     },
     "algorithms.common.sequences": {"gspo": ["torch.arange(len(lengths)«, device=lengths.device»)"]},
     "trainers.optim": {"warm start": ["dtype=bucket[0].dtype«, device=bucket[0].device»)"]},

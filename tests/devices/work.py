@@ -280,6 +280,8 @@ WORK: dict[str, Work] = {
     "dr_grpo": steps({"name": "dr_grpo"}),
     "sapo": steps({"name": "sapo"}),
     "cispo": steps({"name": "cispo"}),
+    "gmpo": steps({"name": "gmpo", "aggregate": "prompt", "kl_cov": {}}),
+    "dppo": steps({"name": "dppo", "rejection": {"geometric": [0.9, 1.1], "max_kl": 0.1}}),
     "rloo": steps({"name": "rloo"}),
     "reinforce++": steps({"name": "reinforce_plus_plus", "kl_coef": 0.1}),
     "ppo": steps(PPO, {"updates_per_step": 2}),
