@@ -214,6 +214,8 @@ class PartialRollout:
     """Indices of the samples whose last turn has not ended; their `finish` is to be ignored."""
     failures: Mapping[int, Failure] = field(default_factory=dict)
     """Failures of samples, by their indices."""
+    environments: Mapping[int, str] = field(default_factory=dict)
+    """Records of the environments that can be brought back by their states, by the indices of their samples."""
 
     @property
     def samples(self) -> list[Sample]:

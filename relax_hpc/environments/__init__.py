@@ -2,8 +2,9 @@
 processes."""
 
 from relax_hpc.environments.base import Environment, ToolError, Turn
-from relax_hpc.environments.host import Environments, Seat
+from relax_hpc.environments.host import Environments, record
 from relax_hpc.environments.load import make_environments
+from relax_hpc.environments.process import Seat
 from relax_hpc.environments.single_turn import SingleTurn
 
-__all__ = ["Environment", "Environments", "Seat", "SingleTurn", "ToolError", "Turn", "make_environments"]
+__all__ = ["Environment", "Environments", "Seat", "SingleTurn", "ToolError", "Turn", "make_environments", "record"]

@@ -48,7 +48,10 @@ class Environment(Protocol):
     new instance is shown the same prompt and answers once more.
 
     It may have `tools(self) -> list`, called before `reset`: JSON schemas, or functions with type hints and a docstring, which
-    the chat template shows the model.
+    the chat template shows the model. It may have `state(self)` and `restore(self, prompt, state)`: a new instance is then
+    restored, in place of reset and steps; states are of JSON values and bytes, asked for after each step.
+
+    `reset`, `step`, `close` may be `async def`: many such environments then work side by side in one process.
     """
 
     def reset(self, prompt: Prompt) -> None:

@@ -11,6 +11,7 @@ import json
 import pickle
 import socket
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.environments.base import Turn
@@ -18,6 +19,29 @@ from relax_hpc.registry import WrongValue, finite_number, finite_numbers, shown
 
 Wrong = tuple[str, str]
 """The error as (in general, in this case). It is text, because an exception of the user's own may not unpickle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A process's reply to a call."""
+
+    seat: int | None
+    """Number of the environment's seat; None: the process is ready, or says what cannot be read."""
+    outcome: tuple[Turn, ...] | Wrong = ()
+    """A turn for each answer, or the error."""
+    state: Any = None
+    """The environment's state after them, where it has one."""
+
+    @property
+    def wrong(self) -> Wrong | None:
+        """The error, if it is one."""
+        return (self.outcome[0], str(self.outcome[1])) if self.outcome and isinstance(self.outcome[0], str) else None
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for turn in self.outcome if isinstance(turn, Turn)]
+
+
 LARGEST_BYTES = 1 << 30
 """The largest reply; a larger one counts as the end of the process."""
 _HEAD = struct.Struct("<Q")
@@ -84,25 +108,24 @@ def to_child(value: object) -> bytes:
     return pickle.dumps(value)
 
 
-def to_worker(answer: tuple[Turn, ...] | Wrong | None) -> bytes:
-    """Write down turns, an error, or None for "ready"."""
-    if answer and isinstance(answer[0], str):
-        return json.dumps(answer).encode()
-    turns = answer if answer is None else [[t.done, t.observation, t.reward, t.extra, t.answer] for t in answer]
-    return json.dumps(turns, default=lambda value: {_BYTES: base64.b64encode(value).decode()}).encode()
+def to_worker(reply: Reply) -> bytes:
+    """Write down a reply."""
+    turns = [[t.done, t.observation, t.reward, t.extra, t.answer] for t in reply.turns]
+    said = [reply.seat, reply.wrong or turns, reply.state]
+    return json.dumps(said, default=lambda value: {_BYTES: base64.b64encode(value).decode()}).encode()
 
 
-def from_child(message: bytes) -> tuple[Turn, ...] | Wrong | None:
+def from_child(message: bytes) -> Reply:
     """Read what a child sent, whatever it is."""
     try:
-        said = json.loads(message, object_hook=lambda d: base64.b64decode(d[_BYTES]) if _BYTES in d else d)
-        if said is None:
-            return None
+        seat, said, state = json.loads(message, object_hook=lambda d: base64.b64decode(d[_BYTES]) if _BYTES in d else d)
+        if seat is not None and type(seat) is not int:
+            raise TypeError(f"{seat!r} is no seat")
         if said and isinstance(said[0], str):
-            return said[0], str(said[1])
-        return tuple(checked(Turn(*turn)) for turn in said)
+            return Reply(seat, (said[0], str(said[1])))
+        return Reply(seat, tuple(checked(Turn(*turn)) for turn in said), state)
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        return "answered in another form than a turn", f"{type(error).__name__}: {error}"[:1000]
+        return Reply(None, ("answered in another form than a turn", f"{type(error).__name__}: {error}"[:1000]))
 
 
 def checked(turn: object) -> Turn:
@@ -111,7 +134,9 @@ def checked(turn: object) -> Turn:
         raise WrongValue(f"returned {shown(turn)}, expected a relax_hpc.environments.Turn")
     if not isinstance(turn.done, bool):
         raise WrongValue(f"returned {shown(turn.done)} as Turn.done, expected True or False")
-    observation = _plain(turn.observation)
+    observation = plain(
+        "Turn.observation", turn.observation, "text, or parts made of text, bytes, numbers, lists and dicts"
+    )
     if not (isinstance(observation, str) or _alike(observation, "type") or _alike(observation, "role", "content")):
         raise WrongValue(
             f"returned {shown(turn.observation)} as Turn.observation, expected text, a list of chat messages with role and content, or a list "
@@ -129,16 +154,27 @@ def _alike(items: Any, *keys: str) -> bool:
     return bool(items) and all(isinstance(item, dict) and all(key in item for key in keys) for item in items)
 
 
-def _plain(value: object) -> Any:
-    """Copy text, or parts of plain values. Raises WrongValue for others, which may mean something else in another process."""
+def plain(name: str, value: object, expected: str) -> Any:
+    """Copy what a user's code returned as `name`. Raises WrongValue for others than plain values, which may mean something
+    else in another process, and for None."""
+    if value is None or not _is_plain(value):
+        raise WrongValue(f"returned {shown(value)} as {name}, expected {expected}")
+    return _copied(value)
+
+
+def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return all(map(_is_plain, value))
     if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, str) and value == value.encode(errors="replace").decode():
-        return str(value)
-    if isinstance(value, bytes | int | float | None):
-        return value
-    raise WrongValue(
-        f"returned {shown(value)} as Turn.observation, expected text, or parts made of text, bytes, numbers, lists and dicts"
-    )
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, str):
+        return value == value.encode(errors="replace").decode()
+    return isinstance(value, bytes | int | float | None)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_copied(item) for item in value]
+    if isinstance(value, dict):
+        return {_copied(key): _copied(item) for key, item in value.items()}
+    return str(value) if isinstance(value, str) else value

@@ -1,65 +1,28 @@
-"""Hosts of environments: built-in ones live here, a user's own in processes that may be killed (see child.py).
+"""Environments of a rollout worker: built-in quick ones live here, all others in processes that may be killed.
 
-Environments ──seats, spread──► Host ──one call at a time──► child: reset, step, close ──► Turns, or the error
-                                 └── no answer in time, or it died: that seat fails; the others that lived there begin anew in
-                                     a new child and are shown the answers that they had, which must lead to the same observations
+Environments ──seats, spread──► Host (process.py) ──calls──► child: reset, step, close ──► Turns, or the error
+                                 └── no answer in time, or it died: that seat fails; the others that lived there are brought back in
+                                     a new child, by their states, or by the answers that they had, which must lead to the same observations
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import multiprocessing.connection
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
-from relax_hpc.environments.base import Environment, Turn
-from relax_hpc.environments.channel import Channel, Wrong, from_child, to_child
-from relax_hpc.environments.child import START, Call
-from relax_hpc.environments.load import IN_PROCESS, code_folders, make_environments
-from relax_hpc.recipe.sandbox import Sandbox
+from relax_hpc.environments.channel import Reply, from_child, to_worker
+from relax_hpc.environments.load import IN_PROCESS, is_async, make_environments
+from relax_hpc.environments.process import Host, Seat
 from relax_hpc.recipe.schema import Recipe
-from relax_hpc.recipe.tables.source import AnyPrompts
 from relax_hpc.records import Failure, Prompt
-from relax_hpc.sandbox.wrap import end, require, start
+from relax_hpc.sandbox.wrap import require
 
-START_S = 120.0
-"""Seconds within which a process must have imported the users' code."""
-CLOSE_S = 5.0
-"""Time limit in seconds of a close: its sample is over, or was given up."""
 _HEARTBEAT_S = 0.5
 """Seconds between two calls of `progress` while environments are at work."""
 Progress = Callable[[], None]
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """The environment of one sample, in whichever process it lives."""
-
-    number: int
-    group: int
-    prompt: Prompt
-    here: Environment | None = None
-    """A built-in environment, which lives in this process; None for a user's own."""
-    answers: list[str] = field(default_factory=list)
-    """All answers of the model that it was shown, or is to be shown next."""
-    turns: list[Turn] = field(default_factory=list)
-    """Its turn for each answer."""
-    failure: Failure | None = None
-    begun: bool = False
-    """True once it was reset."""
-    closes: bool = False
-    """True once it is to be closed; nothing else is called any more."""
 
 
 class Environments:
@@ -68,22 +31,29 @@ class Environments:
     def __init__(self, recipe: Recipe) -> None:
         self._sources, self._make = recipe.sources, make_environments(recipe.sources)
         limit_s = recipe.rollout.step_time_limit_s
-        kinds: list[Sandbox] = []
         for source in self._sources:
             require(source.sandbox)
-            if source.sandbox not in kinds:
-                kinds.append(source.sandbox)
+        asked = [(source.sandbox, is_async(source)) for source in self._sources]
+        kinds = [kind for i, kind in enumerate(asked) if kind not in asked[:i]]
         self._processes = recipe.rollout.processes
-        self._hosts = [Host(self._sources, limit_s, kind) for kind in kinds for _ in range(self._processes)]
-        self._first = [kinds.index(source.sandbox) * self._processes for source in self._sources]
-        """Number of the first host for each source: those in one sandbox share hosts."""
+        self._hosts = [Host(self._sources, limit_s, *kind) for kind in kinds for _ in range(self._processes)]
+        self._first = [kinds.index(kind) * self._processes for kind in asked]
+        """Number of the first host for each source: those in one sandbox share hosts, async ones apart."""
         self._numbers = itertools.count()
         self._settled: list[Seat] = []
         """Seats of built-in environments whose calls have ended, until `advance` tells."""
 
-    def begin(self, prompts: Sequence[tuple[int, Prompt]]) -> list[Seat]:
-        """Make an environment for each (group, prompt), and have it reset: `advance` tells when it is."""
+    def begin(
+        self, prompts: Sequence[tuple[int, Prompt]], recorded: Mapping[int, str] = MappingProxyType({})
+    ) -> list[Seat]:
+        """Make an environment for each (group, prompt), and have it reset: `advance` tells when it is.
+
+        recorded: number of a seat -> its record, made by `record`: it is brought back by its state."""
         seats = [self._seat(group, prompt) for group, prompt in prompts]
+        for number, text in recorded.items():
+            before = from_child(text.encode())
+            seats[number].turns, seats[number].state = before.turns, before.state
+            seats[number].answers = [""] * len(before.turns)  # a state takes their place
         for seat in seats:
             if not seat.begun:
                 self._call(seat)
@@ -162,25 +132,26 @@ class Environments:
         """Look once after every process."""
         ended, self._settled = self._settled, []
         for host in self._hosts:
-            if host.busy and (found := host.advance()):
-                seat, outcome = found
-                self._settle(seat, outcome)
+            for seat, reply in host.advance() if host.busy else ():
+                self._settle(seat, reply)
                 ended.append(seat)
         return ended
 
-    def _settle(self, seat: Seat, outcome: list[Turn] | Wrong) -> None:
-        if isinstance(outcome, list):
-            seat.begun = True
+    def _settle(self, seat: Seat, reply: Reply) -> None:
+        what, detail = reply.wrong or ("", "")
+        if not what:
+            outcome, seat.begun = reply.turns, True
+            if len(outcome) < len(seat.answers):  # only those to the answers that it had not seen
+                outcome = seat.turns + outcome
+            if reply.state is not None:
+                seat.state = reply.state
             said = [(turn.done, turn.observation) for turn in seat.turns]
             if [(turn.done, turn.observation) for turn in outcome[: len(said)]] == said:
                 seat.turns.extend(outcome[len(said) :])
                 return
-            outcome = (
-                "says other things to the same answers the second time",
-                "its process was lost, and it began anew",
-            )
+            what = "says other things to the same answers the second time"
+            detail = "its process was lost, and it began anew"
         if seat.failure is None:  # the first is why
-            what, detail = outcome
             name = self._sources[seat.prompt.source].environment
             seat.failure = Failure.of(seat.prompt, f"environment '{name}' {what}", detail)
         if not seat.begun:  # one prompt that hangs costs one time limit
@@ -188,125 +159,8 @@ class Environments:
                 host.leave_out(seat.group)
 
 
-class Host:
-    """The asking side of one child process, which is started when it is needed, and again after it was lost."""
-
-    def __init__(self, sources: Sequence[AnyPrompts], limit_s: float, sandbox: Sandbox) -> None:
-        """limit_s: time limit of each reset, step and close."""
-        self._sources, self._limit_s, self._sandbox = sources, limit_s, sandbox
-        self.queue: deque[Seat] = deque()
-        self.connection: Channel | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        """The folder of a sandboxed process."""
-        self._ready, self._until = False, 0.0
-        """`_ready`: the child has imported the users' code; `_until`: when it is given up, by time.monotonic()."""
-        self._there: set[int] = set()
-        """Numbers of the seats whose environments live in the child."""
-        self._now: Seat | None = None
-        self._doing = ""
-
-    @property
-    def busy(self) -> bool:
-        """True while a call is under way or queued."""
-        return bool(self._now or self.queue)
-
-    def advance(self) -> tuple[Seat, list[Turn] | Wrong] | None:
-        """Return a seat that was finished since the last call, with all of its turns or the error, and begin the next
-        call; None where nothing was finished."""
-        ended = self._look() if self._process is not None else None
-        while self._now is None and self.queue and (self._ready or self._process is None):
-            seat = self.queue[0]
-            if seat.closes and seat.number not in self._there:
-                self.queue.popleft()  # it never began, or is gone with its process
-            elif self._process is None:
-                self._start()
-            else:
-                self._begin(self.queue.popleft())
-        return ended
-
-    def leave_out(self, group: int) -> None:
-        """Drop the queued resets of a group."""
-        self.queue = deque(seat for seat in self.queue if seat.group != group or seat.begun)
-
-    def abandon(self) -> None:
-        """Drop all queued calls; a process in the middle of a call is ended."""
-        self.queue.clear()
-        if self._now is not None:
-            self.close()
-
-    def close(self) -> None:
-        """End the process, whatever it is doing, with all that it started."""
-        if self._process is not None and self.connection is not None:
-            if self._sandbox.kind == "none":  # nobody asks it to end
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-            end(self._process)
-            self.connection.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._process = self.connection = self._now = self._folder = None
-        self._ready = False
-        self._there.clear()
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.connection, apart = Channel(ours), self._sandbox.kind != "none"
-        if apart:
-            self._folder = tempfile.TemporaryDirectory(prefix="relax-environment-", ignore_cleanup_errors=True)
-        command = [sys.executable, "-c", START, json.dumps(sys.path), str(0 if apart else os.getpid())]
-        with theirs:
-            self._process = start(
-                self._sandbox, command, folder=Path(self._folder.name if self._folder else os.getcwd()), grace_s=0,
-                readable=code_folders(self._sources), stdin=theirs,
-            )  # fmt: skip
-        with contextlib.suppress(OSError):  # it died at once: the next look finds that
-            self.connection.send(to_child(list(self._sources)), START_S)
-        self._doing, self._until = "import", time.monotonic() + START_S
-
-    def _begin(self, seat: Seat) -> None:
-        assert self.connection is not None
-        closes = seat.closes
-        new = seat.number not in self._there
-        answers = () if closes else tuple(seat.answers if new else seat.answers[len(seat.turns) :])
-        self._doing = "close" if closes else "step" if answers else "reset"
-        allowed_s = min(CLOSE_S, self._limit_s) if closes else self._limit_s * max(1, len(answers) + new)
-        self._until, self._now = time.monotonic() + allowed_s, seat
-        self._there.add(seat.number)
-        try:
-            call = Call(seat.number, seat.prompt if new else None, answers, closes)
-            self.connection.send(to_child(call), self._limit_s)
-        except OSError:  # it died since: the next look finds that
-            return
-        if closes:
-            self._there.discard(seat.number)
-
-    def _look(self) -> tuple[Seat, list[Turn] | Wrong] | None:
-        """Read the child's reply, if there is one. A late or dead child counts as lost."""
-        assert self.connection is not None and self._process is not None
-        try:
-            if (message := self.connection.poll()) is None:
-                if self._process.poll() is not None:
-                    raise EOFError
-                late = (self._now or not self._ready) and time.monotonic() > self._until
-                key = " (rollout.step_time_limit_s)" if self._doing in ("reset", "step") else ""
-                return self._lost(f"took longer than {self._limit_s:g} s in {self._doing}{key}") if late else None
-            answer = from_child(message)
-        except (EOFError, OSError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(CLOSE_S)
-            return self._lost(f"died with exit status {end(self._process)} in {self._doing}")
-        seat, self._now = self._now, None
-        if seat is None or answer is None:
-            self._ready = True
-            return None
-        if answer and isinstance(answer[0], str):
-            return seat, (answer[0], str(answer[1]))
-        turns = [turn for turn in answer if isinstance(turn, Turn)]
-        return seat, seat.turns + turns if len(turns) < len(seat.answers) else turns
-
-    def _lost(self, what: str) -> tuple[Seat, Wrong] | None:
-        """Account for a lost process: its current call fails, all other environments in it begin anew."""
-        seat = self._now or (self.queue.popleft() if self.queue and not self._ready else None)
-        self.close()
-        return (seat, (what, "")) if seat is not None else None
+def record(seat: Seat) -> str | None:
+    """Write down where an environment is, to bring it back in another process; None where only its answers can."""
+    if seat.state is None or seat.failure is not None:
+        return None
+    return to_worker(Reply(seat.number, tuple(seat.turns), seat.state)).decode()

@@ -42,7 +42,11 @@ def publish_part(
     """Publish a request's partial rollout, whose first token was made by `version`. Return False if another's had been
     published before."""
     failures = {str(i): [failure.reason, failure.detail] for i, failure in partial.failures.items()}
-    meta = {"run": run.read_id(), "version": version, "turns": partial.turns, "cut": partial.cut, "failures": failures}
+    environments = {str(i): text for i, text in partial.environments.items()}
+    meta = {
+        "run": run.read_id(), "version": version, "turns": partial.turns, "cut": partial.cut, "failures": failures,
+        "environments": environments,
+    }  # fmt: skip
     image = encode(request_id, with_experts(partial.groups), meta, compression, kept="digest")
     return publish(run.partial_rollout(request_id, number), image)
 
@@ -60,7 +64,8 @@ def read(
             shard.validate()
             groups = [shard.group(g, media=False) for g in range(len(shard.groups))]
             failures = {int(i): Failure(*said) for i, said in shard.meta["failures"].items()}
-            partial = PartialRollout(groups, shard.meta["turns"], shard.meta["cut"], failures)
+            environments = {int(i): text for i, text in shard.meta.get("environments", {}).items()}
+            partial = PartialRollout(groups, shard.meta["turns"], shard.meta["cut"], failures, environments)
         for group, prompt in zip(groups, prompts or (), strict=bool(prompts)):
             _show_again(group, prompt)
     except RunError as error:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from relax_hpc.environments import Environment, ToolError, Turn
 from relax_hpc.environments.builtin.calculator import calculate
-from relax_hpc.environments.channel import from_child, to_worker
+from relax_hpc.environments.channel import Reply, from_child, to_worker
 from relax_hpc.environments.load import make_environments
 from relax_hpc.recipe.tables.source import FileSource
 from relax_hpc.records import Prompt
@@ -48,9 +48,9 @@ def begin(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 def checked(turn: Turn) -> Turn:
     """The turn as it reaches the worker."""
-    sent = from_child(to_worker((turn,)))
-    assert sent and isinstance(sent[0], Turn), sent
-    return sent[0]
+    sent = from_child(to_worker(Reply(7, (turn,))))
+    assert sent.seat == 7 and len(sent.turns) == 1, sent
+    return sent.turns[0]
 
 
 def said(turn: Turn) -> str:

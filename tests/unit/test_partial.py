@@ -132,7 +132,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[Setup] = []
 
     def setup(partial: dict[str, Any], **tables: Any) -> Setup:
-        made.append(Setup(tmp_path / "run", partial, **tables))
+        made.append(Setup(tmp_path / f"run{len(made)}", partial, **tables))
         return made[-1]
 
     yield setup
@@ -213,8 +213,17 @@ def test_a_worker_that_is_asked_to_stop_keeps_what_it_has_even_of_a_protected_re
 
 
 def test_turns_and_environments_go_on_where_they_were(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut in the second of three turns, by when some samples have ended for good."""
-    source = {"task": "chain_sum", "environment": f"{USER}:Counting", "environment_options": {"turns": 3}}
+    """An environment is shown the answers that it had, or is restored from its state: the episodes are the same."""
+    shown, restored = (_cut_in_the_second_turn(make, monkeypatch, name) for name in ("Counting", "Kept"))
+    for one, other in zip(shown, restored, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and (one.reward, one.spans) == (other.reward, other.spans)
+    steps = {(s.turns, s.extra["steps"]) for s in restored if s.turns == 3}
+    assert steps == {(3, 2)}, "what was restored was shown its first answer again"
+
+
+def _cut_in_the_second_turn(make: Make, monkeypatch: pytest.MonkeyPatch, name: str) -> list[Sample]:
+    """Play three turns, by the second of which some samples have ended for good, with two workers."""
+    source = {"task": "chain_sum", "environment": f"{USER}:{name}", "environment_options": {"turns": 3}}
     setup = make({}, source=[source], rollout={"max_turns": 3, "max_new_tokens": 30, "lockstep": True})
     first = setup.worker()
     generate, turn = first.engine.generate, [0]
@@ -244,6 +253,8 @@ def test_turns_and_environments_go_on_where_they_were(make: Make, monkeypatch: p
             said = now.text(tokenizer)
             assert now.reward == len(said) and now.spans[-1][1] == 1
     assert {s.turns for g in groups for s in g.samples} >= {1, 3}
+    assert (partial.environments != {}) == (name == "Kept")
+    return [s for g in groups for s in g.samples]
 
 
 def test_episodes_by_themselves_go_on_where_they_were(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

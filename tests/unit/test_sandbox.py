@@ -178,7 +178,7 @@ class Evil:
 )
 def test_what_a_hostile_process_sends_is_an_error_of_its_own(message: bytes) -> None:
     answer = from_child(message)
-    assert answer is not None and answer[0] == "answered in another form than a turn"
+    assert answer.seat is None and answer.wrong and answer.wrong[0] == "answered in another form than a turn"
 
 
 def test_commands_of_images_are_as_they_are(tmp_path: Path) -> None:

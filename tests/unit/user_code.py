@@ -75,6 +75,24 @@ class Counting:
         pass
 
 
+class Kept(Counting):
+    """Counting that keeps its state, and says how many steps this very object took."""
+
+    steps = 0
+
+    def step(self, answer: str) -> Any:
+        turn = super().step(answer)
+        self.steps += 1
+        turn.extra["steps"] = self.steps
+        return turn
+
+    def state(self) -> Any:
+        return {"left": self.left, "said": self.said}
+
+    def restore(self, prompt: Any, state: Any) -> None:
+        self.left, self.said = state["left"], state["said"]
+
+
 class Odd:
     """Misbehaves as the prompt's answer says ("reset raise"), else says how many turns there were, and in which process; done after `turns`."""
 

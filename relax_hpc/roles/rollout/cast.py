@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from relax_hpc.environments import Seat, Turn
+from relax_hpc.environments import Seat, Turn, record
 from relax_hpc.records import Failure, Finish, Group, PartialRollout, StopReason, with_experts
 from relax_hpc.roles.rollout.episode import Episode
 from relax_hpc.roles.rollout.observations import UnusableObservation
@@ -132,6 +132,7 @@ class Cast:
             turns=[e.begins for e in self.episodes],
             cut=[i for i, e in enumerate(self.episodes) if e.finish is None],
             failures={i: e.seat.failure for i, e in enumerate(self.episodes) if e.seat.failure is not None},
+            environments={i: text for i, e in enumerate(self.episodes) if (text := record(e.seat)) is not None},
         )
 
 

@@ -45,7 +45,7 @@ class Episodes:
         """
         asked, environments = self._asked, self._setup.environments
         everyone = [(group, p) for group, p in enumerate(asked.prompts) for _ in range(asked.samples_per_prompt)]
-        seats = environments.begin(everyone)
+        seats = environments.begin(everyone, partial.environments if partial else {})
         try:
             cast = Cast(self._setup, asked, seats)
             if self._setup.lockstep or partial is not None:

@@ -1,4 +1,5 @@
-"""Episodes brought back to where a partial rollout was: each environment is shown the answers that it had."""
+"""Episodes brought back to where a partial rollout was: each environment by its recorded state, or shown the answers that it
+had."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def restore(cast: Cast, partial: PartialRollout, progress: Callable[[], None]) -
         episode.routed_experts, episode.turns = sample.routed_experts, sample.turns
         episode.finish = None if i in partial.cut else sample.finish
         episode.seat.failure = partial.failures.get(i, episode.seat.failure)
-        if episode.seat.failure is None and episode.turns:
+        if episode.seat.failure is None and episode.turns and not episode.seat.turns:
             cast.setup.environments.show(episode.seat, *(cast.said(episode, n) for n in range(episode.turns)))
     cast.setup.environments.wait(progress)
     for episode in cast.episodes:
