@@ -26,6 +26,8 @@ from relax_hpc.media.families import family_of
 from relax_hpc.recipe.tables.trainer import Lora
 
 FACTORS = ("lora_A", "lora_B")
+CONFIG_FILE = "adapter_config.json"
+"""PEFT's description of an adapter."""
 PEFT_PREFIX = "base_model.model."
 
 

@@ -244,12 +244,18 @@ class Recipe(Table):
                 f"algorithm.reference_refresh_steps = {every}, but with [trainer.lora] the reference is the base, which stays as it is: "
                 "leave one of them out"
             )
+        if lora.sync == "merge":
+            return
         whole = 'which takes whole models: set trainer.lora.sync = "merge"'
-        if lora.sync == "adapter" and self.rollout.engine != "torch" and self.generates:
-            raise conflict(
-                f"trainer.lora.sync = 'adapter' sends an adapter to rollout.engine = '{self.rollout.engine}', {whole}"
-            )
-        if lora.sync == "adapter" and "recomputed" in self.scored:
+        taker = f"rollout.engine = '{self.rollout.engine}'"
+        sglang = self.rollout.sglang
+        if sglang.address or sglang.data_parallel > 1:
+            taker += f" with rollout.sglang.{'address' if sglang.address else 'data_parallel'}"
+        elif self.rollout.engine in ("torch", "sglang"):
+            taker = ""
+        if taker and self.generates:
+            raise conflict(f"trainer.lora.sync = 'adapter' sends an adapter to {taker}, {whole}")
+        if "recomputed" in self.scored:
             raise conflict(
                 f"trainer.lora.sync = 'adapter' sends an adapter to the [scorer] that scores 'recomputed', {whole}"
             )
@@ -289,15 +295,16 @@ class Recipe(Table):
             )
 
     def _roles_fit(self) -> None:
-        partial = self.async_.partial
-        if (
-            self.async_.on_stale == "mask"
-            and self.rollout.engine == "torch"
-            and not (partial and partial.abort_at_publish)
-        ):
+        partial, lora = self.async_.partial, self.trainer.lora
+        keeps, instead = "", ""
+        if self.rollout.engine == "torch":
+            keeps, instead = "rollout.engine = 'torch'", "rollout.engine = 'sglang'"
+        elif lora and lora.sync == "adapter":
+            keeps, instead = "trainer.lora.sync = 'adapter'", "trainer.lora.sync = 'merge'"
+        if self.async_.on_stale == "mask" and keeps and not (partial and partial.abort_at_publish):
             raise conflict(
-                "async.on_stale = 'mask' swaps weights in mid-generation, which rollout.engine = 'torch' cannot: "
-                "use rollout.engine = 'sglang', or give back partial rollouts (an [async.partial] table with "
+                f"async.on_stale = 'mask' swaps weights in mid-generation, which {keeps} cannot: "
+                f"use {instead}, or give back partial rollouts (an [async.partial] table with "
                 "abort_at_publish = true), or async.on_stale = 'wait' or 'drop'"
             )
         single = self.slurm is not None and self.slurm.shape == "single" and self.generates

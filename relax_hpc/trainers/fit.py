@@ -90,6 +90,8 @@ def _misfit_of_sglang(recipe: Recipe, config: Any) -> str:
         return f'shows media only to {", ".join(SHOWN_BY_SGLANG)}: use "torch"'
     if family.prefix and own is config:
         return f"serves {family.name} whole: give the folder of the whole model, not of a part of it"
+    if recipe.trainer.lora and recipe.trainer.lora.sync == "adapter":
+        return 'is sent whole models alone where they see: set trainer.lora.sync = "merge"'
     deep = family.deep_layers(config)
     if hasattr(own.get_text_config(), "num_experts") and deep != SGLANG_DEEP_LAYERS:
         return (

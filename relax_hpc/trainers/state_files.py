@@ -26,9 +26,10 @@ from relax_hpc.files.errors import RunError
 from relax_hpc.files.publish import write_file
 from relax_hpc.files.run_dir import OPTIMIZERS
 from relax_hpc.files.tensor_files import differences, shapes
+from relax_hpc.huggingface.lora import CONFIG_FILE
 
 MODEL, REFERENCE, RNG, CRITIC = (f"{n}.safetensors" for n in ("model", "reference", "rng", "critic"))
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", CONFIG_FILE
 OPTIMIZER, CRITIC_OPTIMIZER = OPTIMIZERS["trainer"], OPTIMIZERS["critic"]
 PARTS = 4
 """Files of an optimizer, and threads that read and write them: to touch memory for the first time is what costs."""

@@ -183,7 +183,9 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         dict(merged(dict(tensors_in(tmp_path / "model")), tensors_of_adapter(other), 1.0, config))
     for wrong, message in (
         ({"trainer": {"lora": {"rank": 0}}}, "greater than 0"),
-        ({"trainer": {"lora": {}}, "rollout": {"engine": "sglang"}}, 'trainer.lora.sync = "merge"'),
+        ({"trainer": {"lora": {}}, "rollout": {"engine": "sglang", "sglang": {"address": "http://a:1"}}}, 'trainer.lora.sync = "merge"'),
+        ({"trainer": {"lora": {}}, "rollout": {"engine": "sglang", "sglang": {"data_parallel": 2}}}, 'trainer.lora.sync = "merge"'),
+        ({"trainer": {"lora": {}}, "rollout": {"engine": "sglang"}, "async": {"on_stale": "mask", "max_staleness": 1}}, "trainer.lora.sync = 'merge'"),
         ({"trainer": {"lora": {}, "backend": "megatron"}}, 'is for trainer.backend = "torch"'),
         ({"trainer": {"lora": {}}, "algorithm": {"kl_coef": 0.1, "reference_refresh_steps": 3}}, "the reference is the base"),
     ):  # fmt: skip

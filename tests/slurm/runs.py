@@ -12,6 +12,7 @@ from relax_hpc.slurm.submission.sbatch import jobs
 from relax_hpc.telemetry import read_heartbeat, read_metrics
 from tests.runs import SMALL, audited, outcome, pid_of, step_now, steps_of, wait_for
 from tests.slurm.cluster import SlurmCluster
+from tools.bench.common import SIDES
 
 SLURM = """
 [slurm]
@@ -29,6 +30,8 @@ LONG = (f"run.steps={STEPS}", "run.checkpoint_every=10", "async.max_staleness=0"
 SLEEP = "#SBATCH --partition=high --time=1 --nodes=1 --exclusive --nodelist={}\nsleep {}"
 QUICK = ("supervision.node_agent_silent_s=4.0", "supervision.leader_silent_s=8.0", "slurm.ask_every_s=4.0")
 """Set by all tests: nodes are lost often here."""
+SLOWLY = f'algorithm={{name="own", factory="{SIDES / "paced.py"}:paced", options={{seconds=0.4}}, group_size=4}}'
+"""The same algorithm, with a rest before each step."""
 
 
 @dataclass(slots=True)

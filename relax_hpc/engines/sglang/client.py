@@ -100,6 +100,14 @@ class Client:
         body = {"model_path": folder, "load_format": "safetensors", "weight_version": version, "flush_cache": True}
         self._request("POST", "/update_weights_from_disk", body, CONTROL_S)
 
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Load the adapter in `folder`, as PEFT has it, under a name of its own."""
+        self._request("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": folder}, CONTROL_S)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter, once no request uses it."""
+        self._request("POST", "/unload_lora_adapter", {"lora_name": name}, CONTROL_S)
+
     def wait_for_ranks(self, copies: int) -> None:
         """Return when all processes have done what was asked before, in each of the server's copies of the weights: of
         several that share a copy, the first answers as soon as it is done itself, but all of them make a token."""

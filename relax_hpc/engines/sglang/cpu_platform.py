@@ -6,7 +6,9 @@ operator of SGLang has. It is for tests and tiny models: attention goes through 
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 NAME = "relax_hpc_cpu"
@@ -67,3 +69,17 @@ def _allocate_without_cuda() -> None:
         return allocator.allocate(dims, dtype=dtype, device="cpu")
 
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
+    _pin_nothing()
+
+
+@functools.cache
+def _pin_nothing() -> None:
+    """Have torch leave out the pinning of memory, which it refuses without a GPU: SGLang's adapters ask for it everywhere."""
+    import torch
+
+    def plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, pin_memory=False, **how: make(*args, **how)
+
+    for name in ("tensor", "empty", "zeros", "arange"):
+        setattr(torch, name, plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **how: self  # type: ignore[method-assign, assignment]

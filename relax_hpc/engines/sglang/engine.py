@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from relax_hpc.engines.base import Abort, Completion, EngineError, EngineRestarted, Sampling, Tokens, Weights
 from relax_hpc.engines.model_folder import aliases, check_whole, context_of, end_tokens, room_for, weights_of
+from relax_hpc.engines.sglang.adapters import Adapters
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.fleet import Fleet
@@ -51,6 +52,7 @@ class SglangEngine:
     """See relax_hpc.engines.base.Engine."""
 
     swaps = True
+    """False for an adapter: a request keeps the one that it began with."""
     seeded = False
 
     def __init__(self, recipe: Recipe, model_dir: Path) -> None:
@@ -64,12 +66,15 @@ class SglangEngine:
         self._heads = _own_heads(model, self._aliases)
         self._left_out = self._aliases - set(self._heads.values())
         """Names of tensors that the server does not know."""
+        lora = recipe.trainer.lora
+        self._adapters = Adapters(model, lora, model_dir) if lora and lora.sync == "adapter" else None
+        self.swaps = self._adapters is None
         shown = family_of(config).placeholders(config).values()
         ends = sorted({*end_tokens(model_dir, config, tokenizer), *shown})
         self._settings = recipe.rollout.sglang
         experts = Experts.of(config, model_dir) if recipe.rollout.routed_experts else None
         pictures = Pictures(model_dir, config) if shown and self._settings.address else None
-        self._requests = Requests(tokenizer, ends, experts, pictures)
+        self._requests = Requests(tokenizer, ends, experts, pictures, self._adapters)
         self.context = context_of(config)
         self.version = -1
         self._group: UpdateGroup | None = None
@@ -91,9 +96,22 @@ class SglangEngine:
     def load(
         self, version: int, tensors: Weights, progress: Progress = lambda: None, files: Sequence[Path] = ()
     ) -> None:
-        if self._server is None and self._settings.folder is None:
+        if self._adapters is not None:
+            try:
+                self._adapters.load(self.client, version, tensors)
+            except EngineError as error:
+                raise self.failed(error, progress) from error
+        elif self._server is None and self._settings.folder is None:
             self._send(version, tensors)
-            return
+        else:
+            self._load_files(version, tensors, progress, files)
+        self.version = version
+
+    def load_base(self, tensors: Weights, progress: Progress = lambda: None) -> None:
+        self._load_files(0, tensors, progress, ())
+
+    def _load_files(self, version: int, tensors: Weights, progress: Progress, files: Sequence[Path]) -> None:
+        """Have the server take a version from files."""
         with WeightsFiles(self._settings.folder) as served:
             given = list(tensors) if files else tensors  # mapped: to look at a name reads nothing
             # The server may read the version's files itself where it is on this machine, and is to know just these names.
@@ -106,7 +124,6 @@ class SglangEngine:
                 self._take(str(served.folder), version)
             except EngineError as error:
                 raise self.failed(error, progress) from error
-        self.version = version
 
     def _send(self, version: int, tensors: Weights) -> None:
         """Broadcast a version to an outside server that shares no folder with us."""
@@ -124,7 +141,6 @@ class SglangEngine:
         except EngineError:
             self._leave_group()
             raise
-        self.version = version
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -267,6 +283,8 @@ class SglangEngine:
         """Stop our server, which may still answer some calls, and start it again; it then has no weights."""
         assert self._server is not None
         self.version = -1
+        if self._adapters is not None:
+            self._adapters.forget()
         self._server.stop()
         self._leave_stream()
         self._server.start(progress)

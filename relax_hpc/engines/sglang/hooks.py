@@ -2,6 +2,7 @@
 
     request: expanded tokens, the name of a file (media_files.py) ──tokenizer process──► items, positions on three axes
     sounds of several requests ──scheduler──► filled up to the longest: SGLang encodes them together, and ends where they differ
+    an adapter ──scheduler──► read from its files, though the server itself began with weights of no meaning
     a version was taken ──scheduler──► embeddings of the old encoders are thrown away, as the prefix cache is
 
 SGLang would process pictures by itself, with limits of its own, and from sounds and videos it knows less than we do.
@@ -31,6 +32,7 @@ def register() -> None:
     heard = "sglang.srt.models.qwen3_omni_moe.Qwen3OmniMoeThinkerForConditionalGeneration.get_audio_feature"
     HookRegistry.register(heard, _fill_up, HookType.BEFORE)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.flush_cache", _forget, HookType.AFTER)
+    HookRegistry.register("sglang.srt.lora.lora.LoRAAdapter.initialize_weights", _from_files, HookType.BEFORE)
 
 
 async def _process(
@@ -106,3 +108,10 @@ def _forget(*args: Any, **how: Any) -> None:
 
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
+
+
+def _from_files(adapter: Any) -> None:
+    """Read an adapter from safetensors files. SGLang would read it as it read the model, which was not read at all."""
+    from sglang.srt.configs.load_config import LoadConfig
+
+    adapter.load_config = LoadConfig(load_format="safetensors")

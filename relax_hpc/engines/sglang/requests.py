@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from relax_hpc.engines.base import Completion, EngineError, Sampling, Tokens
+from relax_hpc.engines.sglang.adapters import Adapters
 from relax_hpc.engines.sglang.experts import Experts
 from relax_hpc.engines.sglang.outside.pictures import Pictures
 from relax_hpc.engines.stops import straddling
@@ -29,6 +30,8 @@ class Requests:
     """Decodes routed experts, where the recipe asks for them."""
     pictures: Pictures | None = None
     """Makes pictures of media for a server at an address, which processes them by itself."""
+    adapter: Adapters | None = None
+    """The adapter that requests are for."""
 
     def body(
         self, prompt: Tokens, seeds: list[int], sampling: Sampling, room: int, shown: Sequence[str] = ()
@@ -46,6 +49,7 @@ class Requests:
             "sampling_params": [{**common, "sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
             "return_routed_experts": self.experts is not None,
+            **({"lora_path": self.adapter.name} if self.adapter else {}),
             **({"image_data": [[*shown]] * len(seeds)} if shown else {}),
         }
 
@@ -63,7 +67,10 @@ class Requests:
         drawn = (about.get("output_token_logprobs") or [])[:-1] if cut else about["output_token_logprobs"]
         if cut and not drawn:
             return nothing
-        versions = about.get("weight_versions") or [{"start": 0, "version": about["weight_version"]}]
+        if self.adapter:  # requests keep theirs
+            versions = [{"start": 0, "version": self.adapter.version}]
+        else:
+            versions = about.get("weight_versions") or [{"start": 0, "version": about["weight_version"]}]
         done = Completion(
             tokens=np.array([token for _, token, *_ in drawn], np.int32),
             logprobs=np.array([logprob for logprob, *_ in drawn], np.float32),

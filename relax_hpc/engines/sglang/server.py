@@ -20,6 +20,7 @@ import torch
 from transformers import AutoConfig
 
 import relax_hpc.engines.sglang.cpu_platform as cpu_platform
+from relax_hpc.engines.sglang.adapters import server_arguments
 from relax_hpc.engines.sglang.client import Client
 from relax_hpc.files.errors import RunError
 from relax_hpc.media.families import family_of
@@ -115,6 +116,9 @@ class Server:
                 "max-total-tokens": max(CPU_TOKENS, self._context + CONTEXT_MARGIN),
                 "mem-fraction-static": asked.mem_fraction or 0.1,
             }  # fmt: skip
+        lora = self._recipe.trainer.lora
+        if lora is not None and lora.sync == "adapter":
+            values |= server_arguments(lora, self.on_gpu)
         values |= {name.replace("_", "-"): value for name, value in asked.args.items()}
         return [word for name, value in values.items() for word in _words(name, value)]
 
