@@ -82,4 +82,4 @@ def _pin_nothing() -> None:
 
     for name in ("tensor", "empty", "zeros", "arange"):
         setattr(torch, name, plain(getattr(torch, name)))
-    torch.Tensor.pin_memory = lambda self, *args, **how: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.pin_memory = lambda self, *args, **how: self  # type: ignore[method-assign]

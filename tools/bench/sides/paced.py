@@ -11,13 +11,13 @@ import time
 import numpy as np
 from torch import Tensor
 
-from relax_hpc.algorithms.grpo import GrpoAlgorithm
+from relax_hpc.algorithms.grpo import GroupRelative
 from relax_hpc.environments.single_turn import SingleTurn
 from relax_hpc.recipe.tables.algorithm import Grpo
 from relax_hpc.records import Prompt, Rollouts
 
 
-class Paced(GrpoAlgorithm):
+class Paced(GroupRelative):
     """Sleeps where the step begins; a replayed step too."""
 
     def __init__(self, seconds: float) -> None:
