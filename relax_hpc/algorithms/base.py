@@ -17,12 +17,12 @@ from torch import Tensor
 from relax_hpc.records import Rollouts
 
 REFERENCE, RECOMPUTED = "reference", "recomputed"
-NEEDS = frozenset({REFERENCE, RECOMPUTED, "entropy"})
-"""Inputs that any algorithm may ask for: the reference's logprobs; the trainer's own logprobs before the step's first
-update (or a scorer's, of a policy between the one that sampled and this one); entropies with gradient."""
 VALUES, TEACHER = "values", "teacher"
-"""Further inputs of built-in algorithms: a critic's values, each of the state before the token; a teacher's logprobs.
-"""
+"""A critic's values, each of the state before the token, which `ppo` alone has; a teacher's logprobs."""
+NEEDS = frozenset({REFERENCE, RECOMPUTED, "entropy", TEACHER})
+"""Inputs that any algorithm may ask for: the reference's logprobs; the trainer's own logprobs before the step's first
+update (or a scorer's, of a policy between the one that sampled and this one); entropies with gradient; the logprobs of
+algorithm.teacher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class LossInputs:
     lengths: Tensor  # [S] int64, tokens of each sample, at least 1
     group: Tensor  # [S] int64, which group of the step a sample belongs to
     group_tokens: Tensor  # [S] int64, tokens in the loss of all samples of its group
+    turn: Tensor  # [M] int64, which turn of its sample's attempt a token is of, from 0
     rewards: Tensor  # [S] float32, what the algorithm trains on
     totals: Totals
     teacher: Tensor | None = None  # [M] of the teacher; there when the needs say so
@@ -65,7 +66,8 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 class Algorithm(Protocol):
-    """The interface to fill to add an algorithm."""
+    """The interface to fill to add an algorithm. With an attribute `whole_groups = True` beside it, `loss` is given all
+    samples of a group together, so that it may compare them."""
 
     @property
     def needs(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_hpc.algorithms.base import NEEDS, Algorithm, LossInputs
+from relax_hpc.algorithms.base import NEEDS, TEACHER, Algorithm, LossInputs
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.tables.algorithm import OwnAlgorithm
 from relax_hpc.records import Rollouts
@@ -47,6 +47,12 @@ class Own:
         if unknown:
             raise RegistryError(f"algorithm '{name}' needs {unknown}; there are {sorted(NEEDS)}")
         self.needs = frozenset(needs)
+        if (TEACHER in self.needs) != (config.teacher is not None):
+            raise RegistryError(
+                f"algorithm '{name}' needs {sorted(self.needs) or 'nothing'}, and algorithm.teacher = {shown(config.teacher and str(config.teacher))}: "
+                f"give both the need '{TEACHER}' and algorithm.teacher, a model directory, or neither"
+            )
+        self.whole_groups = bool(getattr(self._own, "whole_groups", False))
 
     def advantages(self, rollouts: Rollouts) -> Tensor:
         with users_code("algorithm", f"{self._name}.advantages", torch.OutOfMemoryError):

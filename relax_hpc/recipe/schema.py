@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ConfigDict, Field, model_validator
 
-from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Gdpo, Grpo, Ppo, Rloo, Sft
+from relax_hpc.recipe.tables.algorithm import AnyAlgorithm, Gdpo, Grpo, OwnAlgorithm, Ppo, Rloo, Sft
 from relax_hpc.recipe.tables.algorithm_keys import DUAL_CLIP, Clipped, PolicyGradient, Ratio
 from relax_hpc.recipe.tables.evaluation import Evaluation, SftWarmStart
 from relax_hpc.recipe.tables.model import AnyModel, TinyModel
@@ -119,7 +119,7 @@ class Recipe(Table):
     def models_beside(self) -> dict[str, Path]:
         """Model directories that are needed beside the policy's, by the keys that name them."""
         critic = self.algorithm.critic.model if isinstance(self.algorithm, Ppo) else None
-        teacher = self.algorithm.teacher if isinstance(self.algorithm, PolicyGradient) else None
+        teacher = self.algorithm.teacher if isinstance(self.algorithm, (PolicyGradient, OwnAlgorithm)) else None
         return {key: path for key, path in ((CRITIC_KEY, critic), (TEACHER_KEY, teacher)) if path}
 
     @property

@@ -13,6 +13,7 @@ it and takes its own share. An answer goes in without its last token, which pred
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,9 +159,10 @@ def plan(
     family: Family = TEXT,
     costs: Mapping[str, float] | None = None,
     share: bool = True,
+    whole_groups: bool = False,
 ) -> list[list[Rows]]:
     """Plan the micro-batches of each rank, of the samples in the loss. costs: what a position of each encoder costs;
-    share: compute what samples of a group have in common once."""
+    share: compute what samples of a group have in common once; whole_groups: keep those of a group in one micro-batch."""
     rollouts, used = (
         replace(rollouts, routed_experts=None),
         in_loss(rollouts),
@@ -168,10 +170,32 @@ def plan(
     trees = within(rollouts, join(rollouts, used), ranks, budget) if share else [(s,) for s in used.tolist()]
     lengths = np.array([tree_length(rollouts, tree) for tree in trees], np.int64)
     media = np.array([media_cost(family, media_of(rollouts, tree[0]), costs or {}) for tree in trees])
-    shares = balance(lengths + media, ranks)
-    return [
-        [[[trees[i] for i in row] for row in rows] for rows in cut(share, lengths, media, budget)] for share in shares
-    ]
+    units = units_of(rollouts.group[[tree[0] for tree in trees]], whole_groups)
+    shares = balance(np.array([(lengths + media)[unit].sum() for unit in units]), ranks)
+    made = [_cut_units([units[i] for i in share], lengths, media, budget) for share in shares]
+    return [[[[trees[i] for i in row] for row in rows] for rows in batches] for batches in made]
+
+
+def units_of(group: NDArray[np.int64], whole_groups: bool) -> list[list[int]]:
+    """Indices of what stays together: those of one group, or each alone. group: [K]."""
+    if not whole_groups:
+        return [[i] for i in range(len(group))]
+    return [np.flatnonzero(group == one).tolist() for one in np.unique(group)]
+
+
+def _cut_units(
+    units: list[list[int]], lengths: NDArray[np.int64], media: NDArray[np.float64], budget: int
+) -> list[list[list[int]]]:
+    """Cut a share into micro-batches that split none of its units; a unit above the budget stands alone."""
+    if all(len(unit) == 1 for unit in units):
+        return cut([tree for [tree] in units], lengths, media, budget)
+    batches: list[list[int]] = []
+    for unit in units:
+        if batches and len(cut([*batches[-1], *unit], lengths, media, budget)) == 1:
+            batches[-1] += unit
+        else:
+            batches.append([*unit])
+    return [rows for batch in batches for rows in cut(batch, lengths, media, sys.maxsize)]
 
 
 def within(rollouts: Rollouts, trees: list[Tree], ranks: int, budget: int) -> list[Tree]:

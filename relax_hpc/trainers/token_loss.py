@@ -19,6 +19,7 @@ from relax_hpc.algorithms import ActorCritic, Algorithm, LossInputs, PolicyAlgor
 from relax_hpc.algorithms.base import TEACHER, VALUES
 from relax_hpc.algorithms.common.kl import k3
 from relax_hpc.algorithms.common.losses import exp_ratio
+from relax_hpc.algorithms.common.turns import Turns
 from relax_hpc.algorithms.ppo import explained_variance
 from relax_hpc.files.errors import RunError
 from relax_hpc.recipe.schema import Recipe
@@ -35,6 +36,8 @@ class TokenLoss:
 
     learner: Learner = "policy"
     entropy_gradient = False
+    whole_groups = False
+    """True where a micro-batch must have all samples of a group that are in the loss, or none."""
 
     def tokens(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """([M] losses, metrics as [M] tensors) of the tokens `targets`, indices into rollouts.tokens. said: the model's
@@ -76,6 +79,9 @@ class PolicyLoss(TokenLoss):
         self.group_tokens[chosen] = tokens[group]
         self.rollouts = rollouts
         self.entropy_gradient = "entropy" in algorithm.needs
+        self.whole_groups = getattr(algorithm, "whole_groups", False)
+        turns = Turns.of(rollouts)
+        self.turn = torch.from_numpy(np.append(turns.number, 0)[turns.of_token])
 
     def tokens(self, targets: NDArray[np.int64], *said: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs, entropies = said
@@ -84,6 +90,11 @@ class PolicyLoss(TokenLoss):
         samples = self.sample_of[targets]  # each one's tokens lie together
         begins = np.flatnonzero(np.diff(samples, prepend=-1))
         first = samples[begins]
+        _, one = np.unique(self.rollouts.group[first], return_index=True)
+        if self.whole_groups and len(targets) < self.group_tokens[first[one]].sum():
+            raise RunError(
+                "the algorithm has whole_groups = True, but the trainer's backend split a group over micro-batches"
+            )
         each: Callable[[NDArray[Any]], Tensor] = lambda values: torch.from_numpy(values[first]).to(self.device)
         inputs = LossInputs(
             logprobs=logprobs,
@@ -96,6 +107,7 @@ class PolicyLoss(TokenLoss):
             lengths=torch.from_numpy(np.diff(begins, append=len(samples))).to(self.device),
             group=each(self.rollouts.group),
             group_tokens=each(self.group_tokens),
+            turn=here(self.turn),
             rewards=each(self.rollouts.rewards),
             totals=self.totals,
             teacher=columns.get(TEACHER),

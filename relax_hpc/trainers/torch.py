@@ -64,11 +64,11 @@ class _Models:
         with self._autocast():
             return token_logprobs(model, batch, targets, temperature, entropy_gradient=entropy)
 
-    def _share(self, rollouts: Rollouts, model: PreTrainedModel) -> Iterator[MicroBatch]:
+    def _share(self, rollouts: Rollouts, model: PreTrainedModel, whole_groups: bool = False) -> Iterator[MicroBatch]:
         """Pack this process's micro-batches for a model, or its body."""
         family = family_of(model.config)
         costs, share = position_costs(model), self.recipe.trainer.share_prefixes
-        for rows in plan(rollouts, self.world, self._budget, family, costs, share)[self.rank]:
+        for rows in plan(rollouts, self.world, self._budget, family, costs, share, whole_groups)[self.rank]:
             yield pack(rollouts, rows, family=family, config=model.config)
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class _Learners(_Models, Updating):
         sums: dict[str, float] = {}
         learns_values = token_loss.learner == "critic"
         policy = cast(PreTrainedModel, self._critic.body if learns_values else learning.model)
-        for batch in self._share(rollouts, policy):
+        for batch in self._share(rollouts, policy, token_loss.whole_groups):
             if learns_values:
                 loss, said = token_loss(batch.targets, self._values(batch))
             else:

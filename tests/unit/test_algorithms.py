@@ -45,6 +45,7 @@ from relax_hpc.recipe.tables.algorithm import (
 from relax_hpc.recipe.tables.algorithm_keys import Clipped, PolicyGradient
 from relax_hpc.records import Finish, Group, Prompt, Sample, mask_old
 from relax_hpc.registry import RegistryError, shown
+from relax_hpc.trainers.packing import in_loss, plan
 from relax_hpc.trainers.token_loss import updates
 from tests import tiny
 from tests.tiny import random_rollouts
@@ -178,6 +179,7 @@ def inputs(logprobs: torch.Tensor, lengths: list[int], **others: torch.Tensor) -
     totals = Totals(tokens=len(logprobs), samples=len(lengths), groups=1, budget=9)
     samples = {"group": torch.zeros(len(lengths)), "rewards": torch.zeros(len(lengths))}
     samples |= {"lengths": torch.tensor(lengths), "group_tokens": torch.full((len(lengths),), len(logprobs))}
+    samples["turn"] = torch.zeros(len(logprobs))
     return LossInputs(logprobs=logprobs, totals=totals, columns={KL_COV: zeros + 1}, **samples, **values)
 
 
@@ -386,6 +388,61 @@ def test_parts_that_no_source_has_are_named_before_a_run() -> None:
 def test_logprobs_before_truncation_are_warned_of(rollout: dict[str, object], said: str) -> None:
     [warning] = tiny.recipe(rollout=rollout).warnings
     assert said in warning and not tiny.recipe(rollout=rollout, algorithm={"name": "sft"}).warnings
+
+
+def test_an_own_algorithm_has_a_teacher_where_it_needs_one(tmp_path: Path) -> None:
+    path, options = own(tmp_path, needs='{"teacher"}'), {"scale": 1.0}
+    config = OwnAlgorithm(factory=f"{path}:Mine", options=options, teacher=Path("t"))
+    assert make_algorithm(config).needs == {"teacher"}
+    with pytest.raises(RegistryError, match=r"needs \['teacher'\], and algorithm.teacher = None.*give both"):
+        make_algorithm(OwnAlgorithm(factory=f"{path}:Mine", options=options))
+
+
+PREFERENCE = Path(__file__).resolve().parents[2] / "examples" / "preference.py"
+
+
+def test_a_loss_over_pairs_is_dpo_under_every_split_that_keeps_groups_whole() -> None:
+    rollouts = random_rollouts(22, group_size=4, masked=0.3)
+    rng = np.random.default_rng(0)
+    rollouts.rewards[8:12] = 0.5
+    reference = (rollouts.logprobs + rng.normal(size=len(rollouts.tokens)) * 0.4).astype(np.float32)
+    rollouts = dataclasses.replace(rollouts, columns={"reference": reference})
+    table = {"name": "own", "factory": f"{PREFERENCE}:Preference", "options": {"beta": 0.5}}
+    recipe = tiny.recipe(algorithm=table)
+    algorithm, now = make_algorithm(recipe.algorithm), rollouts.logprobs + 0.3 * rng.normal(size=len(rollouts.tokens))
+
+    def expected(now: list[float]) -> float:
+        moved = [
+            sum(now[t] - float(reference[t]) for t in range(*rollouts.offsets[i : i + 2]) if rollouts.loss_mask[t])
+            for i in range(22)
+        ]
+        losses = []
+        for group in range(6):
+            mine = [i for i in range(22) if rollouts.group[i] == group and i in in_loss(rollouts)]
+            best, worst = max(mine, key=lambda i: rollouts.rewards[i]), min(mine, key=lambda i: rollouts.rewards[i])
+            unlike = rollouts.rewards[best] > rollouts.rewards[worst]
+            losses.append(math.log1p(math.exp(-0.5 * (moved[best] - moved[worst]))) if unlike else 0.0)
+        return sum(losses) / len(losses)
+
+    [(_, loss)] = updates(rollouts, algorithm, recipe, torch.device("cpu"))
+    for ranks, budget in ((1, 10**6), (2, 120), (3, 20)):
+        shares = plan(rollouts, ranks, budget, whole_groups=True)
+        batches = [[t for row in rows for tree in row for s in tree for t in range(*rollouts.offsets[s : s + 2])
+                    if rollouts.loss_mask[t]] for share in shares for rows in share]  # fmt: skip
+        assert sorted(t for batch in batches for t in batch) == np.flatnonzero(rollouts.loss_mask).tolist()
+        assert budget > 1000 or len(batches) > 2
+        logprobs = torch.tensor(now, requires_grad=True)
+        total = (
+            sum(loss.tokens(np.array(b), logprobs[b], logprobs[b].detach())[0].sum() for b in batches)
+            / loss.totals.tokens
+        )
+        assert isinstance(total, torch.Tensor) and total.item() == pytest.approx(expected(now.tolist()), rel=1e-5)
+        [gradient] = torch.autograd.grad(total, logprobs)
+        token = int(np.flatnonzero(gradient)[3])
+        up, down = ([x + by * (t == token) for t, x in enumerate(now.tolist())] for by in (1e-4, -1e-4))
+        assert gradient[token].item() == pytest.approx((expected(up) - expected(down)) / 2e-4, rel=1e-4)
+    with pytest.raises(RunError, match="whole_groups = True, but the trainer's backend split a group"):
+        loss.tokens(np.array(batches[0][:-1]), logprobs[: len(batches[0]) - 1], logprobs[: len(batches[0]) - 1])
 
 
 def test_clip_cov_draws_some_of_the_tokens_in_its_band_and_the_same_in_every_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from relax_hpc.records import Rollouts
 from relax_hpc.trainers.token_loss import critic_updates, updates
 from tests import tiny
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LETTERS, WORD = 6, np.array([4, 1, 5])
 GROUPS, COPIES, STEPS = 8, 8, 50
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -33,6 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "maxrl": {"name": "maxrl"},
     "gdpo": {"name": "gdpo", "parts": {"begin": 1.0, "rest": 2.0}},
     "rejection": {"name": "grpo", "rejection": {"mean_kl": 0.1, "max_kl": 0.5, "veto": 1e-4}},
+    "pairs": {"name": "own", "factory": f"{EXAMPLES / 'preference.py'}:Preference", "options": {"beta": 0.1}},
     "rloo": {"name": "rloo"},
     "reinforce_plus_plus": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
     "reinforce_plus_plus_baseline": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.01},

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_hpc.media.families.qwen_vl import Qwen3VL
-from relax_hpc.records import Media, mask_old
-from relax_hpc.trainers.packing import PADDING, balance, cut, pack, plan
+from relax_hpc.records import Media, Rollouts, mask_old
+from relax_hpc.trainers.megatron.packing import plan as megatron_plan
+from relax_hpc.trainers.packing import PADDING, Rows, balance, cut, in_loss, pack, plan
 from tests.tiny import prompts, random_rollouts, rollouts
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=60)
@@ -162,3 +163,33 @@ def test_ranks_and_micro_batches_share_what_media_cost() -> None:
     assert any({0, 2} <= {sample for batch in share for sample in batch} for share in micro_batches()), (
         "tokens are alike"
     )
+
+
+def test_groups_stay_whole_where_an_algorithm_compares_their_samples() -> None:
+    made = random_rollouts(24, group_size=4, masked=0.2)
+    for ranks, budget in ((1, 200), (2, 90), (3, 30)):
+        for shares in (plan(made, ranks, budget, whole_groups=True), by_megatron(made, ranks, budget)):
+            where = {
+                sample: (rank, number)
+                for rank, share in enumerate(shares)
+                for number, rows in enumerate(share)
+                for row in rows
+                for tree in row
+                for sample in tree
+            }
+            assert sorted(where) == in_loss(made).tolist()
+            for group in range(6):
+                assert len({place for sample, place in where.items() if made.group[sample] == group}) == 1
+            groups = [
+                {made.group[s] for row in rows for tree in row for s in tree} for share in shares for rows in share
+            ]
+            sizes = [
+                sum(int(made.lengths()[s]) - 1 for row in rows for tree in row for s in tree)
+                for share in shares
+                for rows in share
+            ]
+            assert all(size <= budget or len(held) == 1 for size, held in zip(sizes, groups, strict=True))
+
+
+def by_megatron(made: Rollouts, ranks: int, budget: int) -> list[list[Rows]]:
+    return [[[[(s,)] for s in samples] for samples in share] for share in megatron_plan(made, ranks, budget, 1, True)]

@@ -249,6 +249,11 @@ class OwnAlgorithm(Algorithm):
         looked_up=True,
     )
     options: dict[str, Any] = Key({}, "Keyword arguments for the factory.")
+    teacher: Path | None = Key(
+        None,
+        "A model directory of the same vocabulary, whose logprobs an algorithm with the need 'teacher' is given.",
+        looked_up=True,
+    )
 
 
 AnyAlgorithm = Annotated[

@@ -115,7 +115,7 @@ class Learners(Split, Updating):
         learning.zero()
         if token_loss.learner == "critic":
             rollouts = replace(rollouts, routed_experts=None)  # its experts are its own
-        batches = self._batches(rollouts, learning.chunks)
+        batches = self._batches(rollouts, learning.chunks, token_loss.whole_groups)
         sums: dict[str, float] = {}
 
         def loss_of(number: int, *found: Tensor) -> Tensor:

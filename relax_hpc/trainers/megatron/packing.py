@@ -23,7 +23,7 @@ from relax_hpc.media.families import TEXT, Family
 from relax_hpc.records import Rollouts
 from relax_hpc.trainers import packing
 from relax_hpc.trainers.megatron.shown import Among, Shown, shown_by
-from relax_hpc.trainers.packing import balance, in_loss, rounded, tree_length
+from relax_hpc.trainers.packing import balance, in_loss, rounded, tree_length, units_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +90,18 @@ class LocalBatch:
     mine: Tensor  # [m] which of the M tokens those are
 
 
-def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[list[list[int]]]:
+def plan(
+    rollouts: Rollouts, ranks: int, budget: int, multiple: int, whole_groups: bool = False
+) -> list[list[list[int]]]:
     """Plan the micro-batches of samples for each data-parallel rank; equally many, a multiple of `multiple`, some maybe
     empty.
 
-    Samples without a token in the loss are left out; a sample above the budget stands alone.
+    Samples without a token in the loss are left out; a sample above the budget stands alone. whole_groups: samples of a
+    group stay together, and a group above the budget stands alone.
     """
     used = in_loss(rollouts)
-    lengths = rollouts.lengths()[used] - 1
+    units = [used[unit] for unit in units_of(rollouts.group[used], whole_groups)]
+    lengths = np.array([(rollouts.lengths()[unit] - 1).sum() for unit in units], np.int64)
     shares = balance(lengths, ranks)
     count = max(1, math.ceil(max(sum(int(lengths[i]) for i in share) for share in shares) / budget))
     while True:
@@ -111,7 +115,8 @@ def plan(rollouts: Rollouts, ranks: int, budget: int, multiple: int) -> list[lis
         ]
         if max(sums, default=0) <= budget:
             return [
-                [[int(used[share[i]]) for i in part] for part in cut] for share, cut in zip(shares, parts, strict=True)
+                [[int(sample) for i in part for sample in units[share[i]]] for part in cut]
+                for share, cut in zip(shares, parts, strict=True)
             ]
         count += max(1, count // 8)
 

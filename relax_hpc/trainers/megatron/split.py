@@ -109,11 +109,11 @@ class Split:
         """Return True on the process whose numbers count: those that share sequences or matrices compute the same ones."""
         return bool(self.groups.tp.rank() == self.groups.cp.rank() == 0)
 
-    def _batches(self, rollouts: Rollouts, models: list[Any]) -> list[LocalBatch]:
+    def _batches(self, rollouts: Rollouts, models: list[Any], whole_groups: bool = False) -> list[LocalBatch]:
         parallel = self.recipe.trainer.parallel
         # interleaved stages take micro-batches in rounds of as many as there are stages
         multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
-        shares = plan(rollouts, self.groups.dp.size(), self._budget, multiple)
+        shares = plan(rollouts, self.groups.dp.size(), self._budget, multiple, whole_groups)
         config = models[0].hf
         among = None
         if models[0].encoders is not None:
