@@ -58,6 +58,9 @@ class Source:
     ) -> None:  # fmt: skip
         self.number, self.key, self._learns = number, key, learns
         self._tokenizer, self._context, self._of_template = tokenizer, context, recipe.of_template
+        own_tools = "tools" in recipe.template_options
+        self._unseen_tools = [] if own_tools else [tool for tool in recipe.tools if isinstance(tool, dict)]
+        """Tools of which it is not known yet that the chat template shows them."""
         self._file = recipe if isinstance(recipe, FilePrompts) else None
         self._media: MediaRows | None = None
         if isinstance(recipe, FilePrompts):
@@ -246,7 +249,21 @@ class Source:
             content, places = item.content, list[Place]()
             if self._media is not None:
                 content, places = placed(content, self._media.columns, self._media.marks)
-            return Rendered(*render(content, self._tokenizer, **self._of_template), places)
+            rendered = Rendered(*render(content, self._tokenizer, **self._of_template), places)
+            if rendered.is_chat and self._unseen_tools:
+                self._check_tools(content, rendered.text)
+            return rendered
+
+    def _check_tools(self, content: Any, text: str) -> None:
+        """Raise ContentError unless the chat template shows the source's tools; once is enough."""
+        without, _ = render(content, self._tokenizer, **{**self._of_template, "tools": None})
+        if without == text:
+            names = ", ".join(str(tool["function"]["name"]) for tool in self._unseen_tools)
+            raise ContentError(
+                f"the model's chat template does not show the tools {names}, so the model would not know of them: use a model whose template "
+                "does, or describe them in the prompts and set template_options = {tools = []}"
+            )
+        self._unseen_tools = []
 
     def _encode(self, rendered: Rendered) -> list[int]:
         """Tokenize the prompt's text; media are one token each yet."""

@@ -115,6 +115,8 @@ def test_chat_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "p.jsonl", [{"prompt": messages, "answer": ""}])
     assert file_sources(path, chat=True).prompt(0, 0).text == "<system>s\n<user>hi\n<assistant>"
     assert "no chat template" in fault(file_sources(path, chat=False))
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert "does not show the tools add" in fault(file_sources(path, chat=True, tools=tools))
     table = pa.Table.from_pylist([{"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}])
     pq.write_table(table, tmp_path / "p.parquet")
     assert file_sources(tmp_path / "p.parquet", chat=True).prompt(0, 0).text == "<user>hi\n<assistant>"

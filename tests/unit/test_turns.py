@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mistral_common.integrations.chat_templates.template_generator import TemplateConfig, build_chat_template
+from mistral_common.tokens.tokenizers.base import TokenizerVersion
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from relax_hpc.data.render import ContentError, NextTurn, after_dummy, rendered_turn
 from relax_hpc.environments.tools import Call, CallError, parse_calls
-from relax_hpc.environments.tools.schemas import schemas_of
+from relax_hpc.environments.tools.schemas import schemas_of, with_tools
 from relax_hpc.registry import RegistryError
+from tests import tiny
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 ANSWERS = [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}]
@@ -30,7 +33,7 @@ TOOL: dict[str, Any] = {
 
 def turn(model: str, said: str, new: list[dict[str, Any]], **options: Any) -> NextTurn:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?": 0}, "?")), bos_token="<bos>")
-    tokenizer.chat_template = (TEMPLATES / f"{model}.jinja").read_text()
+    tokenizer.chat_template = model if "{" in model else (TEMPLATES / f"{model}.jinja").read_text()
     return rendered_turn(tokenizer, after_dummy(said), new, options.pop("tools", ()), options)
 
 
@@ -73,6 +76,26 @@ def test_a_later_turn_is_rendered_from_the_end_of_turn_token_on(
 def test_a_template_that_leaves_out_old_thinking_is_noticed(said: str, options: dict[str, Any]) -> None:
     found = turn("qwen3", said, ASKS, **options)
     assert found.rewritten and found.text.startswith(QWEN_USER)
+
+
+@pytest.mark.parametrize(
+    ("version", "answers"),
+    [
+        ("v3", '[TOOL_RESULTS]{{"content": {}, "call_id": "000000000"}}[/TOOL_RESULTS]'),
+        ("v7", "[TOOL_RESULTS]000000000[TOOL_CONTENT]{}[/TOOL_RESULTS]"),
+        ("v13", "[TOOL_RESULTS]{}[/TOOL_RESULTS]"),
+    ],
+)
+def test_mistrals_own_templates_continue_a_turn(version: str, answers: str) -> None:
+    """As Mistral's library makes them for its tokenizers' versions, of Mistral 7B 0.3, Small 3 and Small 3.2."""
+    template = build_chat_template(TemplateConfig(TokenizerVersion(version)))
+    found = turn(template, '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', ANSWERS, tools=[TOOL])
+    assert found == NextTurn("</s>" + answers.format(4) + answers.format(5), rewritten=False)
+    assert turn(template, "it is 4", ASKS) == NextTurn("</s>[INST]more?[/INST]", rewritten=False)
+    moved = turn(template, "it is 4", ASKS, tools=[TOOL])
+    assert moved.rewritten == (version != "v13"), (
+        "tools stand before the last question: the first one is shown without them"
+    )
 
 
 def test_a_template_that_knows_no_tools_answers_refuses_with_the_roles() -> None:
@@ -145,3 +168,16 @@ def test_functions_and_schemas_become_schemas_and_others_are_named() -> None:
         schemas_of([bare], "mine.py:Mine")
     with pytest.raises(RegistryError, match=r"tool 0 of 'mine.py:Mine' is no JSON schema: .*set"):
         schemas_of([{"name": "x", "parameters": {1, 2}}], "mine.py:Mine")
+
+
+def test_tools_of_what_is_built_in_are_shown_to_the_model() -> None:
+    [source] = with_tools(tiny.recipe(source=[{"task": "chain_sum", "environment": "calculator"}])).source
+    [tool] = source.tools
+    assert isinstance(tool, dict) and tool["function"]["name"] == "calculator"
+
+
+def test_tools_that_are_no_list_are_named(tmp_path: Path) -> None:
+    methods = "def reset(self, prompt): ...\n    def step(self, answer): ...\n    def close(self): ..."
+    (tmp_path / "e.py").write_text(f"class E:\n    {methods}\n    def tools(self): return {{'name': 'x'}}\n")
+    with pytest.raises(RegistryError, match=r"tools\(\) returned .*dict.*expected a list of JSON schemas"):
+        with_tools(tiny.recipe(source=[{"task": "chain_sum", "environment": f"{tmp_path}/e.py:E"}]))

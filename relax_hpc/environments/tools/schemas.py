@@ -9,7 +9,7 @@ from typing import Any
 from relax_hpc.environments.load import BUILT_IN, make_environments
 from relax_hpc.recipe.schema import Recipe
 from relax_hpc.recipe.tables.source import AnyPrompts
-from relax_hpc.registry import RegistryError, resolve
+from relax_hpc.registry import RegistryError, resolve, shown
 
 Tool = Mapping[str, Any] | Callable[..., Any]
 
@@ -33,10 +33,20 @@ def with_tools(recipe: Recipe) -> Recipe:
 
 def _of_source(source: AnyPrompts, make: Callable[[], Any]) -> list[Any]:
     tools: list[Any] = [resolve("tool", one, {}) if isinstance(one, str) else one for one in source.tools]
-    if not tools and source.environment not in BUILT_IN:
+    if not tools and source.environment in BUILT_IN:
+        tools = [*getattr(BUILT_IN[source.environment], "schemas", ())]
+    elif not tools:
         own = getattr(make(), "tools", None)
-        tools = list(own()) if callable(own) else []
+        tools = _listed(own(), source.environment) if callable(own) else []
     return schemas_of(tools, source.environment)
+
+
+def _listed(tools: Any, environment: str) -> list[Tool]:
+    if not isinstance(tools, list | tuple):
+        raise RegistryError(
+            f"environment '{environment}': tools() returned {shown(tools)}, expected a list of JSON schemas or functions"
+        )
+    return list(tools)
 
 
 def schemas_of(tools: Sequence[Tool], owner: str) -> list[dict[str, Any]]:
