@@ -29,6 +29,7 @@ from tests import media_splits, processes, tiny
 JOIN_S = 900
 WORLD = 4
 LAYERS = 4
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ODD = "0123456789+-*/=() .,:?abcdefghijklmnopqrstuvwxyz\n!"
 """51 tokens with the special ones: no number of processes divides them."""
 MODELS: dict[str, dict[str, Any]] = {
@@ -93,16 +94,16 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 FURTHER: dict[str, dict[str, Any]] = {
     "data": {"name": "reinforce_plus_plus", "kl_coef": 0.1, "discount": 0.7},
-    "tensor": {"name": "dr_grpo", "opsm": 0.05},
+    "tensor": {"name": "gmpo", "aggregate": "prompt", "opsm": 0.05},
     "tensor, sequence": {"name": "opd", "teacher": "other", "aggregate": "sequence"},
-    "pipeline": {"name": "dapo", "overlong": [4, 12]},
+    "pipeline": {"name": "own", "factory": f"{EXAMPLES / 'preference.py'}:Preference", "options": {"beta": 3.0}},
     "pipeline, virtual": {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.1},
     "context": {"name": "gspo", "clip": [0.5, 0.5], "level": "token"},
     "tensor, sequence, context": {"name": "grpo", "dual_clip": 1.5, "entropy_coef": 0.1, "aggregate": "sequence"},
     "tensor, pipeline": {"name": "rloo"},
     "expert": {"name": "sapo"},
     "expert, tensor": {"name": "cispo"},
-    "expert, context, recomputed": {"name": "gspo", "clip": [0.9, 9.0]},
+    "expert, context, recomputed": {"name": "dppo", "clip": [0.001, 0.001], "rejection": {"max_kl": 1.0}},
     "expert, pipeline": {"name": "grpo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     "expert, tensor apart": {"name": "dapo"},
     "experts whole": {"name": "dr_grpo", "old_logprobs": "recomputed", "correction": {"name": "mis", "high": 20.0}},
