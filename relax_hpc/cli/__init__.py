@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from relax_hpc import __version__
-from relax_hpc.cli import doctor, evaluate, plan, report, run, scale, shards, simulate, status, submit
+from relax_hpc.cli import doctor, environments, evaluate, plan, report, run, scale, shards, simulate, status, submit
 from relax_hpc.cli.errors import App
 
 app = App(
@@ -51,6 +51,7 @@ app.command("logs")(status.logs)
 app.command("stop")(status.stop)
 app.command("recipe")(status.recipe)
 app.add_typer(shards.app)
+app.add_typer(environments.app)
 app.command("eval")(evaluate.evaluate)
 app.command("report")(report.report)
 app.command("trace")(report.trace)

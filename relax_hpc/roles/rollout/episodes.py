@@ -94,13 +94,13 @@ class Episodes:
             return answer
         texts = [cast.said(episode, n) for n in range(len(episode.seat.turns))]
         turns = [
-            Step(text, _calls(text), turn.observation, turn.reward)
+            Step(text, calls_in(text), turn.observation, turn.reward)
             for text, turn in zip(texts, episode.seat.turns, strict=True)
         ]
         return Trajectory.of(answer, turns, episode.media)
 
 
-def _calls(text: str) -> list[dict[str, Any]]:
+def calls_in(text: str) -> list[dict[str, Any]]:
     try:
         return [dataclasses.asdict(call) for call in parse_calls(text)]
     except CallError:
