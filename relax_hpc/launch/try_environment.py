@@ -34,7 +34,7 @@ class Episode:
     @property
     def tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model would be shown."""
-        return [*with_tools(self.recipe).source[self.prompt.source].tools]
+        return [one for one in with_tools(self.recipe).source[self.prompt.source].tools if isinstance(one, dict)]
 
 
 def of_name(
@@ -64,8 +64,8 @@ def of_recipe(recipe: Recipe, source: int, row: int) -> Episode:
     with tempfile.TemporaryDirectory(prefix="relax-hpc-try-") as scratch:
         folder = Path(scratch)
         materialise(recipe.model, folder, recipe.run.seed)
-        tokenizer, config = (kind.from_pretrained(folder) for kind in (AutoTokenizer, AutoConfig))
-        sources = PromptSources.of(with_tools(recipe), tokenizer, context_of(config), folder)
+        tokenizer, context = AutoTokenizer.from_pretrained(folder), context_of(AutoConfig.from_pretrained(folder))
+        sources = PromptSources.of(with_tools(recipe), tokenizer, context, folder)
         rows = sources.sizes[source]
         if not 0 <= row < rows:
             raise RunError(f"--row {row}: source {source} has rows 0 to {rows - 1}")
