@@ -22,6 +22,7 @@ BENCHMARKS = (
     "trl",
     "quickstart",
     "omni",
+    "agents",
     "omni_trainer",
     "staleness",
     "weights",

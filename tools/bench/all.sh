@@ -9,6 +9,10 @@ python=${PYTHON:-.venv/bin/python}
 runs=(
     "quickstart --seeds 3"
     "omni"
+    "agents-learn --parts learn"
+    "agents-gateway --parts gateway"
+    "agents-slow --parts slow"
+    "agents-sandbox --parts sandbox"
     "algorithms --seeds 3 --steps 120"
     "staleness --seeds 3 --steps 300"
     "modes-drawn --parts drawn --drawn-seeds 2 --drawn-steps 24"
