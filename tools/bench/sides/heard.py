@@ -15,7 +15,7 @@ from zlib import crc32
 from openai.resources.chat.completions import Completions
 
 heard: list[tuple[str, float]] = []
-WITHOUT_LIST = {"chat_template_kwargs": {"tools": []}}
+WITHOUT_LIST: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
 """The quickstart's prompts do without a list of tools: as `template_options` in its recipe."""
 create: Any = Completions.create
 
