@@ -87,7 +87,8 @@ class Trainer(Protocol):
         ...
 
     def export_base(self) -> Iterator[tuple[str, Tensor]]:
-        """The frozen base of an adapter ([trainer.lora]), as `export` gives the policy; the policy where there is none."""
+        """The frozen base of an adapter ([trainer.lora]), as `export` gives the policy. Without the table it is never
+        asked for."""
         ...
 
     def load_base(self, tensors: Mapping[str, Tensor], where: Path) -> None:

@@ -6,6 +6,8 @@ gateway  the policy of `learn` asked by examples/calculator_agent.py, with OpenA
          training on what such agents do: tokens in the loss that are others than their clients heard (goal: 0)
 slow     64 episodes at once, with tools of lognormal seconds: the median throughput over the bound that engine and tools give
          apart (goal: 0.9), and that of lockstep over ours; episodes for each CPU second, where tools take no time
+storm    kills of every role, and of environments' processes in their sandboxes: what is lost, trained twice, torn (goals: 0), and
+         whether the weights are those of an undisturbed run where only roles are killed (see agents_storm.py)
 sandbox  by kind: sandboxes that are started and ended in a second, and attempts to escape that succeed (goal: 0)
 """
 
@@ -25,6 +27,7 @@ from relax_hpc.sandbox.escapes import escapes, starts_per_s
 from relax_hpc.sandbox.wrap import missing
 from tools.bench.agents_gateway import gateway
 from tools.bench.agents_slow import slow
+from tools.bench.agents_storm import storm
 from tools.bench.common import BENCH, ROOT, doing, finish, parse, parser, progress, show
 from tools.bench.runs import Finished, run
 
@@ -85,10 +88,16 @@ def sandbox(given: Any) -> dict[str, Any]:
     return {"sandbox_starts_per_s": starts, "escapes": passed}
 
 
+def kill_storm(given: Any) -> dict[str, Any]:
+    make_data()
+    return storm(FOLDER / "with.toml", given.kills, given.seed)
+
+
 PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "learn": learn,
     "gateway": gateway,
     "slow": slow,
+    "storm": kill_storm,
     "sandbox": sandbox,
 }
 
@@ -101,6 +110,7 @@ def main() -> None:
     arguments.add_argument("--episodes", type=int, default=64, help="slow: at once (default: %(default)s)")
     arguments.add_argument("--seconds", type=float, default=1.0, help="slow: mean of a tool (default: %(default)s)")
     arguments.add_argument("--rounds", type=int, default=3, help="slow: rounds (default: %(default)s)")
+    arguments.add_argument("--kills", type=int, default=10, help="storm: of each of two runs (default: %(default)s)")
     given = parse(arguments)
     result: dict[str, Any] = {}
     for name in given.parts:

@@ -12,6 +12,7 @@ runs=(
     "agents-learn --parts learn"
     "agents-gateway --parts gateway"
     "agents-slow --parts slow"
+    "agents-storm --parts storm"
     "agents-sandbox --parts sandbox"
     "algorithms --seeds 3 --steps 120"
     "staleness --seeds 3 --steps 300"

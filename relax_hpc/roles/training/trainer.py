@@ -144,7 +144,8 @@ class TrainerRole(TrainerState):
             )
         if fresh or held is None:
             alive = lambda: self.heartbeat("publishing")
-            keep = lambda: reference.keep(self.run, self.commit_dir, partial(self._export, base=True), alive)
+            export = partial(self._export, base=self.recipe.trainer.lora is not None)
+            keep = lambda: reference.keep(self.run, self.commit_dir, export, alive)
             self.process.when_room(keep, "the reference")
 
     def _exported(self, use: Callable[[Controller], object]) -> None:
